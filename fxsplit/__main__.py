@@ -10,11 +10,11 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the command and return its exit code; Ctrl-C ends it with one line, also while it is being loaded."""
-    # Only where Ctrl-C is not ignored, as it is in a background job of a shell.
+    """Run the command and return its exit code. Ctrl-C prints one line and ends the program, also during imports."""
+    # A shell makes its background jobs ignore Ctrl-C: leave them so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_interrupted)
-        # When the command is over, Python drops its handlers, and Ctrl-C would kill it in the middle of its last work.
+        # At exit, Python restores the default handlers. Ctrl-C would then kill the process during its cleanup.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from fxsplit.cli.main import main as run
 
@@ -22,8 +22,11 @@ def main() -> int:
 
 
 def end_interrupted(number: int, frame: object) -> None:
-    """End the program at once; KeyboardInterrupt would be lost in some libraries, and abort the loading of others."""
-    # A progress bar hides the terminal's cursor.
+    """End the process at once, with exit code 130.
+
+    Raising KeyboardInterrupt would not do: some libraries swallow it, and an import that it aborts stays half loaded.
+    """
+    # A progress bar hides the terminal's cursor: show it again.
     shown = "\x1b[?25h" if sys.stderr.isatty() else ""
     os.write(2, f"{shown}fxsplit: interrupted\n".encode())
     os._exit(INTERRUPTED)

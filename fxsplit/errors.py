@@ -1,6 +1,7 @@
-"""The errors that fxsplit raises, and its warnings: each names the value that is wrong, and what to do next.
+"""The errors and warnings that fxsplit raises. Each message names the wrong value and the next step.
 
-Errors of one kind have one class, which is also a built-in error where programs expect that (ValueError, KeyError).
+There is one class for each kind of error. A class also derives from the built-in error that programs expect, such as
+ValueError or KeyError.
 """
 
 from __future__ import annotations
@@ -17,30 +18,34 @@ class FxsplitError(Exception):
 
 
 class FxsplitWarning(UserWarning):
-    """Base of every warning that fxsplit gives: one filter silences all of them, or turns all of them into errors.
+    """Base of every fxsplit warning: one filter silences them all, or turns them all into errors.
 
-    Each names the value that it is about, and says what the pipeline does with that value.
+    Each message names a value and says how the pipeline treats it.
     """
 
 
 class UnsteadyProfileWarning(FxsplitWarning):
-    """Times were measured while the machine was busy with something else; the warning says by how much they vary."""
+    """The machine was busy during the measurement, so times vary; the message says by how much."""
 
 
 class RecompileWarning(FxsplitWarning):
-    """torch.compile has compiled stages again (`stage_backend=`); the warning says which, what for and how long."""
+    """torch.compile compiled some stages again (`stage_backend=`); the message names the stages, the cause and the
+    time.
+    """
 
 
 class TorchError(FxsplitError, ImportError):
-    """The installed torch lacks what fxsplit needs, or behaves otherwise; the message says what, and which do not."""
+    """The installed torch lacks a feature that fxsplit needs, or behaves differently. The message names both, and the
+    releases that work.
+    """
 
 
 class InputError(FxsplitError, ValueError):
-    """An argument of a public function, or of the command, cannot be used."""
+    """An argument of a public function or of the command line is invalid."""
 
 
 class CallError(InputError, TypeError):
-    """The arguments of a call do not fit the model's forward(); a module called so raises a TypeError too."""
+    """The arguments of a call do not fit the model's forward(). It is also a TypeError, as in a module's call."""
 
 
 class TraceError(FxsplitError):
@@ -48,28 +53,28 @@ class TraceError(FxsplitError):
 
     def __init__(self, message: str, submodule: str | None = None) -> None:
         super().__init__(message)
-        # The front end keeps this submodule whole, and tries again.
+        # The front end tries again with this submodule as one node.
         self.submodule = submodule
 
 
 class ChainError(FxsplitError, ValueError):
-    """A chain of passes is malformed: an unknown pass, option or text."""
+    """A chain of passes is malformed: unknown pass, unknown option, or a syntax error in its text."""
 
 
 class MissingFact(ChainError, KeyError):
-    """A fact is needed that the chain has not learnt, or has forgotten: a pass is missing, or at a wrong place."""
+    """A pass needs a fact that no earlier pass has learnt, or that a pass has made invalid. Add or move a pass."""
 
     def __str__(self) -> str:
-        # KeyError would print the message as a quoted string.
+        # KeyError would print the repr of the message, in quotes.
         return str(self.args[0])
 
 
 class BrokenFact(FxsplitError):
-    """A fact disagrees with the graph it describes: the pass that made it is wrong."""
+    """A fact disagrees with the graph it describes: the pass that learnt it has a bug."""
 
 
 class FileError(InputError, OSError):
-    """A file or a folder cannot be written; what was there before is unchanged."""
+    """A file or folder cannot be written; its previous content is unchanged."""
 
 
 class ProfileError(FxsplitError, ValueError):
@@ -77,13 +82,13 @@ class ProfileError(FxsplitError, ValueError):
 
 
 class PlanError(FxsplitError):
-    """No plan exists under the constraints, such as pins that contradict each other, or a file holds none."""
+    """No plan satisfies the constraints, for example because pins contradict each other; or a file contains no plan."""
 
 
 class NoFit(PlanError):
-    """The graph fits no plan for these devices: too little memory, or more devices than stages can be made for.
+    """No plan fits these devices: too little memory, or more devices than the graph has stages.
 
-    `short_bytes` is what the best plan lacks of a device's memory, where that is why.
+    `short_bytes` is how many bytes of one device's memory the best plan lacks, or inf if memory is not the reason.
     """
 
     def __init__(self, message: str, short_bytes: float = math.inf) -> None:
@@ -92,68 +97,70 @@ class NoFit(PlanError):
 
 
 class TooFewParts(NoFit):
-    """There are more devices, or more stages of the schedule, than parts that the graph can be cut into."""
+    """The graph can be cut into fewer parts than the devices, or the stages of the schedule, need."""
 
 
 class ScheduleError(FxsplitError, ValueError):
-    """A schedule is unknown, illegal, or cannot run in the way that is asked for."""
+    """A schedule is unknown, illegal, or cannot run with these options."""
 
 
 class NotExportable(ScheduleError):
-    """Another tool has no word for a part of this schedule or pipeline; the message says what to do."""
+    """The target format cannot express a part of this schedule or pipeline; the message says how to change it."""
 
 
 class ElsewhereError(FxsplitError, RuntimeError):
-    """Values were asked for of a weight that another rank has; the message names the weight and the rank."""
+    """A program read values of a weight that lives on another rank; the message names the weight and the rank."""
 
 
 class ClosedError(FxsplitError, RuntimeError):
-    """The pipeline has been closed, and its workers are gone."""
+    """The pipeline was closed, and its workers have ended."""
 
 
 class BusyError(FxsplitError, RuntimeError):
-    """A worker is still in an action of a call that was interrupted; the message says which."""
+    """A worker still runs an action of an interrupted call; the message names the action."""
 
 
 class BackwardError(FxsplitError, RuntimeError):
-    """A backward that a pipeline cannot run, such as a second one; torch raises a RuntimeError for its own."""
+    """The pipeline cannot run this backward, for example a second one. It is a RuntimeError, as in torch."""
 
 
 class ChangedWeightError(FxsplitError, RuntimeError):
-    """A weight has changed between a forward and its backward; torch raises a RuntimeError where it notices that."""
+    """A weight changed between a forward and its backward. It is a RuntimeError, as in torch."""
 
 
 class StepTimeout(FxsplitError, TimeoutError):
-    """A step took longer than it was allowed to; the message says what each worker does."""
+    """A step exceeded its time limit; the message says how far each worker got."""
 
 
 class RanksDiffer(InputError):
-    """Ranks of one pipeline were given other batches, calls, options or code; the message says which, and in what."""
+    """The ranks of one pipeline disagree on batch, call, options or code; the message names the ranks and the
+    difference.
+    """
 
 
 class RankError(FxsplitError, RuntimeError):
-    """Another rank of the pipeline failed, or is lost; the message says which, and what it raised.
+    """Another rank of the pipeline failed or was lost; the message names the rank and its error.
 
-    `rank` is that rank's number if it told of its failure, or if its program has ended; None otherwise.
+    `rank` is the number of that rank if it reported its failure or its process ended, else None.
     """
 
     rank: int | None = None
 
     def __str__(self) -> str:
-        # It is also of the other rank's own type, and a KeyError would print the message as a quoted string.
+        # The error is also of the other rank's type, and a KeyError would print the repr of the message.
         return str(self.args[0]) if self.args else ""
 
 
 class RankTimeout(RankError, TimeoutError):
-    """A rank waited longer than it may for another one; the message says for what."""
+    """A rank waited longer than its limit for another rank; the message says for which message or call."""
 
 
 class StageError(FxsplitError):
     """A stage raised an error, which is the `__cause__`.
 
-    The error that users see is made by `locate_stage_error`: it is also of the original's type, so `except` clauses for
-    that type keep working. `where` names the stage, the microbatch and the line of the user's code. Of an error that an
-    accelerator may report late it says that the failure may be of something earlier.
+    `locate_stage_error` makes the error that users see. It is also of the original's type, so that `except` clauses for
+    that type keep working. `where` names the stage, the microbatch and the line of the user's code. If an accelerator
+    may have reported the error late, `where` adds that an earlier operator may have caused it.
     """
 
     where: str = ""
@@ -166,25 +173,25 @@ LATE = (
     "; a GPU reports errors late, so the kernel that failed may be of an earlier node or stage: run with "
     "CUDA_LAUNCH_BLOCKING=1 in the environment to see which"
 )
-"""What is said of an error that an accelerator may have reported in a later call than the one that failed."""
+"""Added to an error that an accelerator may have reported in a later call than the failed one."""
 
 
 def locate_stage_error(original: Exception, where: str) -> StageError:
-    """Return an error that is both a StageError and of `original`'s own type, and says `where` it happened.
+    """Return an error that is both a StageError and of `original`'s type, with the place `where` in its text.
 
-    For example a ValueError raised in a stage is caught by `except ValueError` and by `except StageError`, and
-    `str(error)` ends with "(in stage 1 of 2 on cpu:1, forward of microbatch 0, node 'linear' ...)".
+    A ValueError in a stage is caught by `except ValueError` and by `except StageError`, and `str(error)` ends with "(in
+    stage 1 of 2 on cpu:1, forward of microbatch 0, node 'linear' ...)".
     """
-    # A note on the original would show the place in tracebacks only, and not where str(error) is logged.
+    # A note (PEP 678) on the original would show the place only in tracebacks, not in a log of str(error).
     bases = (StageError, type(original))
     try:
         kind = type("StageError", bases, {"__module__": __name__, "__init__": Exception.__init__})
         error: StageError = kind(*original.args)
-    except TypeError:  # some types cannot be subclassed, or need other arguments than their own `args`
+    except TypeError:  # some types cannot be subclassed, or their __init__ takes other arguments than `args`
         error = StageError(*original.args)
-    # Fields that a program has set on the error, and that those who catch it may read.
+    # Keep attributes that a program has set on the error, since a handler may read them.
     error.__dict__.update(vars(original))
-    # OSError.errno and StopIteration.value are fields that vars() does not have.
+    # vars() lacks OSError.errno, StopIteration.value and other slots.
     for name in _list_slots(type(original)):
         with suppress(AttributeError, TypeError):
             setattr(error, name, getattr(original, name))
@@ -194,27 +201,27 @@ def locate_stage_error(original: Exception, where: str) -> StageError:
 
 
 def is_late(error: BaseException) -> bool:
-    """Return whether an error is one that an accelerator reports some time after the call that failed."""
-    # By name: this file does not import torch.
+    """Return whether an accelerator reports this error some time after the call that failed."""
+    # Compare the name, since this file does not import torch.
     if any(base.__name__ == "AcceleratorError" for base in type(error).__mro__):
         return True
-    # Older kernels, and libraries such as cuBLAS, raise a RuntimeError with CUDA's text, or ROCm's, in it.
+    # Older kernels, and libraries such as cuBLAS, raise a RuntimeError with a text of CUDA or ROCm.
     texts = ("CUDA error", "HIP error", "device-side assert", "cuDNN error")
-    # NVIDIA's own names stay, whatever torch says around them.
+    # These names come from NVIDIA and stay the same in every release of torch.
     statuses = ("CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_EXECUTION_FAILED")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in (*texts, *statuses))
 
 
 def _list_slots(kind: type) -> list[str]:
-    """Return the names of the fields of an exception type that C code or `__slots__` holds."""
-    # Such fields are descriptors on the class. BaseException's own, args and the like, are set by its constructor.
+    """Return the names of an exception type's fields that live in C or in `__slots__`."""
+    # Such fields are descriptors of the class. The constructor sets BaseException's own, such as args.
     fields = (item for base in kind.__mro__ if base not in (BaseException, object) for item in vars(base).items())
     return [n for n, v in fields if isinstance(v, (GetSetDescriptorType, MemberDescriptorType)) and n[:2] != "__"]
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return `; did you mean '1F1B'?`, to stand behind an error, or nothing if no known name is near."""
-    # Without case, as most mistakes are '1f1b' for '1F1B'.
+    """Return `; did you mean '1F1B'?` to append to an error, or "" if no known name is similar."""
+    # Ignore case: most mistakes are '1f1b' for '1F1B'.
     folded = {other.lower(): other for other in known}
     close = get_close_matches(str(name).lower(), folded, n=1)
     return f"; did you mean {folded[close[0]]!r}?" if close else ""

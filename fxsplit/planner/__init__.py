@@ -1,22 +1,29 @@
-"""The planner: from a profile to the best chain of stages, with a proof. It needs neither torch nor a model.
+r"""The planner: from a profile to the best chain of stages, with a proof. It needs neither torch nor a model.
 
-The words, by a graph of four nodes in which a is read by b and c, and both are read by d:
+The terms, by a graph of four nodes: b and c read a, and d reads both.
 
-    a -> b -> d
-    a -> c -> d
+    graph            ideals, each named by its augmented antichain
 
-- An *ideal* is a set of nodes that holds all that its members read: {}, {a}, {a, b}, {a, c}, {a, b, c}, {a, b, c, d}.
-  A pipeline can be cut behind an ideal, since nothing inside waits for anything outside.
-- An *antichain* is a set of nodes of which none leads to another, such as {b, c}. The last nodes of an ideal are one.
-  The *augmented antichain* of an ideal adds the members that something outside still reads. It names the ideal:
-  {a, b} is the name of {a, b}, as c still reads a, and {b, c} is the name of {a, b, c}.
-- A *state* is an ideal with the sums that a cut there needs: the time and memory of its nodes, the bytes that cross.
-- A *stage* is what lies between two states: from {a} to {a, b, c} it is {b, c}. A plan is a chain of states from {} to
-  the whole graph, with devices for each stage. The best plan has the fastest slowest stage.
+      a                           {}            nothing
+     / \                          {a}           a
+    b   c                        /   \
+     \ /                     {a, b}  {a, c}     a b, and a c
+      d                          \   /
+                                {b, c}          a b c
+                                  {d}           a b c d
 
-In the order of a search: `contraction` joins nodes that need no stage of their own, `lattice` enumerates the ideals,
-`sequence` makes them states, `moves` lists the devices for a stage, `prices` says what both take, `problem` poses the
-problem, `search` finds the best chain, `solve` makes a plan of it, and `planner` puts these together.
+- An *ideal* is a set of nodes that contains every node its members read. A pipeline can be cut after an ideal, because
+  nothing inside it waits for a node outside.
+- An *antichain* is a set of nodes without a path between any two of them, such as {b, c}. The last nodes of an ideal
+  form an antichain. The *augmented antichain* of an ideal adds the members that a node outside still reads, and
+  identifies the ideal: {a, b} names the ideal a b, since c still reads a.
+- A *state* is an ideal with the sums that the price of a cut needs: time and memory of its nodes, bytes that cross.
+- A *stage* is the difference of two states: from {a} to {b, c} it contains b and c. A plan is a chain of states from {}
+  to the whole graph, with devices for each stage. The best plan has the smallest *bottleneck*: its slowest stage.
+
+The order of a search: `contraction` joins nodes that need no stage of their own, `lattice` enumerates the ideals,
+`sequence` sums them up as states, `moves` lists the devices of a stage, `prices` computes the cost of states and moves,
+`problem` poses the problem, `search` finds the best chain, `solve` turns it into a plan, and `planner` calls them all.
 """
 
 from fxsplit.planner.clock import Clock

@@ -1,7 +1,7 @@
-"""Baselines: how people split by hand, priced like the planner's plans, to stand beside them.
+"""Baselines: how people split by hand, priced like the planner's plans for comparison.
 
-For example four nodes of 1, 1, 1 and 3 ms on two devices: "even" cuts behind the second node, for a slowest stage of
-4 ms, and "time" behind the third, for 3 ms.
+Example: four nodes of 1, 1, 1 and 3 ms on two devices. "even" cuts after the second node, so the slowest stage takes 4
+ms. "time" cuts after the third node: 3 ms.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 
 
 def _nearest(weight: Floats, n_stages: int) -> list[int]:
-    """Return where an ascending sequence comes closest to each of `n_stages` equal shares, every stage non-empty."""
-    # The first of two equally close positions is taken, and each stage still to come keeps a position.
+    """Return the positions closest to equal shares of an ascending sequence, with no empty stage."""
+    # Of two equally close positions take the first, and leave one position for each later stage.
     last = weight.size - 1
     cuts = [0]
     for stage in range(1, n_stages):
@@ -37,21 +37,21 @@ def _nearest(weight: Floats, n_stages: int) -> list[int]:
 
 
 def _blocks(weight: Floats, n_stages: int) -> list[int]:
-    """Return the cuts of an ascending sequence whose largest part is smallest: linear partitioning, by bisection.
+    """Return the cuts that make the largest part of an ascending sequence smallest, by bisection over its size.
 
-    This is how torchgpipe balances by time, after Barany and Grinberg, "Block partitions of sequences" (2015).
+    This is torchgpipe's balance by time, after Barany and Grinberg, "Block partitions of sequences" (2015).
     """
     last = weight.size - 1
 
     def filled(limit: float) -> list[int]:
-        """Return the cuts after filling one part after another up to a limit; the last part takes the rest."""
+        """Fill one part after another up to `limit`, and return the cuts. The last part takes the rest."""
         cuts = [0]
         for stage in range(1, n_stages):
             full = int(np.searchsorted(weight, weight[cuts[-1]] + limit, side="right")) - 1
             cuts.append(min(max(full, cuts[-1] + 1), last - (n_stages - stage)))
         return [*cuts, last]
 
-    # A limit is possible if filling up to it leaves no larger rest; the smallest possible limit is searched.
+    # A limit is feasible if filling up to it leaves no larger last part. Find the smallest feasible limit.
     low, high = 0.0, float(weight[-1])
     best = filled(high)
     while high - low > 1e-12 * weight[-1]:
@@ -71,10 +71,10 @@ BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {
     "time": ("time", _nearest),
     "block": ("time", _blocks),
 }
-"""What each baseline shares out among the stages of one topological order, and how.
+"""For each baseline, the quantity it balances over the stages of one topological order, and how it cuts.
 
-"even", "parameters" and "time" cut where the shares come closest to equal. "block" is the best split of the order if
-traffic were free.
+"even", "parameters" and "time" cut at the positions closest to equal shares. "block" minimises the largest part, and
+ignores traffic.
 """
 
 
@@ -87,12 +87,12 @@ def plan_baseline(
     workload: Workload,
     model: CostModel,
 ) -> Plan | None:
-    """Return a baseline's plan for the devices in the machine's order, or None where there are too few blocks.
+    """Return a baseline's plan on the devices in the machine's order, or None if the graph has too few blocks.
 
-    Nothing is proven of it: its lower bound is zero. It may need more memory than there is.
+    The plan has no proof: its lower bound is 0. It may exceed the memory of the devices.
     """
     what, cut = BASELINES[name]
-    # By hand one cuts the sequence of a model's layers: the topological order that the blocks are numbered in.
+    # By hand one cuts the sequence of layers, which is the topological order that numbers the blocks.
     line = first_order(chains)
     count = len(machine)
     if len(line) <= count:
@@ -102,10 +102,10 @@ def plan_baseline(
         "parameter_bytes": states.column("parameter_bytes")[line],
         "time": (states.column("forward_ms") + states.column("backward_ms"))[line],
     }[what]
-    # Each baseline cuts by its own figure, and is priced by the same model as the plan.
+    # Each baseline cuts by its own quantity. The plan's cost model prices all of them.
     cuts = cut(weight, count)
     sets = [set(chains.names(line[at])) for at in cuts]
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
-    # One device a stage, in the machine's order.
+    # Each stage gets one device, in the machine's order.
     priced = price_split(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
     return Plan.of(priced, costs, machine, workload, model, lower_bound_ms=0.0, n_states=len(line))

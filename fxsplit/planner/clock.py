@@ -1,6 +1,6 @@
-"""Clock: how long a search may still take, in seconds and in steps of a kernel.
+"""Clock: the time left for a search, in seconds and in steps of a kernel.
 
-Compiled code cannot look at the time. So a kernel is given a number of steps, counts them, and stops early when it has
+Compiled code cannot read the time. A kernel gets a number of steps instead, counts them, and stops early when it has
 used them up.
 """
 
@@ -17,14 +17,14 @@ ANY_NUMBER = 2**62
 
 
 class OutOfTime(Exception):
-    """The deadline has passed. The planner catches this and returns what it knows by then."""
+    """The deadline has passed. The planner catches this and returns the best result so far."""
 
 
 @dataclass
 class Clock:
     """Runs kernels until `deadline`, in seconds of time.monotonic.
 
-    `steps_per_s` is how fast the last kernel ran. Before the first kernel has run it is a low guess.
+    `steps_per_s` is the speed of the last kernel, and a low guess before the first.
     """
 
     deadline: float = inf
@@ -32,7 +32,7 @@ class Clock:
 
     @classmethod
     def limited(cls, seconds: float) -> Clock:
-        """Return a clock that starts now and ends after so many seconds."""
+        """Return a clock that starts now and ends after `seconds`."""
         return cls(time.monotonic() + seconds)
 
     @property
@@ -41,27 +41,28 @@ class Clock:
         return time.monotonic() >= self.deadline
 
     def halve(self) -> Clock:
-        """Return a clock that ends after half of the time that is left."""
+        """Return a clock that ends after half of the remaining time."""
         now = time.monotonic()
         return replace(self, deadline=now + (self.deadline - now) / 2)
 
     def check(self) -> None:
-        """Raise OutOfTime when the deadline has passed."""
+        """Raise OutOfTime if the deadline has passed."""
         if self.over:
             raise OutOfTime
 
     def run(self, kernel: Callable[[int], tuple[Any, Any, int]]) -> tuple[Any, Any]:
-        """Return the two tables of a kernel that is given a number of steps and tells how many it took.
+        """Call `kernel` with a limit of steps and return its two tables.
 
-        A kernel that needs more steps stops early, and runs again if there is time left. Raises OutOfTime.
+        `kernel` returns two tables and the number of steps it took. If it stops at the limit and time is left, it runs
+        again with a higher one. Raises OutOfTime.
         """
         while True:
-            # Ask before each run: a kernel itself cannot.
+            # A kernel cannot check the deadline itself.
             self.check()
             begin = time.monotonic()
             steps = 1 + int(min((self.deadline - begin) * self.steps_per_s, ANY_NUMBER))
             one, other, taken = kernel(steps)
             if taken <= steps:
                 return one, other
-            # The guess was too low: the kernel stopped with time left. What it did tells how fast it is.
+            # The guess was too low: the kernel stopped early. Its steps show how fast it is.
             self.steps_per_s = taken / max(time.monotonic() - begin, 1e-6)

@@ -1,4 +1,4 @@
-"""Why there is no plan, in words: which pins contradict each other, or which stage lacks how much memory."""
+"""Explain why no plan exists: contradictory pins, or a stage that lacks memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fxsplit.planner.search.search import Found, find_any, minimise
 from fxsplit.system.figures import format_bytes
 
 NEAR_BYTES, NEAR, NEAR_IN_LARGE = 0.5, 1e-6, 1e-3
-"""The least excess of memory is looked for up to so many bytes, or so large a share of it: a larger one in a large
-lattice, where each test takes a second."""
+"""The bisection for the least excess of memory stops at NEAR_BYTES bytes, or at a relative width of NEAR.
+
+In a large lattice each trial takes a second, so the relative width is NEAR_IN_LARGE.
+"""
 
 
 def explain_misfit(
@@ -34,12 +36,12 @@ def explain_misfit(
     complete: bool,
     keeps: bool,
 ) -> PlanError:
-    """Return the error that says why no plan exists: contradictory pins, or how much memory is missing and where.
+    """Return the error for a search without a plan: contradictory pins, or the stage that lacks memory and by how much.
 
-    `problems` are those of all numbers of stages that were tried. Each is solved again without memory limits: where
-    that fails too, the pins are at fault. Else the chain that exceeds the memory by the fewest bytes is looked for.
-    `complete` tells whether all plans were looked at that the options allow, `keeps` whether every stage keeps
-    its activations, and could recompute them.
+    `problems` has one search problem for each number of stages that was tried. Each is solved again without memory
+    limits. If that fails too, the pins are at fault. Otherwise the error describes the chain that exceeds the memory by
+    the fewest bytes. `complete`: whether the search covered all plans that the options allow. `keeps`: whether all
+    stages keep their activations, so that recomputing could help.
     """
     some = (
         ""
@@ -50,12 +52,12 @@ def explain_misfit(
         some = " that leaves only the last devices idle; leave those out that are of no use"
     tries: list[tuple[float, list[float], Path]] = []
     try:
-        # Without limits, or prices, which are dear under `direct`, only pins and the number of stages rule a chain out.
+        # Without limits and prices (`direct` prices are slow), only the pins and the number of stages rule a chain out.
         possible = [p for p in problems if find_any(p.for_excess(), chains, clock) is not None]
-        # Of more stages each holds less, so few numbers of stages after the largest come closer.
+        # With more stages each stage holds less. So after the largest number, few numbers come closer.
         for problem in sorted(possible, key=lambda problem: -problem.moves.n_stages):
             nearest = min(tries)[0] if tries else inf
-            # By the sums alone, which are never above what a stage holds.
+            # The sums over states never exceed the true memory of a stage, so this is a lower bound.
             found = minimise(problem.for_excess(), chains, clock, upper=nearest)
             if found is not None:
                 path = find_least_excess(problem, chains, clock, found)
@@ -63,10 +65,10 @@ def explain_misfit(
                 tries.append((max(excess), excess, path))
     except OutOfTime:
         return NoFit(
-            f"no plan fits{some}; allow more time (partition{{time_limit=}}) to be told which stage is short of memory"
+            f"no plan fits{some}; allow more time (partition{{time_limit=}}) to see which stage is short of memory"
         )
     if not possible:
-        # Among the states of one order alone, other states might still satisfy the pins.
+        # If only one topological order was searched, other states might still satisfy the pins.
         kind = PlanError if complete else NoFit
         return kind(
             f"no plan for {len(machine)} devices satisfies the pins{some}: some pinned node depends on one that is "
@@ -74,7 +76,7 @@ def explain_misfit(
         )
     _, loads, path = min(tries, key=lambda attempt: attempt[0])
     worst = int(np.argmax(loads))
-    # The replicas of a stage hold the same, so the first will do as an example.
+    # All replicas of a stage hold the same: show the first.
     device = machine.devices[path[worst][1].devices[0]]
     # 1F1B holds the fewest microbatches of all schedules.
     earlier = "" if schedule == "1F1B" else "schedule='1F1B', "
@@ -94,7 +96,7 @@ def explain_misfit(
 
 
 def _name_place(costs: Costs, chains: Antichains, path: Path, stage: int) -> str:
-    """Return where in the model a stage of a chain begins and ends, in brackets; nothing for a stage without nodes."""
+    """Return the first and last node of a stage as " (...)", or "" for a stage without nodes."""
     blocks = set(chains.ideal(path[stage][0])) - set(chains.ideal(path[stage - 1][0]) if stage else ())
     first, last = find_ends([node for node in costs.nodes if chains.blocks.home[node.name] in blocks])
     return f" ({name_span(first, last)})" if first else ""
@@ -103,11 +105,11 @@ def _name_place(costs: Costs, chains: Antichains, path: Path, stage: int) -> str
 def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found: Found) -> Path:
     """Return the chain whose stages exceed the memory of their devices by the fewest bytes.
 
-    `found` is that chain by the sums alone, which are never above what a stage holds.
+    `found` is the best chain by sums over states, which never exceed the true memory of a stage.
     """
     best, least, most = found.path, found.lower, max(list_excess(problem, found.path))
-    # Devices that are larger by a trial tell whether some chain has less. Just below the best first: most often the
-    # chain by the sums is the best, and one refusal is the proof.
+    # Search with larger devices to see whether a chain with less excess exists. Try first just below the best: usually
+    # the best chain by sums is the best of all, and one failed search proves it.
     bisect = False
     share = NEAR if len(problem) <= SMALL else NEAR_IN_LARGE
     while (near := max(NEAR_BYTES, share * abs(most))) < most - least:
@@ -122,7 +124,7 @@ def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found:
 
 
 def list_excess(problem: Problem, path: Path) -> list[float]:
-    """Return by how many bytes each stage of a chain exceeds its devices' memory, 0 where that has no limit."""
+    """Return by how many bytes each stage of a chain exceeds its devices' memory; 0 for a device without a limit."""
     known = {(begin, end): excess for _, begin, end, excess in problem.list_excess(path)}
     loads, begin, found = problem.for_excess().loads(path), 0, []
     for load, (end, _) in zip(loads, path, strict=True):

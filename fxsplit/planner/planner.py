@@ -1,7 +1,8 @@
-"""The way from a profile to a plan: which states to search, when fewer of them are enough, and the search itself.
+"""Planner: from a profile to a plan.
 
-The passes augment, order and partition take this way one step each, and learn a fact at every step. `Planner` takes it
-as a whole, for one profile and any number of machines. So `compile` and `fxsplit.plan` come to the same plan.
+It chooses the states to search, decides when nodes may be joined to make fewer states, and runs the search. The passes
+augment, order and partition do the same step by step, with a fact for each step. `Planner` does it in one call, for one
+profile and any number of machines, so that `compile` and `fxsplit.plan` return the same plan.
 """
 
 from __future__ import annotations
@@ -26,27 +27,26 @@ from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_pla
 from fxsplit.system.progress import phase
 
 MAX_STATES = 1_000_000
-"""Ideals to enumerate at most, where nothing else is stated."""
+"""The default limit of the number of ideals."""
 
 Enumerate = Callable[[bool], tuple[Antichains, States]]
 
 
 def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: Clock) -> Plan:
-    """Return the plan whose slowest stage is fastest.
+    """Return the plan with the smallest bottleneck.
 
-    `enumerate_again` returns other states for the task: with True none of the nodes are joined, with False light ones,
-    where parameters count as the task makes them. It is called only where the states given do not suffice. Raises
-    PlanError where no plan exists.
+    If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
+    light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
     """
-    # Nodes were joined as if their parameters cost nothing, and the task lets stages have replicas.
+    # The nodes were joined as if parameters cost nothing, and now stages may have replicas, which reduce gradients.
     if chains.slack is not None and chains.slack.weighed_ms_per_byte < task.reduce_ms_per_byte:
         chains, states = enumerate_again(False)
-    # Pins may have come after the nodes were joined, and the joining may have moved a pinned node.
+    # Joining may have moved a node that was pinned later.
     if chains.joined and (task.never or not task.interchangeable or not chains.joined.isdisjoint(task.pinned)):
         chains, states = enumerate_again(True)
     best = _attempt(task, chains, states, clock)
-    # Nodes joined to neighbours cannot have a stage of their own. That loses nothing unless every device is to have a
-    # stage and a plan that leaves one idle would be faster.
+    # A node that joined a neighbour cannot form a stage of its own. This loses nothing, unless every device must get a
+    # stage and a plan with idle devices is faster.
     if chains.joined and (
         not isinstance(best, Plan) or (task.options.use_all and _is_beaten(best, task, chains, states, clock))
     ):
@@ -59,7 +59,7 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
 
 
 def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit | PlanError:
-    """Return the best plan among some states, or why there is none."""
+    """Return the best plan among these states, or the reason why none exists."""
     try:
         return find_plan(task, chains, states, clock)
     except PlanError as error:
@@ -67,8 +67,8 @@ def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Pl
 
 
 def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock: Clock) -> bool:
-    """Return whether some plan that leaves devices idle is faster than `plan`, which leaves none idle."""
-    # A plan on fewer devices leaves more freedom, so it bounds what joining may have lost.
+    """Return whether a plan with idle devices is faster than `plan`, which uses all devices."""
+    # Fewer devices leave more freedom, so such a plan bounds the loss due to joining.
     idle = replace(task, options=replace(task.options, use_all=False))
     faster = search(idle, chains, states, clock, upper=plan.bottleneck_ms)
     return faster.best is not None or faster.hurried
@@ -77,7 +77,7 @@ def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock
 def _take_better(
     joined: Plan | Misfit | PlanError, whole: Plan | Misfit | PlanError, task: Task
 ) -> Plan | Misfit | PlanError:
-    """Return the better of a plan with nodes joined and one without, bounded by what is known of all nodes."""
+    """Return the better of a plan with joined nodes and a plan of all nodes, with the lower bound of the latter."""
     if not isinstance(joined, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= joined.bottleneck_ms):
         return whole
     # The time may have been too short for the search over all nodes.
@@ -87,11 +87,12 @@ def _take_better(
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans one profile for any number of machines; states are enumerated once for each amount of memory.
+    """Plans one profile for any number of machines. It enumerates the states once for each amount of memory.
 
-    `keep` are sets of submodules or nodes that stay together, besides what the profile demands; `pins` maps submodules
-    or nodes to the number of their device; `never` are sets of nodes that no boundary may lie right behind. `seconds`
-    adds up how long enumerating states and solving took.
+    - `pins` maps submodules or nodes to the number of their device
+    - `keep` are sets of submodules or nodes that stay in one stage, in addition to the profile's own
+    - `never` are sets of nodes after which no stage boundary may lie
+    - `seconds` adds up the time for enumerating states and for solving
     """
 
     costs: Costs
@@ -104,30 +105,30 @@ class Planner:
 
     @cached_property
     def _constrained(self) -> Costs:
-        """The costs with what the user keeps together."""
+        """The costs, with the user's `keep` added to the sets that stay together."""
         self.costs.check()
         for name in (name for names in self.keep for name in names):
             if not find_nodes(self.costs, name):
                 raise PlanError(f"cannot keep {name!r} together with others: {suggest_names(self.costs, name)}")
-        # A path of a submodule means all its nodes, as for pins.
+        # As in pins, the path of a submodule stands for all its nodes.
         sets = [tuple(dict.fromkeys(n for path in names for n in find_nodes(self.costs, path))) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
     @cached_property
     def _pinned(self) -> dict[str, int]:
-        """The pinned nodes, each with the number of its device."""
+        """Device numbers by pinned node."""
         return Pins(self.pins).nodes(self.costs)
 
     def lattice(self, machine: Machine, whole: bool = False, ms_per_byte: float = 0.0) -> tuple[Antichains, States]:
-        """Return the states to plan for a machine; `whole` joins no nodes to neighbours.
+        """Return the ideals and states to plan for a machine. With `whole`, no node joins a neighbour.
 
-        Joining may empty a stage, so that all later ones move up a device: it takes devices that are all alike.
-        `ms_per_byte` is what replicas of a stage take to sum a byte of gradients.
+        Joining may leave a stage empty and so move all later stages up one device, which requires equal devices.
+        `ms_per_byte` is the time that replicas take to reduce one byte of gradients.
         """
         memory_bytes = min(d.memory_bytes for d in machine.devices)
         key = memory_bytes, whole, 0.0 if whole else ms_per_byte
         known = self._known.get(key)
-        # Light nodes were joined for fewer devices, and now there are more than blocks: join fewer of them.
+        # The known states were joined for fewer devices and have too few blocks for this machine: join less.
         if known is None or (known[0].slack is not None and len(known[0].blocks) < len(machine)):
             begin = time.perf_counter()
             costs = self._constrained
@@ -137,17 +138,17 @@ class Planner:
                 )
                 known = chains, sequence_states(costs, chains)
             self._known[key] = known
-            if not chains.joined:  # there was nothing to join, so these are all states too
+            if not chains.joined:  # nothing was joined, so these are also the states for whole=True
                 self._known.setdefault((memory_bytes, True, 0.0), known)
             self.seconds["states"] += time.perf_counter() - begin
         return known
 
     def plan(self, machine: Machine, workload: Workload, options: Options) -> Plan:
-        """Return the plan whose slowest stage is fastest; raises PlanError where no plan exists."""
+        """Return the plan with the smallest bottleneck. Raises PlanError if no plan exists."""
         clock = Clock.limited(options.time_limit)
         begin, earlier = time.perf_counter(), self.seconds["states"]
         try:
-            # Enumerating may come in the middle of solving; its time counts apart.
+            # plan_stages may enumerate again; that time counts as "states", not as "solve".
             task = Task(self._constrained, machine, workload, options, self._pinned, self.never)
             chains, states = self.lattice(
                 machine, bool(self.never) or not task.interchangeable, task.reduce_ms_per_byte

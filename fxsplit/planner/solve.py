@@ -1,4 +1,4 @@
-"""From states, machine and options to a plan: pose the search problems, solve them, price the best chain."""
+"""Solve: pose the search problems, search for the best chain of states, and price it as a plan."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ from fxsplit.system.figures import show
 
 RECOMPUTE = ("never", "always", "auto")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
-"""Configurations times states above which a search leaves only the last devices idle: without limits of memory, and
-with them, where each takes longer. The plan then has a gap."""
+"""Above this number of cells (configurations x states) a search leaves only the last devices idle, so its plan has a
+gap.
+
+The second number applies with memory limits, since a cell then takes longer.
+"""
 MOST_FACTOR = 1e3
-"""More bytes of optimizer state per byte of parameters are refused as a mistake."""
+"""A larger `optimizer_factor` is refused as a mistake."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan may be, and how long the search may take.
+    """The options of a plan, and the time for its search.
 
-    - `use_all` asks for a stage on every device; without it any device may stay idle where using it is not faster
+    - `use_all` asks for a stage on every device; without it a device stays idle unless it makes the plan faster
     - `optimizer_factor` is the bytes of optimizer state per byte of parameters: 2 for Adam, 1 for momentum, 0 for SGD
-    - `model` is what stages pay for, and `traffic` whether transfers are priced (see CostModel)
-    - `free` takes the devices in any order, not in the machine's
-    - `time_limit` is in seconds; then the best plan so far comes with its gap
-    - `recompute`: "always" lets every stage keep no activations and run forward again, "auto" those that would not fit
-      or would be slower otherwise, "never" none
+    - `model` is the cost model, and `traffic` includes the time of transfers in it (see CostModel)
+    - `free` takes the devices in any order, not only in the machine's
+    - `time_limit` is in seconds; when it is over, the result is the best plan so far, with its gap
+    - `recompute` says which stages keep no activations and run their forward again: "always" all stages, "never" none,
+      "auto" a stage if it would not fit otherwise, or would be slower
 
-    Raises ChainError for a value that is none of these.
+    Raises ChainError for an invalid value.
     """
 
     use_all: bool = True
@@ -79,15 +82,15 @@ class Options:
 
     @property
     def costs(self) -> CostModel:
-        """The cost model that these options state."""
+        """The cost model of these options."""
         return CostModel(self.model, self.traffic, self.optimizer_factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What to plan: a measured graph, the devices, what their schedule asks of them, and what a plan must respect.
+    """A planning task: costs of a graph, devices, the schedule's workload, options and constraints.
 
-    `pinned` maps nodes to the number of their device. No boundary between stages lies right behind a set in `never`.
+    `pinned` maps nodes to the number of their device. No stage boundary may lie right after a set of nodes in `never`.
     """
 
     costs: Costs
@@ -99,27 +102,31 @@ class Task:
 
     @cached_property
     def interchangeable(self) -> bool:
-        """Whether a plan stays as good when its stages move to other devices."""
+        """Whether a plan stays equally good if its stages swap devices."""
         return self.options.free or (self.machine.uniform and not self.pinned)
 
     @property
     def idle(self) -> str:
-        """Which devices may be left idle (see list_moves), so that no plan is better than the best of these."""
-        # Where devices are alike it makes no difference which are idle. A stage without a node is no idle device.
+        """The devices that may stay idle without excluding the best plan: "none", "last" or "any" (see list_moves)."""
+        # Among equal devices it makes no difference which ones are idle. A stage without nodes does not make its device
+        # idle.
         alike = self.interchangeable or self.workload.may_idle
         return "none" if self.options.use_all else "last" if alike else "any"
 
     def choose_idle(self, n_states: int) -> str:
-        """Return which devices a search leaves idle: fewer than could be, where to try all takes too long."""
+        """Return the devices that a search may leave idle: as `idle`, or "last" if trying all would take too long."""
         n = len(self.machine)
-        # Where a configuration counts stages there is one for each number, in a search for each number.
+        # With bounded memory there is one search for each number of stages, with more configurations in each.
         bounded = self.stage_counts != [None]
         cells = n_states * n * (3 if len(set(self.machine.links)) > 1 else 1) * (n * n / 2 if bounded else 1)
         return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
 
     @cached_property
     def stage_counts(self) -> list[int | None]:
-        """The numbers of stages to plan for; None is all at once, if memory does not depend on the number."""
+        """The numbers of stages to search one by one, or [None] to search all at once.
+
+        One search is enough if memory is unlimited, or does not depend on the number of stages.
+        """
         unlimited = all(not isfinite(d.memory_bytes) for d in self.machine.devices)
         held = bool(self.workload.versions) or any(n.kept_bytes or n.waiting_bytes for n in self.costs.nodes)
         if self.options.costs.forwards:
@@ -132,7 +139,7 @@ class Task:
 
     @property
     def recompute(self) -> str:
-        """Which stages may recompute: as the workload states, else as the options allow; without backwards none."""
+        """Which stages may recompute: the workload's choice, or "plan" for the option's. Inference never recomputes."""
         if self.workload.inference:
             return "never"
         stated = self.workload.recompute
@@ -140,13 +147,16 @@ class Task:
 
     @property
     def reduce_ms_per_byte(self) -> float:
-        """What two replicas of a stage take to sum a byte of gradients, which no number of replicas exceeds; else 0."""
+        """The time for two replicas of a stage to reduce one byte of gradients, in ms; 0 if stages have no replicas.
+
+        It is an upper bound for any number of replicas.
+        """
         if self.options.model != "replicated":
             return 0.0
         return max((self.machine.reduce_ms_per_byte(pair) for pair in pairwise(range(len(self.machine)))), default=0.0)
 
     def bound_slack_ms(self, slack: Slack) -> float:
-        """Return how many ms slower the best plan may have become because light nodes were joined."""
+        """Return by how many ms the joining of light nodes may have slowed the best plan."""
         return slack.bound_ms(
             twice=self.recompute != "never",
             hosts=any(d.host for d in self.machine.devices),
@@ -157,11 +167,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search for the best plan has come to.
+    """The result of a search for the best plan.
 
-    `best` is the fastest chain, None if no chain was found. No plan that the task allows beats `lower` ms. `complete`
-    tells whether all plans that the task allows were searched, `hurried` whether the time was too short for some.
-    `problems` are the problems that were searched.
+    - `best` is the fastest chain, or None if no chain was found
+    - `lower` is a load in ms that no plan of the task beats
+    - `complete` tells whether the search covered all plans of the task
+    - `hurried` tells whether the time ran out for some of the searches
+    - `problems` are the problems that were searched
     """
 
     best: Found | None
@@ -173,7 +185,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Misfit:
-    """No plan fits. To find out why takes longer than to find that out, and is done only if a user is told."""
+    """No plan fits. The reason takes longer to find than the fact, so `explain` finds it only for an error."""
 
     task: Task
     chains: Antichains
@@ -181,7 +193,7 @@ class Misfit:
     clock: Clock
 
     def explain(self) -> PlanError:
-        """Return the error that says by how much, and where."""
+        """Return the error that names the stage without enough memory, or the contradictory pins."""
         keeps = self.task.recompute == "never" and not self.task.workload.inference
         machine, schedule, outcome = self.task.machine, self.task.workload.schedule, self.outcome
         return explain_misfit(
@@ -197,9 +209,10 @@ class Misfit:
 
 
 def partition(task: Task, chains: Antichains, states: States, clock: Clock | None = None) -> Plan:
-    """Return the plan among these states whose slowest stage is fastest.
+    """Return the plan with the smallest bottleneck among these states.
 
-    Raises PlanError when none fits, saying by how much and where. `clock` is one that runs already, if not a new one.
+    `clock` is a running clock; by default a new one starts with the option's `time_limit`. Raises PlanError if no plan
+    fits, with the stage that lacks memory and by how much.
     """
     plan = find_plan(task, chains, states, clock or Clock.limited(task.options.time_limit))
     if isinstance(plan, Misfit):
@@ -208,9 +221,9 @@ def partition(task: Task, chains: Antichains, states: States, clock: Clock | Non
 
 
 def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit:
-    """Return the plan among these states whose slowest stage is fastest, or what tells why none fits.
+    """Return the plan with the smallest bottleneck among these states, or a Misfit if none fits.
 
-    Raises PlanError if there are too few blocks, or too little time.
+    Raises PlanError if the blocks are too few or the time is too short.
     """
     costs, machine, options = task.costs, task.machine, task.options
     _check_size(task, chains)
@@ -220,16 +233,17 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> P
         raise PlanError(f"no plan was found within time_limit={options.time_limit} s: allow more time, or fewer states")
     if best is None:
         return Misfit(task, chains, outcome, clock)
-    # Price from the definition, on the graph: so no error of the search's sums reaches the plan.
+    # Price the plan on the graph, by definition: rounding errors in the search's sums then cannot reach the plan.
     priced = price_split(costs, machine, task.workload, _split(costs, chains, best.path), options.costs)
     reached = max(s.load_ms for s in priced)
     if chains.slack is not None:
-        # Keeping light nodes together may empty a stage, so plans that leave devices idle bound those that do not.
+        # Groups of light nodes may leave a stage empty. So plans with idle devices bound plans that use all devices.
         if options.use_all:
             idle = replace(task, options=replace(options, use_all=False))
             lower = min(lower, search(idle, chains, states, clock, upper=lower).lower)
         lower = max(lower - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
-    # What the search says holds of these costs only if the states are the planner's own, and sum up these costs.
+    # The search's bound holds for these costs only if the planner itself enumerated the states, with sums of these
+    # costs.
     sound = chains.enumerated and isclose(best.load, reached, rel_tol=PROVEN)
     lower = lower if sound else bound_by_work(costs, machine)
     proven = sound and outcome.complete and best.load - lower <= 1e-9 * reached
@@ -241,9 +255,10 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> P
 def search(task: Task, chains: Antichains, states: States, clock: Clock, upper: float = inf) -> Outcome:
     """Return the fastest chain below `upper` ms over all numbers of stages, and a load in ms that no plan beats.
 
-    What a stage holds depends on how many stages there are, so limits of memory take a search for each number. Without
-    these limits one search is enough, which is much faster. Its best chain bounds all others, and is the best of all if
-    it fits. If it does not fit, the other searches begin with its number of stages: few chains beat what they find.
+    The memory of a stage depends on the number of stages, so memory limits require one search for each number. First
+    search once without limits, which is much faster. If that best chain fits, it is the best of all. Otherwise it
+    bounds all chains, and the searches with limits start at its number of stages, because few other numbers beat the
+    result.
     """
     bounded = task.stage_counts != [None]
     free = replace(task, machine=task.machine.lift_memory_limits()) if bounded else task
@@ -256,7 +271,7 @@ def search(task: Task, chains: Antichains, states: States, clock: Clock, upper: 
     every = chains.complete and free.choose_idle(len(states)) == free.idle
     lower = _bound(free, problem, best, chains, states, upper=upper, hurried=hurried)
     if not bounded or (best is None and not hurried) or (best is not None and _fits(task, chains, best.path)):
-        # The reason why nothing fits is asked of the problems with their limits.
+        # The explanation of a misfit needs the problems with their memory limits.
         failed = best is None and upper == inf and bounded
         problems = tuple(pose_problems(task, chains, states)) if failed else (problem,)
         return Outcome(best, lower, every, hurried, problems)
@@ -273,21 +288,21 @@ def _search_counts(
     upper: float,
     n_stages: int | None,
 ) -> Outcome:
-    """Return the fastest chain that fits, from a search for each number of stages, those near to `n_stages` first.
+    """Search once for each number of stages, nearest to `n_stages` first; return the fastest chain that fits.
 
-    `free` is what a search without limits of memory has come to.
+    `free` is the outcome of the search without memory limits.
     """
     numbers = [n for n in task.stage_counts if n is not None]
     counts = sorted(numbers, key=lambda n: (abs(n - (n_stages or numbers[-1])), -n))
     best: Found | None = None
     least, hurried, posed = inf, False, []
     for problem in pose_problems(task, chains, states, counts):
-        # With a plan at hand the rest of the numbers is not looked at.
+        # With a plan in hand, skip the remaining numbers when the time is over.
         if best is not None and clock.over:
             least = free.lower
             break
         posed.append(problem)
-        # A device stays idle unless it makes the plan faster: fewer stages win if they are as fast.
+        # Prefer fewer stages at equal load: a device stays idle unless it makes the plan faster.
         fewer = best is not None and problem.moves.n_stages < len(best.path)
         limit = upper if best is None else best.load * (1 + 2 * SLACK) if fewer else best.load
         try:
@@ -299,7 +314,7 @@ def _search_counts(
             continue
         if found is not None:
             best, least = found, min(least, found.lower)
-    # A search among some states, or some ways to leave devices out, bounds no others.
+    # A search of only some states, or only some sets of idle devices, gives no lower bound for all plans.
     complete = chains.complete and task.choose_idle(len(states)) == task.idle
     lower = max(free.lower, min(least, upper)) if complete else free.lower
     return Outcome(best, lower, complete, hurried, tuple(posed))
@@ -308,13 +323,13 @@ def _search_counts(
 def _bound(
     task: Task, problem: Problem, best: Found | None, chains: Antichains, states: States, *, upper: float, hurried: bool
 ) -> float:
-    """Return a load in ms that no plan beats, also none that the search for `best` below `upper` did not look at."""
+    """Return a load in ms that no plan beats, including plans outside the search for `best` below `upper`."""
     least = bound_by_work(task.costs, task.machine)
-    # A search that leaves only the last devices idle says nothing of plans that leave others idle.
+    # A search that leaves only the last devices idle gives no bound for plans with other idle devices.
     if task.choose_idle(len(states)) != task.idle:
         return least
     if not chains.complete:
-        # The states of one order say nothing of others.
+        # The states of one topological order give no bound for plans of other orders.
         if chains.levels is None:
             return max(least, problem.lower_bound())
         return max(least, level_bound(problem, chains.levels, upper if best is None else best.load))
@@ -324,16 +339,17 @@ def _bound(
 
 
 def _fits(task: Task, chains: Antichains, path: Path) -> bool:
-    """Return whether every stage of a chain fits into the memory of its devices."""
+    """Return whether every stage of a chain fits in the memory of its devices."""
     devices = task.machine.devices
     stages = price_split(task.costs, task.machine, task.workload, _split(task.costs, chains, path), task.options.costs)
     return all(stage.memory_bytes <= devices[d].memory_bytes for stage in stages for d in stage.devices)
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load in ms that no plan beats: all work, shared among the devices by their speed, or all launches.
+    """Return a load in ms that no plan beats: the total work divided by the devices' speeds, or all launches divided
+    evenly.
 
-    A host takes other times for each node, so with hosts nothing is known.
+    It is 0 for a machine with hosts, since their time differs for each node.
     """
     if any(d.host for d in machine.devices):
         return 0.0
@@ -341,8 +357,8 @@ def bound_by_work(costs: Costs, machine: Machine) -> float:
 
 
 def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
-    """Return the stages of a chain of states, each with its nodes in graph order."""
-    # From the last stage to the first: a block belongs to the first state that holds it.
+    """Return the stages of a chain of states, each with its nodes in graph order, devices and recompute flag."""
+    # Go from the last stage to the first, so that a block ends up in the first stage that contains it.
     stage_of = {b: stage for stage in reversed(range(len(path))) for b in chains.ideal(path[stage][0])}
     nodes: list[list[str]] = [[] for _ in path]
     for node in costs.nodes:
@@ -353,16 +369,16 @@ def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
 def pose_problems(
     task: Task, chains: Antichains, states: States, counts: Sequence[int | None] | None = None
 ) -> Iterator[Problem]:
-    """Yield the search problems of which the best answer is the plan: one for each number of stages, or one for all.
+    """Yield the search problems: one for each number of stages, or one for all. The best chain over all is the plan.
 
-    `counts` are the numbers of stages in the order to search them, all that the task allows if not given.
+    `counts` are numbers of stages in the order to search them; by default all that the task allows.
     """
-    # What a stage holds in memory depends on the schedule, and so on how many stages come after it.
+    # A stage's memory depends on the schedule, and so on the number of stages after it.
     machine, options, pinned = task.machine, task.options, task.pinned
     idle = task.choose_idle(len(states))
     for n_stages in task.stage_counts if counts is None else counts:
         replicated = options.model == "replicated"
-        # Equal devices are one type in a free order, unless something is pinned to one of them.
+        # In a free order, equal devices share one type, unless a node is pinned to one of them.
         named = frozenset(pinned.values())
         moves = list_moves(machine, replicated, idle, options.free, n_stages, task.recompute, named)
         if not moves.final:
@@ -378,8 +394,8 @@ def pose_problems(
 
 
 def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
-    """Return the number of the ideal with exactly these nodes, in a list, or an empty list where there is none."""
-    # Walk up from the empty ideal, one block at a time: ascending, every prefix of an ideal is an ideal.
+    """Return the number of the ideal with exactly these nodes as a list, or [] if no such ideal exists."""
+    # Walk up from the empty ideal one block at a time: each ascending prefix of an ideal is an ideal.
     at = 0
     for block in sorted({chains.blocks.home[name] for name in names}):
         edges = slice(int(chains.pointer[at]), int(chains.pointer[at + 1]))
@@ -391,7 +407,7 @@ def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
 
 
 def _check_size(task: Task, chains: Antichains) -> None:
-    """Raise PlanError where every device is to have a stage and there are not enough blocks."""
+    """Raise TooFewParts if every device must have a stage and the blocks are too few for that."""
     blocks, options = len(chains.blocks), task.options
     if len(task.machine) <= blocks or task.workload.may_idle or not options.use_all or options.model == "replicated":
         return

@@ -1,7 +1,7 @@
-"""The cost model `direct`, by itself: each stage sends what others read straight to them.
+"""The cost model `direct`: each stage sends a tensor straight to every stage that reads it.
 
-It is the model of the DP program of "Efficient Algorithms for Device Placement of DNN Graph Operators" (Tarnawski et
-al., NeurIPS 2020), kept to compare plans with that paper. fxsplit's runtime forwards values from stage to stage.
+It is the model of the DP in "Efficient Algorithms for Device Placement of DNN Graph Operators" (Tarnawski et al.,
+NeurIPS 2020), for comparison with that paper. fxsplit's runtime forwards values from stage to stage instead.
 """
 
 from fxsplit.planner.direct.problem import pose_direct

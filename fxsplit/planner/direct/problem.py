@@ -1,7 +1,7 @@
 """The search problem under direct sends: a stage pays once for each tensor that it shares with other stages.
 
-That load does not separate into what the stage's start and its end contribute, so this cost model has a problem and a
-kernel of its own. The rest of the planner sees a `Problem` like any other.
+Such a load does not separate into a term of the start and a term of the end, so this cost model has its own problem and
+kernel. The rest of the planner sees a `Problem` like any other.
 """
 
 from __future__ import annotations
@@ -30,17 +30,22 @@ from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search.dense import line_of, membership
 
 FEW = 1e4
-"""From how many times a good plan's load on the sum of all tensors' prices is too large to add up beside it."""
+"""If the price of all tensors is this many times a good load, sums of prices lose the digits of small tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class DirectProblem(Problem):
-    """A problem whose loads also have the tensors that a stage shares with others.
+    """A problem in which a stage also pays for the tensors that it shares with other stages.
 
-    A tensor's *pins* are the blocks that make or read it. `pins_ptr` and `pins` list each block's tensors (CSR),
-    `total` is how many pins each tensor has, and `size` its bytes. `rate` is ms per byte, by kind of move. `better`
-    (bool [configurations, configurations]) tells which configurations make which others useless. `start` and `end` of
-    the tables hold the time of the nodes alone.
+    A tensor's *pins* are the blocks that make or read it.
+
+    - `pins_ptr`, `pins`: the tensors of each block (CSR)
+    - `total`: [tensors], the number of pins
+    - `size`: [tensors], bytes
+    - `rate`: [kinds], ms per byte
+    - `better`: bool [configurations, configurations], whether the first makes the second useless
+
+    `start` and `end` of the tables hold the time of the nodes only.
     """
 
     chains: Antichains
@@ -52,11 +57,13 @@ class DirectProblem(Problem):
     better: Bools
 
     def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return the bytes of the tensors that every pair of `states` shares with the rest; see Problem."""
+        """Return the bytes of tensors that the stage between each pair of `states` shares with the rest;
+        see Problem.
+        """
         return self._shared(states), self.rate
 
     def device_loads(self, path: Path) -> list[float]:
-        """Return how many ms the devices of every stage in a chain are busy."""
+        """Return the busy time of the devices of every stage in a chain, in ms."""
         states = np.array([0, *(state for state, _ in path)], np.int64)
         shared = self._shared_by_counts(membership(self.chains, states))
         rates = [self.rate[self.kind[self.moves.number[move]]] for _, move in path]
@@ -64,42 +71,43 @@ class DirectProblem(Problem):
         return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
 
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
-        """Return a chain whose every stage has load <= threshold and fits, or None; raises OutOfTime."""
+        """Return a chain in which every stage has load <= threshold (ms) and fits, or None. Raises OutOfTime."""
         path = self._test(threshold, clock or Clock(), closing=True)
-        # Closures look at neither memory nor launches, so their chain may not do. Without them the test takes longer.
+        # Closures ignore memory and launches, so a chain found with them may be invalid. Without them the test is
+        # slower.
         if path is not None and (not self._fits(path) or max(self.launches(path)) > threshold):
             path = self._test(threshold, clock or Clock(), closing=False)
         return path
 
     def _test(self, threshold: float, clock: Clock, *, closing: bool) -> Path | None:
-        """Return a chain under `threshold`, with closures or without, or None."""
+        """Return a chain under `threshold`, with or without closures, or None."""
         return self.trace(*clock.run(lambda steps: self.reach(threshold, steps, closing=closing)))
 
     def reach(self, threshold: float, steps: int, *, closing: bool = True) -> tuple[Ints, Ints, int]:
-        """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
+        """Run the kernel for at most `steps` steps; return its two tables for `trace` and the steps it took."""
         tables = self._lattice, self.tables, self._tensors
         return run_counted(kernels.reach, len(self), steps, *tables, closing, threshold)
 
     def under(self, upper: float) -> DirectProblem:
-        """Return the problem with no tensor so dear that small ones are lost in sums with it.
+        """Return the problem with expensive tensors made cheaper, so that sums do not lose the digits of small tensors.
 
-        A stage that pays for a tensor dearer than `upper` is slower than `upper`, however dear the tensor is. So such
-        tensors may be made cheaper, as long as they stay dearer than `upper`.
+        A stage that pays for a tensor more expensive than `upper` is slower than `upper` at any price. So such a tensor
+        may become cheaper, as long as it still costs more than `upper`.
         """
-        # On the cheapest link a tensor must still cost more than the bound.
+        # On the cheapest link too, the tensor must cost more than the bound.
         rate = float(self.rate[self.rate > 0].min(initial=inf))
         if not 0 < upper * FEW < float(self.size.sum()) * rate < inf:
             return self
         return replace(self, size=np.minimum(self.size, 4.0 * upper / rate))
 
     def for_excess(self) -> Problem:
-        """Return the problem whose load is by how many bytes a stage exceeds its memory; tensors cost nothing there."""
-        # Without prices of tensors the loads separate, and the plain problem will do.
+        """Return the problem in which a stage's load is the bytes by which it exceeds its memory; tensors are free."""
+        # Without prices of tensors the loads separate, so a plain Problem does.
         relaxed = super().for_excess()
         return Problem(**{f.name: getattr(relaxed, f.name) for f in fields(Problem)})
 
     def restricted(self, order: Sequence[int]) -> DirectProblem:
-        """Return the problem that has only the states of `order`, the prefixes of the order of the blocks."""
+        """Return the problem of only the states in `order`, the prefixes of a topological order."""
         return replace(cast(DirectProblem, super().restricted(order)), chains=line_of(self.chains, order))
 
     def _fits(self, path: Path) -> bool:
@@ -113,49 +121,57 @@ class DirectProblem(Problem):
         return True
 
     def _shared(self, states: NDArray[np.int64]) -> Floats:
-        """Return the bytes of tensors that the stage J..I shares with other stages, for every pair of `states`: [J, I].
+        """Return the bytes of tensors that stage J..I shares with other stages, for every pair of `states`: [J, I].
 
-        A tensor is shared if some of its pins are in I - J, and not all. It is not shared if I and J have equally many
-        of its pins, or if J has none and I has all.
+        A tensor is shared if I - J contains some of its pins, but not all. It is not shared if I and J contain equally
+        many of its pins, or if J contains none and I all.
         """
         if not self.total.size:
             return np.zeros((states.size, states.size))
         inside = membership(self.chains, states)
-        # A line of states has a faster way, and most searches begin with a line.
+        # A line of states has a faster method, and most searches begin with a line.
         if np.all(inside[1:] >= inside[:-1]):
             return self._shared_in_line(inside)
         return self._shared_by_counts(inside)
 
     def _shared_by_counts(self, inside: NDArray[np.float32]) -> Floats:
-        """Return the same as `_shared`, from how many pins of each tensor lie in each state."""
+        """Like `_shared`, from the number of each tensor's pins in each state."""
         makes = np.zeros((len(self.chains.blocks), self.total.size), np.float32)
         makes[np.repeat(np.arange(len(self.chains.blocks)), np.diff(self.pins_ptr)), self.pins] = 1.0
         count = inside @ makes
         shared = np.zeros((len(inside), len(inside)))
-        # Sum what is paid, tensor by tensor: a difference of large sums would lose the digits of small tensors.
+        # Sum the paid bytes tensor by tensor: a difference of large sums would lose the digits of small tensors.
         for number in range(int(self.total.max(initial=0))):
             some = self.total > number
             here, more = count[:, some] == number, count[:, some] > number
             if number == 0:
-                more &= count[:, some] < self.total[some]  # a stage with all of a tensor's pins pays nothing
+                more &= count[:, some] < self.total[some]  # a stage with all pins of a tensor pays nothing
             shared += (here * self.size[some]) @ more.T.astype(np.float64)
         return shared
 
     def _shared_in_line(self, inside: NDArray[np.float32]) -> Floats:
-        """Return the same as `_shared`, where each state contains the one before it; `inside` are its blocks.
+        """Like `_shared`, for nested states; `inside` are their blocks.
 
-        The pairs (J, I) that do not pay for a tensor form a few rectangles: J and I lie between two pins that follow
-        each other, or J lies before the first pin and I after the last. Each rectangle is added at its corners, and two
-        cumulative sums fill it: time in the number of pins, not of pairs.
+        The pairs (J, I) that do not pay for a tensor form a few rectangles: J and I both lie between two consecutive
+        pins, or J lies before the first pin and I after the last:
+
+            J:      0 1 2 3
+            I = 3   - # # -      a tensor with pins that enter at states 1 and 3 of a line:
+            I = 2   # - -        # pays for it, - does not
+            I = 1   # -
+            I = 0   -
+
+        Add each rectangle at its corners; two cumulative sums fill it, in time proportional to the pins instead of the
+        pairs.
         """
         n = inside.shape[0]
-        # The first state of the line that holds each pin.
+        # The first state of the line that contains each pin.
         enters = inside.argmax(axis=0)[np.repeat(np.arange(inside.shape[1]), np.diff(self.pins_ptr))]
         order = np.lexsort((enters, self.pins))
         tensor, at = self.pins[order], enters[order]
         size = self.size[tensor]
         first, last = np.r_[True, tensor[1:] != tensor[:-1]], np.r_[tensor[1:] != tensor[:-1], True]
-        after = np.where(last, n, np.r_[at[1:], n])  # the next pin's state
+        after = np.where(last, n, np.r_[at[1:], n])  # state of the tensor's next pin
         corners = np.zeros((n + 1, n + 1))
         np.add.at(corners, (at, np.zeros_like(at)), size)
         np.add.at(corners, (at, after), -size)
@@ -170,7 +186,7 @@ class DirectProblem(Problem):
     @cached_property
     def live(self) -> Floats:
         """The bytes of tensors with pins on both sides of each state: float64 [states]."""
-        # No pin is inside from the start: the caller is no pin under direct sends.
+        # No pin is inside from the start: under direct sends the caller is no pin.
         none = np.zeros(self.total.size, np.int32)
         lists = (self.pins_ptr, self.pins, none, self.total, self.size[:, None])
         live = fit(live_bytes, len(self.chains))(self.chains.parent, self.chains.last, *lists)
@@ -184,19 +200,19 @@ class DirectProblem(Problem):
 
     @cached_property
     def _tensors(self) -> Tensors:
-        """What stages share, for the kernel."""
+        """The shared tensors, for the kernel."""
         busy = self.tables.end + self.rate[:, None] * self.live
         least = fit(kernels.cheapest_above, len(self))(self.chains.pointer, self.chains.child, busy)
         return Tensors(self.pins_ptr, self.pins, self.total, self.size, self.rate, self.live, least, self.better)
 
 
 def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:
-    """Return which configurations make which others useless: those that used a part of the same devices.
+    """Return [a, b], whether configuration a makes b useless because its devices are a proper subset.
 
-    That holds where a plan may end with any number of stages, and where the devices that come next are no worse.
+    This requires that a plan may end with any number of stages and that the remaining devices are no worse.
     """
     holds = interchangeable and len(moves.final) > 1 and not moves.n_stages
-    # A device used for nothing is lost; who got as far with fewer has more left.
+    # A chain that got as far with fewer devices has more devices left.
     used = [set(u) for u in moves.used]
     return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 
@@ -204,9 +220,9 @@ def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:
 def pose_direct(
     problem: Problem, costs: Costs, chains: Antichains, machine: Machine, model: CostModel, *, interchangeable: bool
 ) -> DirectProblem:
-    """Return a problem of computing alone with what stages pay, besides, for the tensors that they share.
+    """Return a compute-only problem with the price of the tensors that stages share added.
 
-    `interchangeable` tells whether a plan stays as good when its stages move to other devices.
+    `interchangeable`: a plan stays equally good if its stages swap devices.
     """
     pins: list[list[int]] = [[] for _ in chains.blocks.members]
     total: list[int] = []

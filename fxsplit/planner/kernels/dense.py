@@ -1,7 +1,7 @@
-"""The solver for small lattices once more as loops, for a process whose kernels are compiled.
+"""The solver for small lattices as loops, for a process with compiled kernels.
 
-It takes a third of the time of its numpy form in planner/search/dense.py: 2.3 ms beside 5.7 for ResNet-50 on 8 devices,
-3.7 beside 17 with replicas.
+It takes a third of the time of the numpy solver in planner/search/dense.py: 2.3 ms against 5.7 for ResNet-50 on 8
+devices, 3.7 against 17 with replicas.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Tables
 def best_chains(
     t: Tables, below: Bools, needs: Floats, shared: Floats, rate: Floats, upper: float
 ) -> tuple[Floats, Ints, Ints]:
-    """Find the best chain of stages to every state, of those with all loads below `upper`.
+    """Find, for every configuration and state, the best chain of stages with all loads below `upper` (ms).
 
-    best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), ties to the first: the
-    dynamic programme of PipeDream (Narayanan et al. 2019) over ideals.
+        best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), first of equals
 
-    below: [states, states], whether J may be where a stage starts that ends with I. needs: [states, states] bytes that
-    the stage holds besides (empty: none). shared: [states, states] bytes that
-    the stage also pays for at `rate` ms per byte, [kinds] (empty: none). Returns best, and origin and via (states by
-    position, -1 for none), all [configurations, states].
+    This is PipeDream's dynamic programme (Narayanan et al. 2019), over ideals.
+
+    - below: bool [states, states], whether a stage may lead from J to I
+    - needs: [states, states], additional bytes that the stage holds, or empty
+    - shared: [states, states], bytes that the stage pays for in addition, at `rate` [kinds] ms per byte, or empty
+
+    Returns best, origin and via, all [configurations, states]: the slowest load, the position of the state at which the
+    last stage starts, and its move; -1 if there is no chain.
     """
     work, start, end, start_floor, end_floor = t.work, t.start, t.end, t.start_floor, t.end_floor
     space_start, space_end, capacity = t.space_start, t.space_end, t.capacity
@@ -34,7 +37,7 @@ def best_chains(
     best = np.full((done.size, n), np.inf)
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
-    # No stage yet: the first stage's load is the slowest, whatever it is.
+    # The empty chain has no load, so the first stage's load becomes the slowest.
     best[0, 0] = -np.inf
     origin[0, 0] = 0
     starts = np.empty(n, np.int32)
@@ -46,7 +49,7 @@ def best_chains(
                     best[b, i], origin[b, i], via[b, i] = best[a, i], i, m
             continue
         count = 0
-        # The states from which the devices left can finish in time, gathered once for all ends.
+        # Collect the starts from which the remaining devices can finish in time, once for all ends.
         for j in range(n):
             if best[a, j] < upper and (upper == np.inf or work[n - 1] - work[j] <= upper * left[a] * SLACK):
                 starts[count] = j
@@ -56,12 +59,12 @@ def best_chains(
         for i in range(n):
             if not allowed[b, i]:
                 continue
-            # Leave out the ends that the devices used cannot reach, or from which the others cannot finish.
+            # Skip ends that the used devices cannot reach, or from which the remaining devices cannot finish.
             if upper < np.inf:
                 least, most = work[n - 1] - upper * left[b] * SLACK, upper * done[b] * SLACK
                 if work[i] < least or work[i] > most:
                     continue
-            # Strictly better only: of equal chains the first is kept, as in the numpy form.
+            # Strictly better only: of equal chains keep the first, as the numpy solver does.
             value, where = min(upper, best[b, i]), -1
             for c in range(count):
                 j = starts[c]

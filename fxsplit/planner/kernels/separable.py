@@ -1,12 +1,16 @@
-"""The kernels for cost models in which a stage's load separates into what its start and what its end contribute.
+"""Kernels for cost models in which the load of a stage is a term of its end minus a term of its start.
 
 A stage is the difference of two ideals J < I, on the devices of a move (see moves.py):
 
     load(J, I) = max(end(I) - start(J), start_floor(J), end_floor(I))
 
-So among all J below I only the one with the largest start matters. That start is carried along the edges of the
-lattice, which costs O(edges) for each move in place of O(pairs of ideals). Where memory binds too, or hosts launch, a
-short list of (start, memory, launches), in which no entry is better in all, takes the place of the largest start.
+So among all J below I only the largest start matters. Carry it along the edges of the lattice: each move costs O(edges)
+instead of O(pairs of ideals).
+
+    top(I) = max(top(J) for J just below I, start(I) if a chain ends at I)
+
+If memory binds, or hosts launch kernels, carry a short list of (start, memory, launches) instead, without entries that
+another entry beats in all three.
 """
 
 from __future__ import annotations
@@ -16,41 +20,41 @@ import numpy as np
 from fxsplit.planner.kernels.tables import IDLE, Ints, Tables
 
 SLACK = 1.0 + 1e-9
-"""Relative slack between sums of the same work that were added up in another order."""
+"""Relative tolerance between sums of the same work in a different order."""
 
 
 def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
-    """Decide which ideals end a chain of stages whose every load is at most `threshold`, whatever they hold in memory.
+    """Find the ideals that end a chain of stages with all loads <= `threshold` (ms), ignoring memory.
 
-    A chain cannot be in a configuration whose devices would have done, or would have left, more work than `threshold`
-    allows. Of several chains the one with the smaller slowest load is kept, among those looked at: so a chain under the
-    threshold is often the best there is.
+    A configuration is skipped if, within `threshold`, its devices could not have done the work so far, or the remaining
+    devices could not do the rest. Of several chains the kernel keeps the one with the smaller slowest load, so a chain
+    under the threshold is often the best of all.
 
-    Returns, per configuration and ideal, the ideal at which the last stage starts and the move it is: int32, -1 where
-    there is no chain; and how many steps that took. With more than `steps` it stops, and the tables say nothing.
+    Returns two int32 tables [configurations, ideals], the ideal at which the last stage starts and the number of its
+    move (-1: no chain), and the number of steps. After more than `steps` steps it stops, and the tables are incomplete.
     """
-    # Local names: the interpreter finds them faster than fields, and small problems run uncompiled.
+    # Local names are faster than attributes in the interpreter, which runs small problems.
     in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves
     start, end, start_floor, end_floor = t.start, t.end, t.start_floor, t.end_floor
     done, left, may_idle = t.done, t.left, t.may_idle
     n = in_ptr.size - 1
     origin = np.full((done.size, n), -1, np.int32)
     via = np.full((done.size, n), -1, np.int32)
-    # The smallest slowest load of a chain that ends here. A later chain replaces it only if it is better.
+    # The slowest load of the best chain that ends here. Only a better chain replaces it.
     slowest = np.full((done.size, n), np.inf)
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
-    # The largest start so far that may be carried through an ideal, and the ideal that it belongs to.
+    # The largest start that reaches an ideal, and the ideal that it belongs to.
     top = np.empty(n, np.float64)
     best_from = np.empty(n, np.int32)
-    # The first ideal that each configuration is reached at: none of a smaller number needs to be looked at.
+    # The first ideal that each configuration reaches: skip all smaller numbers.
     first = np.full(done.size, n, np.int32)
     first[0] = 0
     taken = 0
     for m in range(moves.shape[0]):
         a, b, kind = moves[m, 0], moves[m, 1], moves[m, 2]
         taken += n - first[a]
-        # No chain enters the configuration that this move leaves.
+        # No chain reaches the configuration that this move starts from.
         if first[a] >= n or taken > steps:
             continue
         if kind == IDLE:
@@ -59,22 +63,23 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
                     slowest[b, i], origin[b, i], via[b, i] = slowest[a, i], i, m
                     first[b] = min(first[b], i)
             continue
-        # Above `most` the devices used cannot have done the work; below `least` those left cannot do the rest.
+        # Above `most` the used devices cannot have done the work. Below `least` the remaining devices cannot do the
+        # rest.
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
-        # Ideals are numbered after their subsets, so one sweep carries the starts through the lattice.
+        # Subsets have smaller numbers, so one sweep carries the starts through the lattice.
         for i in range(first[a], n):
             top[i] = -np.inf
             if work[i] > most:
                 continue
             best = -np.inf
             where = -1
-            # The best start of the ideals just below is the best of all below.
+            # The best start among the ideals just below is the best of all ideals below.
             for e in range(in_ptr[i], in_ptr[i + 1]):
                 j = in_from[e]
                 if j >= first[a] and top[j] > best:
                     best = top[j]
                     where = best_from[j]
-            # A stage may start here if a chain ends here. It may end here too only if stages may be empty.
+            # A stage may start here if a chain ends here. It may also end here only if stages may be empty.
             own = origin[a, i] >= 0 and start_floor[kind, i] <= threshold and start[kind, i] > best
             if own and may_idle:
                 best, where = start[kind, i], i
@@ -91,9 +96,9 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
 
 
 def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
-    """Decide the same where every stage must also fit into memory, and its host must launch it within `threshold`.
+    """Like `reach`, but every stage must also fit in memory, and its host must launch it within `threshold`.
 
-    Parameters and result are those of `reach`.
+    It carries a list of starts for each ideal. Parameters and results are those of `reach`.
     """
     in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves
     start, end, start_floor, end_floor = t.start, t.end, t.start_floor, t.end_floor
@@ -109,25 +114,25 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
     origin[0, 0] = 0
     slowest[0, 0] = -np.inf
     taken = 0
-    # The list of the ideal in hand: starts, their memory, the ideals that they belong to, which tell the launches and
-    # what is banned, and the largest need of the blocks since.
+    # The list of the current ideal. An entry has a start, its memory, its ideal (which gives launches and bans), and
+    # the largest need of the blocks since.
     time, space, where = np.empty(n + 1, np.float64), np.empty(n + 1, np.float64), np.empty(n + 1, np.int32)
     far = np.zeros(n + 1, np.float64)
 
     def insert(late: float, room: float, j: int, far_j: float, size: int, kind: int) -> int:
-        """Add an entry to the list of `size` entries, unless another is better in all; return its new size."""
+        """Add an entry to the list of `size` entries unless another entry beats it in all; return the new size."""
         row = kind * n
         for p in range(size):
             better = time[p] >= late and space[p] >= room and far[p] <= far_j
             if better and hosted:
                 better = launch[kind, where[p]] >= launch[kind, j]
-            # A start that some end is banned for stands for itself alone: it comes here by each way that leads here.
+            # A start with banned ends replaces no other start. It reaches this ideal itself over every path.
             if better and banning:
                 better = where[p] == j or ban_ptr[row + where[p]] == ban_ptr[row + where[p] + 1]
             if better:
                 return size
         alone = banning and ban_ptr[row + j] < ban_ptr[row + j + 1]
-        # What the new entry beats in all leaves the list.
+        # Remove the entries that the new entry beats in all.
         kept = 0
         for p in range(size):
             beaten = late >= time[p] and room >= space[p] and far_j <= far[p] and not alone
@@ -154,7 +159,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
             continue
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         begin = np.zeros(n + 1, np.int64)
-        # The lists of all ideals lie one behind the other in a pool, which grows as needed.
+        # The lists of all ideals lie in one pool, one after the other. It grows as needed.
         pool_time, pool_space = np.empty(2 * n + 16, np.float64), np.empty(2 * n + 16, np.float64)
         pool_from = np.empty(2 * n + 16, np.int32)
         pool_far = np.zeros(2 * n + 16, np.float64)
@@ -166,11 +171,11 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                 return origin, via, taken
             if work[i] <= most:
                 for e in range(in_ptr[i], in_ptr[i + 1]):
-                    # The work is in the entries, so they are the steps.
+                    # Each entry is work, so each counts as a step.
                     taken += begin[in_from[e] + 1] - begin[in_from[e]]
-                    # An entry of an ideal below is of no use where even what only grows does not fit.
+                    # Drop an entry if even its monotonic part exceeds the memory: no larger ideal fits either.
                     for k in range(begin[in_from[e]], begin[in_from[e] + 1]):
-                        # Launches only grow too.
+                        # Launches never shrink either.
                         if hosted and launch[kind, i] - launch[kind, pool_from[k]] > threshold:
                             continue
                         if space_low[kind, i] - pool_space[k] <= capacity[kind]:
@@ -193,7 +198,7 @@ def reach_bounded(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, 
                             origin[b, i], via[b, i] = where[p], m
                 if own and not may_idle:
                     size = insert(start[kind, i], space_start[kind, i], i, 0.0, size, kind)
-            # Grow by as much as there is and is needed, so that copies stay few.
+            # Grow by the present and the needed size, so that copies are rare.
             if count + size > pool_time.size:
                 longer = np.empty(count + size, np.float64)
                 pool_time, pool_space = np.concatenate((pool_time, longer)), np.concatenate((pool_space, longer))

@@ -1,7 +1,7 @@
-"""What the kernels read: arrays by name, in frozen structs that numba compiles for.
+"""The arrays that the kernels read, in named tuples that numba compiles for.
 
-Every array is C contiguous and has exactly the dtype stated, so that each kernel is compiled once and found in numba's
-cache by the next process.
+Every array is C-contiguous with exactly the stated dtype: each kernel is then compiled once, and the next process finds
+it in numba's cache.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 IDLE = -1
-"""The kind of a move that leaves a device idle: a chain goes on in the next configuration, from the same ideal."""
+"""The kind of a move that leaves a device idle: the chain goes on from the same ideal in the next configuration."""
 
 
 class Needs(NamedTuple):
-    """What stages hold at least besides what sums over states, in bytes; both arrays are empty where that is nothing.
+    """A lower bound of the bytes that a stage holds in addition to sums over states; empty arrays for none.
 
-    far: [edges], what there is while the block of an edge runs, with all activations before it. freed: [ideals], what
-    the sums have of that. The stage J..I holds max(far - freed[I], 0) more, with the largest far of the edges on any
-    way from J to I.
+    - far: [edges], the bytes in use while the block of an edge runs, including all activations before it
+    - freed: [ideals], the part of `far` that the sums contain already
+
+    Stage J..I holds max(far - freed[I], 0) more, with the largest far of the edges on any path from J to I.
     """
 
     far: Floats
@@ -31,13 +32,13 @@ class Needs(NamedTuple):
 
 
 NO_NEEDS = Needs(np.zeros(0), np.zeros(0))
-"""Of a problem in which memory has no limit, or is all sums."""
+"""For unlimited memory, or memory that is a sum over states."""
 
 
 class Bans(NamedTuple):
-    """Stages that are known not to fit although the sums say that they may: for each kind and start the ends, CSR.
+    """Stages that do not fit although the sums allow them: banned ends by kind and start, CSR.
 
-    pointer: int64 [kinds x ideals + 1], or of size 1 where no stage is banned.
+    pointer: int64 [kinds x ideals + 1], or of size 1 if no stage is banned.
     """
 
     pointer: NDArray[np.int64]
@@ -45,21 +46,25 @@ class Bans(NamedTuple):
 
 
 NO_BANS = Bans(np.zeros(1, np.int64), np.zeros(0, np.int32))
-"""Of a problem in which no stage is known not to fit."""
+"""For a problem without banned stages."""
 
 
 class Tables(NamedTuple):
-    """A search problem: what each move of each kind costs from and to each ideal.
+    """A search problem: the costs of each kind of move from and to each ideal.
 
-    in_ptr, in_from: the ideals just below each ideal, CSR. work: [ideals], what sums over nodes, in ms.
-    start, end, start_floor, end_floor: [kinds, ideals], ms; load(J, I) = max(end[I] - start[J], start_floor[J],
-    end_floor[I]). space_start, space_end: [kinds, ideals], bytes; a stage may fit if space_end[I] - space_start[J] <=
-    capacity, of [kinds], with what it needs besides by `needs`, unless it is one of `bans`. space_low is the part of
-    space_end that only grows with I.
-    launch: [kinds, ideals], ms; a load is at least launch[I] - launch[J]. It is [0, 0] where nothing is launched.
-    allowed: [configurations, ideals], where a stage may end. moves: [moves, 3] of (from, to, kind or IDLE), in an order
-    in which a configuration is complete before it is left. done, left: [configurations], how much work the devices used
-    so far, and those not used, do at most in 1 ms of load. may_idle: whether a stage may be empty.
+    - in_ptr, in_from: the ideals just below each ideal, CSR
+    - work: [ideals], the work of the nodes inside, in ms
+    - start, end, start_floor, end_floor: [kinds, ideals], in ms;
+      load(J, I) = max(end[I] - start[J], start_floor[J], end_floor[I])
+    - space_start, space_end: [kinds, ideals], in bytes; a stage may fit if space_end[I] - space_start[J] plus its
+      `needs`
+      is at most `capacity` [kinds], unless it is in `bans`
+    - space_low: the part of space_end that only grows with I
+    - launch: [kinds, ideals], in ms; a load is at least launch[I] - launch[J]; [0, 0] without launches
+    - allowed: [configurations, ideals], whether a stage may end there
+    - moves: [moves, 3] of (from, to, kind or IDLE), ordered so that a configuration is complete before a move leaves it
+    - done, left: [configurations], the most work that the used devices, and the unused devices, do in 1 ms of load
+    - may_idle: whether a stage may be empty
     """
 
     in_ptr: Ints
@@ -83,8 +88,8 @@ class Tables(NamedTuple):
     may_idle: bool
 
     def take(self, states: NDArray[np.int64]) -> Tables:
-        """Return the tables of some states alone; the edges between them are the caller's to give."""
-        # Contiguous copies: numba compiles a kernel anew for arrays of another layout.
+        """Return the tables of a subset of the states. The caller supplies the edges between them."""
+        # Make contiguous copies: numba would compile the kernel again for another layout.
         by_kind = ["start", "end", "start_floor", "end_floor", "space_start", "space_end", "space_low", "allowed"]
         by_kind += ["launch"] if self.launch.size else []
         chosen: dict[str, Any] = {name: np.ascontiguousarray(getattr(self, name)[:, states]) for name in by_kind}
@@ -92,7 +97,7 @@ class Tables(NamedTuple):
 
 
 class Lattice(NamedTuple):
-    """The ideals: `parent` and `last` as `lattice.enumerate_ideals` returns them, and the edges upward in CSR form."""
+    """The ideals as `parent` and `last` (see `lattice.enumerate_ideals`), and the edges upward in CSR form."""
 
     parent: Ints
     last: Ints
@@ -102,12 +107,15 @@ class Lattice(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What stages share under direct sends.
+    """The tensors that stages share under direct sends.
 
-    pins_ptr, pins: the tensors at each node, CSR. total: [tensors], how many pins each has. size: [tensors], bytes.
-    rate: [kinds], ms per byte. live: [ideals], bytes of the tensors with pins on both sides. least: [kinds, ideals],
-    `cheapest_above` of the time of an ideal and of its live tensors. better: [configurations, configurations],
-    whether the first makes the second useless.
+    - pins_ptr, pins: the tensors at each node, CSR
+    - total: [tensors], the number of pins
+    - size: [tensors], bytes
+    - rate: [kinds], ms per byte
+    - live: [ideals], bytes of the tensors with pins on both sides
+    - least: [kinds, ideals], the smallest end of this and all larger ideals (`cheapest_above`), including live tensors
+    - better: [configurations, configurations], whether the first makes the second useless
     """
 
     pins_ptr: Ints

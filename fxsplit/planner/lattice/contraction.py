@@ -1,11 +1,16 @@
-"""Contraction: blocks without cost join a neighbour where no plan becomes worse, so that the lattice shrinks.
+"""Contraction: join a block without cost to a neighbour if no plan becomes worse, to shrink the lattice.
 
-A mask that only one layer reads may lie in any stage up to that layer's. So it doubles the number of ideals before the
-layer, although its place makes no difference. Let v be a block that takes no time and no memory, and u a neighbour.
-To move v into the stage of u costs nothing for computing. What stages pay for tensors does not grow either if every
-tensor that v makes or reads is made or read by u too: the stage of v stops paying, and the stage of u pays already. If
-u is the only neighbour of v on one side, v may also have tensors of its own, if they are no larger than those that only
-u and v share.
+A mask that only one layer reads may lie in any stage up to the stage of that layer. This doubles the number of ideals
+before the layer, although the position of the mask makes no difference:
+
+    before:  x -> l1 -> l2 -> l3      after:  x -> l1 -> l2 -> (mask, l3)
+             mask -----------/
+             9 ideals                         5 ideals
+
+Let v be a block that takes no time and no memory, and u a neighbour. Moving v into the stage of u adds no computing
+time. It adds no traffic either if u also makes or reads every tensor of v: the stage of v stops paying for them, and
+the stage of u pays already. If u is the only neighbour of v on one side, v may have other tensors too, provided that
+they are no larger than the tensors between u and v.
 """
 
 from __future__ import annotations
@@ -23,22 +28,22 @@ from fxsplit.ir.facts.lattice.blocks import Blocks
 from fxsplit.planner.lattice.cuts import MOST_ANCESTORS
 
 MOST_COPIES, MOST_IN_FLIGHT = 2e6, 1e6
-"""More copies of a parameter, and more microbatches, than any optimizer and schedule makes a device hold."""
+"""Above the copies of a parameter, and the microbatches, that any optimizer and schedule makes a device hold."""
 
 TAIL = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms")
-"""The figures by which a stage becomes slower that takes a block more; the order of the fields of Slack."""
+"""The costs that a stage gains with another block, in the order of Slack's fields."""
 
 CALLER = -1
-"""Stands for who calls the model: the maker of its inputs and the reader of its outputs."""
+"""A pin for the program that calls the model: it makes the inputs and reads the outputs."""
 
 
 def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str], memory_bytes: float) -> Blocks:
-    """Return the blocks after joining costless ones to neighbours; nodes in `apart` (pinned ones) stay as they are.
+    """Join costless blocks to neighbours, and return the blocks. Nodes in `apart` (pinned nodes) stay unchanged.
 
-    `memory_bytes` is the smallest device's: memory is no cost where the whole graph fits there.
+    `memory_bytes` is the memory of the smallest device. If the whole graph fits there, memory counts as no cost.
     """
     bounded = memory_may_bind(costs, memory_bytes)
-    # A pinned block has a stage of its own to go to, and nothing may follow it there unasked.
+    # A pinned block has a prescribed stage. Nothing else may move there with it.
     free = [not set(names) & set(apart) for names in blocks.members]
     light = [
         free[b] and not any(_weighs(costs.by_name[n], bounded) for n in names) for b, names in enumerate(blocks.members)
@@ -46,9 +51,9 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
     if not any(light):
         return blocks
     graph = _Graph(costs, blocks)
-    # In the order of the blocks, so that the result does not depend on the order of sets.
+    # Iterate in block order, since the order of a set is not deterministic.
     waiting = [b for b, is_light in enumerate(light) if is_light]
-    # A block that has joined another may clear the way for the next one: go on until nothing changes.
+    # A block that joins may make the next one joinable: repeat until nothing changes.
     changed = True
     while changed:
         changed = False
@@ -62,10 +67,10 @@ def contract_costless_nodes(costs: Costs, blocks: Blocks, apart: Collection[str]
 
 
 def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
-    """Return whether the whole graph might not fit on a device with so much memory."""
+    """Return whether the whole graph might exceed a device of this memory."""
     most = sum(n.parameter_bytes * MOST_COPIES + n.buffer_bytes + n.kept_bytes * MOST_IN_FLIGHT for n in costs.nodes)
     if costs.weighed:
-        # No node needs more besides than what it allocates, and all values and gradients there are.
+        # In addition a node needs at most its own peak and all live values and gradients.
         peaks = max(
             (max(n.forward_peak_bytes or 0.0, n.backward_peak_bytes, n.halved_peak_bytes) for n in costs.nodes),
             default=0.0,
@@ -79,27 +84,32 @@ def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
 def contract_light_nodes(
     costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float, ms_per_byte: float = 0.0
 ) -> tuple[Blocks, Slack]:
-    """Return the blocks after light ones join what they follow, and by how much that may slow the best plan.
+    """Join light blocks to the blocks that they follow. Return the blocks, and how much slower the best plan may
+    become.
 
-    A block joins its only predecessor u if u has no other successor, if what the block sends on is no larger than what
-    it gets from u, and if all that joins u takes at most `light_ms`. A byte of parameters counts `ms_per_byte`, which
-    is what replicas take to sum its gradients. What joins u is the *tail* of the group of u.
+    A block joins its only predecessor u under three conditions: u has no other successor, the block sends no more bytes
+    than it receives from u, and everything joined to u takes at most `light_ms`. A byte of parameters counts
+    `ms_per_byte`, the time that replicas take to reduce its gradient. The blocks joined to u form the *tail* of u's
+    group:
 
-    The bound: any plan can be changed to keep groups whole, if a stage also does the tails of the groups that were cut
-    at its end. No two groups that are cut at the same place lie on one path of the graph. So along each path at most
-    one tail counts. Cover all groups with paths, and sum the largest tail of each path.
+        group of u                 u -> t1 -> t2      tail: t1, t2
+        a plan that cuts inside    u | t1 -> t2       becomes a cut after the group, for the tail's time
+
+    The bound: any plan becomes a plan that keeps groups whole if each stage also runs the tails of the groups cut at
+    its end. Two groups cut at the same boundary never lie on one path of the graph, so each path contributes at most
+    one tail. Cover all groups with paths, and sum the largest tail of each path.
     """
-    # What a stage takes longer for a block: computing, on a host, parameters that its replicas sum up, launching.
+    # The cost of a block to a stage: compute time, time on a host, parameters that replicas reduce, launches.
     figures = np.array(
         [[sum(getattr(costs.by_name[name], figure) for name in names) for figure in TAIL] for names in blocks.members],
         np.float64,
     ).reshape(-1, len(TAIL))
-    # A host may take longer than an accelerator, and launching longer than both: the largest keeps the bound honest.
+    # The largest of device, host and launch time bounds all three.
     times = figures[:, 0] + figures[:, 1], figures[:, 2], figures[:, 4] + figures[:, 5]
     weight = np.maximum.reduce(times) + figures[:, 3] * ms_per_byte
     free = [not set(names) & set(apart) for names in blocks.members]
     graph = _Graph(costs, blocks)
-    # The blocks of each tail, by the block that they have joined, and what the tail weighs.
+    # For each block, the blocks of its tail and their total weight.
     tails: dict[int, list[int]] = defaultdict(list)
     tail_ms = np.zeros(len(blocks))
     heavy = weight > light_ms
@@ -111,9 +121,9 @@ def contract_light_nodes(
         tails[follows].append(b)
         tail_ms[follows] += weight[b]
     joined = {b for members in tails.values() for b in members}
-    # Cover the groups with paths: each group goes on with the path of a group before it, if one ends there.
+    # Cover the groups with paths: each group extends a path that ends at one of its predecessors, if there is one.
     path_of: dict[int, int] = {}
-    end_of: dict[int, int] = {}  # the last group of each path -> the path
+    end_of: dict[int, int] = {}  # last group of each path -> the path
     for b in range(len(blocks)):
         if b not in joined:
             path = next((end_of.pop(a) for a in sorted(graph.before[b]) if a in end_of), b)
@@ -126,27 +136,27 @@ def contract_light_nodes(
 
 
 def _weighs(node: NodeCost, bounded: bool) -> bool:
-    """Return whether a node takes any time, or memory where that is bounded.
+    """Return whether a node has a cost in time, or in memory if that is `bounded`.
 
-    Parameters always weigh: replicas of a stage take time to sum their gradients.
+    Parameters always cost, because replicas reduce their gradients.
     """
     if node.forward_ms or node.backward_ms or node.host_ms or node.launch_ms or node.parameter_bytes:
         return True
-    # What allocates nothing may still run while much is there.
+    # A node that allocates nothing may still run while much memory is in use, so any known peak counts.
     return bounded and (bool(node.buffer_bytes or node.kept_bytes) or node.forward_peak_bytes is not None)
 
 
 class _Graph:
-    """The blocks while they are joined: who is next to whom, and which tensors are where."""
+    """The blocks during joining: the neighbours of each group, and the tensors at each group."""
 
     def __init__(self, costs: Costs, blocks: Blocks) -> None:
         self._blocks = blocks
-        # By block: the groups just before it, and those just behind.
+        # For each block, the groups directly before it and directly after it.
         self.before = [set(b) for b in blocks.before]
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
         self.pins_of: list[set[int]] = []
-        # The bytes of each tensor, as they are and as they are sent.
+        # The bytes of each tensor: in memory, and as sent over a cut.
         self._size: list[tuple[float, float]] = []
         self._at: dict[int, set[int]] = defaultdict(set)
         for name, forward, backward, readers, is_output in costs.values:
@@ -160,9 +170,9 @@ class _Graph:
 
     @cached_property
     def _ancestors(self) -> list[int]:
-        """Bit masks of all blocks before each one, and the block itself; of very many blocks those next to it alone.
+        """Bit masks of each block with all its ancestors; in a very large graph, only with its direct predecessors.
 
-        They stay right while costless blocks are joined, which adds no path between others.
+        They remain valid while costless blocks join, since that adds no path between other blocks.
         """
         masks: list[int] = []
         many = len(self._blocks) > MOST_ANCESTORS
@@ -171,7 +181,7 @@ class _Graph:
         return masks
 
     def _add(self, pins: set[int], size: float, sent: float) -> None:
-        """Add a tensor, unless it crosses no cut or costs nothing."""
+        """Add a tensor, unless it can cross no cut or has no bytes."""
         if len(pins) < 2 or size <= 0:
             return
         for pin in pins:
@@ -180,12 +190,12 @@ class _Graph:
         self._size.append((size, sent))
 
     def target(self, b: int) -> int | None:
-        """Return the neighbour that a costless block may join, or None."""
+        """Return the neighbour that costless block `b` may join, or None."""
         before, after = self.before[b], self._after[b]
-        # A block that nothing is joined to may go anywhere.
+        # An isolated block may join any group.
         if not before and not after and not self._at[b]:
             return next((c for c, group in enumerate(self._group) if c != b and group), None)
-        # The latest neighbour before b must come after all the others, or joining it would close a cycle.
+        # All predecessors must come before the latest one. Otherwise joining the latest would close a cycle.
         if before:
             latest = max(before)
             if all(self._ancestors[latest] >> a & 1 for a in before) and self._at[b] <= self._at[latest]:
@@ -194,14 +204,15 @@ class _Graph:
             earliest = min(after)
             if all(self._ancestors[a] >> earliest & 1 for a in after) and self._at[b] <= self._at[earliest]:
                 return earliest
-        # An only neighbour whose only neighbour is b: a link of a chain.
+        # A link of a chain: b and its neighbour have no other neighbour on that side.
         link = self.find_link(b)
         return self.find_link(b, ahead=True) if link is None else link
 
     def find_link(self, b: int, *, ahead: bool = False) -> int | None:
-        """Return the only group before `b`, or `ahead` of `b`, if `b` is its only neighbour on that side.
+        """Return the only group before `b` (`ahead`: after it) if `b` is also its only neighbour on that side, else
+        None.
 
-        `b` must not send on more than it gets from that group, or get more than it sends to it.
+        The tensors that `b` has elsewhere must be no larger than the tensors between the two.
         """
         near, back = (self._after, self.before) if ahead else (self.before, self._after)
         if len(near[b]) != 1:
@@ -209,20 +220,20 @@ class _Graph:
         (only,) = near[b]
         if back[only] != {b}:
             return None
-        # Of values that are compressed neither the memory nor the bytes that cross may be more.
+        # Compressed values count twice: neither their memory nor their bytes on the link may grow.
         own, between = self._own(b, only), self._between(b, only)
         return only if all(sum(s[i] for s in own) <= sum(s[i] for s in between) for i in (0, 1)) else None
 
     def _own(self, b: int, other: int) -> list[tuple[float, float]]:
-        """Return the bytes of tensors at `b` that are not at `other`."""
+        """Return the (memory, sent) bytes of tensors at `b` that are not at `other`."""
         return [self._size[t] for t in self._at[b] - self._at[other]]
 
     def _between(self, b: int, other: int) -> list[tuple[float, float]]:
-        """Return the bytes of tensors that are at `b` and `other` alone."""
+        """Return the (memory, sent) bytes of tensors that only `b` and `other` have."""
         return [self._size[t] for t in self._at[b] & self._at[other] if self.pins_of[t] == {b, other}]
 
     def join(self, b: int, target: int) -> None:
-        """Make `b` a part of `target`."""
+        """Move block `b` into the group `target`."""
         self._group[target] += self._group[b]
         self._group[b] = []
         for a in self.before[b]:
@@ -235,11 +246,11 @@ class _Graph:
         for a in self._after[b] - {target}:
             self.before[a].add(target)
             self._after[target].add(a)
-        # The tensors at b are at the target now.
+        # The tensors of b are now at the target.
         for t in self._at.pop(b, set()):
             self.pins_of[t] = self.pins_of[t] - {b} | {target}
             self._at[target].add(t)
-            # A tensor inside one group crosses no cut any more.
+            # A tensor inside one group crosses no cut.
             if len(self.pins_of[t]) == 1:
                 self._at[target].discard(t)
 

@@ -1,8 +1,15 @@
-"""From costs to the lattice of ideals, with the bytes that are live across each.
+"""From costs to the lattice of ideals, with the bytes that are live across each ideal.
 
-The ideals of a graph form a lattice: an edge leads from each ideal to every ideal with one block more. A chain of n
-blocks has n + 1 ideals. Parallel branches multiply: 8 independent nodes have 2^8. The paper's states are the ideals
-other than {}, each named by its augmented antichain (see planner/__init__.py).
+The ideals of a graph form a lattice: an edge leads from each ideal to every ideal with one more block.
+
+    a -> b        {} -> a -> ab          a chain of n blocks has n + 1 ideals
+
+    a             {} -> a                n independent blocks have 2^n ideals
+    b              |    |
+                   v    v
+                   b -> ab
+
+The paper's states are the ideals except {}, each named by its augmented antichain (see planner/__init__.py).
 """
 
 from __future__ import annotations
@@ -26,15 +33,15 @@ from fxsplit.planner.lattice.cuts import find_cut_levels
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
-    """Return every ideal of the blocks, or those of one topological order where there are more than `max_states`.
+    """Return every ideal of the blocks, or the ideals of one topological order if all are more than `max_states`.
 
-    The blocks are those that `costs` demand, unless `blocks` are given, which have been contracted further.
+    `blocks` default to the smallest sets of nodes that `costs` keeps together. Pass contracted blocks for fewer ideals.
     """
     blocks = blocks or Blocks.of(costs)
-    # The kernel enumerates up to the limit and then gives up: the number is not known before.
+    # The number of ideals is unknown beforehand: the kernel enumerates up to the limit, and then gives up.
     indegree = np.array([len(b) for b in blocks.before], np.int32)
     parent, last, complete = kernels.enumerate_ideals(indegree, *build_csr(blocks.after), max_states)
-    # The blocks are numbered in a topological order, and the prefixes of that order are ideals too.
+    # The block numbers form a topological order, and each prefix of it is an ideal.
     if not complete:
         parent = last = np.arange(-1, len(blocks), dtype=np.int32)
     pointer, node, child = kernels.fit(kernel.lattice_edges, parent.size)(parent, last)
@@ -44,15 +51,15 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
 
 
 def _vouch(chains: Antichains) -> Antichains:
-    """Return the ideals, marked as enumerated by the planner. A pass that replaces some by its own loses the mark."""
+    """Mark the ideals as the planner's own. If a pass replaces a field, the copy has no mark and proves no optimum."""
     object.__setattr__(chains, "enumerated", True)
     return chains
 
 
 MOST_CELLS = 2**27
-"""Ideals times devices at most: a search keeps 16 bytes for each, so that its tables take two GiB at most."""
+"""Limits ideals x devices. A search needs 16 bytes for each, so its tables take at most 2 GiB."""
 LIGHT = (1e-5, 1e-4, 1e-3, 1e-2)
-"""Shares of all work that nodes may take to count as light, tried in turn until the ideals are few enough."""
+"""Shares of the total work below which a node counts as light, tried in turn until the ideals are few enough."""
 
 
 def enumerate_ideals(
@@ -64,12 +71,12 @@ def enumerate_ideals(
     join: bool,
     ms_per_byte: float = 0.0,
 ) -> Antichains:
-    """Return the ideals to plan on for a machine, at most `max_states` of them, and fewer for very many devices.
+    """Return the ideals for planning on a machine: at most `max_states`, fewer for very many devices.
 
-    With `join`, costless nodes join neighbours first, and light ones too where there are too many ideals. That may
-    empty a stage, so that all later stages move up a device: the devices must be interchangeable (see moves.py).
-    `pinned` maps nodes to their devices; they stay by themselves. `ms_per_byte` is what replicas of a stage take to sum
-    a byte of gradients, where a plan may have replicas: nodes with many parameters are not light then.
+    With `join`, costless nodes join neighbours, and so do light nodes if the ideals are too many. This may leave a
+    stage empty, and so move all later stages up one device: devices must be interchangeable (see moves.py). Nodes in
+    `pinned` (node -> device) never join. `ms_per_byte` is the time that replicas take to reduce one byte of gradients,
+    for plans with replicas: nodes with many parameters are then not light.
     """
     blocks = Blocks.of(costs)
     if machine is not None:
@@ -77,7 +84,7 @@ def enumerate_ideals(
     memory_bytes = min(d.memory_bytes for d in machine.devices) if machine else inf
     fewer = contract_costless_nodes(costs, blocks, pinned, memory_bytes) if join else blocks
     at_least = len(machine) if machine and join else len(fewer)
-    # Where memory may bind, joining nodes could make a plan impossible.
+    # If memory may bind, joining nodes could rule out every plan.
     shares = () if memory_may_bind(costs, memory_bytes) else LIGHT
     tries = (contract_light_nodes(costs, fewer, pinned, share * costs.total_ms, ms_per_byte) for share in shares)
     found = _enumerate_within(costs, fewer, pinned, max_states, tries, at_least)
@@ -94,12 +101,12 @@ def _enumerate_within(
     tries: Iterable[tuple[Blocks, Slack]],
     at_least: int,
 ) -> Antichains:
-    """Return every ideal if there are at most `max_states`, else those of fewer blocks, or of one topological order.
+    """Return every ideal if they are at most `max_states`, else the ideals of fewer blocks or of one topological
+    order.
 
-    The blocks of `tries`, in which ever more light nodes have joined others, come first, as long as `at_least` so many
-    blocks are left; `slack` then says how much faster a plan that parts them could be. If that is not enough, the
-    ideals of one topological order are returned, which goes along light cuts as far as pins allow, with bounds for all
-    other ideals.
+    First try `tries`, which join more and more light nodes, while at least `at_least` blocks are left; `slack` then
+    bounds the loss due to joining. If this is not enough, return the ideals of one topological order along light cuts,
+    sorted by pins, with bounds for all other ideals.
     """
     found = antichains(costs, max_states, blocks)
     if found.complete:
@@ -108,36 +115,37 @@ def _enumerate_within(
         if len(smaller) < at_least:
             break
         fewer = antichains(costs, max_states, smaller)
-        # The lightest nodes that suffice: heavier ones would cost more of the bound.
+        # Join as little as possible: heavier groups would widen the gap of the bound.
         if fewer.complete:
             return replace(fewer, slack=slack)
-    # A lattice of one state more than the blocks there are is always within reach: that of a line.
+    # One topological order is always within reach: it has one ideal for each block, and the empty one.
     levels, order = find_cut_levels(costs, blocks)
     line = blocks.reordered(_sort_by_pins(blocks, order, pinned))
     return replace(antichains(costs, 1, line), levels=levels)
 
 
 def _sort_by_pins(blocks: Blocks, order: Sequence[int], pinned: Mapping[str, int]) -> list[int]:
-    """Return a topological order in which what is pinned to a device comes before what is pinned to a later one.
+    """Return a topological order close to `order` in which pinned blocks come in the order of their devices.
 
-    Otherwise it is as `order`. It is `order` itself if no order can do so: devices in any order may suit the pins then.
+    If no such order exists, return `order`: with devices in any order, a plan may still satisfy the pins.
     """
     least: dict[int, float] = {}
     for name, device in pinned.items():
         block = blocks.home[name]
         least[block] = min(device, least.get(block, inf))
-    # The latest stage of a block: nothing that needs it may lie in an earlier one.
+    # The latest stage of a block: no descendant may lie in an earlier stage.
     latest = [inf] * len(blocks)
     for b in reversed(order):
         latest[b] = min([least.get(b, inf), *(latest[a] for a in blocks.after[b])])
     if any(latest[b] < device for b, device in least.items()):
         return list(order)
-    # What needs a block has no earlier stage than the block, and sorting keeps the order of equal ones.
+    # A descendant's latest stage is never earlier than the block's own, and the sort is stable, so the order stays
+    # topological.
     return sorted(order, key=lambda b: latest[b])
 
 
 def sum_live_values(costs: Costs, chains: Antichains, find: Callable[[str, float], float]) -> NDArray[np.float64]:
-    """Return what is live across each ideal, float64 [ideals]: the sum of what `find` says of a value and its bytes."""
+    """Return for each ideal the sum of find(name, bytes) over the values live across it, as float64 [ideals]."""
     live = _live(costs, chains.blocks, chains.parent, chains.last, find)
     return np.ascontiguousarray(live[:, 0])
 
@@ -149,13 +157,12 @@ def _live(
     last: Ints,
     find: Callable[[str, float], float] = lambda name, output_bytes: output_bytes,
 ) -> NDArray[np.float64]:
-    """Return the bytes of values, as `find` says, of gradients, and of both as sent, live across each ideal.
+    """Return the bytes live across each ideal, as float64 [ideals, 3]: values (as `find` counts them), gradients, and
+    sent.
 
-    float64 [ideals, 3].
-
-    The *pins* of a value are the blocks that make or read it. A value is live across an ideal if some of its pins lie
-    inside and some outside. The caller is a pin too: inside from the start for what the model is given, and never
-    inside for what the model returns.
+    The *pins* of a value are the blocks that make or read it. A value is live across an ideal if the ideal contains
+    some of its pins, but not all. The caller is one more pin: always inside for an input of the model, never for an
+    output.
     """
     pins: list[list[int]] = [[] for _ in blocks.members]
     inside: list[int] = []
@@ -164,7 +171,7 @@ def _live(
 
     def add(names: tuple[str, ...], given: bool, returned: bool, sizes: tuple[float, float, float]) -> None:
         met = sorted({blocks.home[name] for name in names})
-        # A value of a single pin crosses no cut.
+        # A value with a single pin crosses no cut.
         if len(met) + given + returned < 2:
             return
         for block in met:
@@ -174,7 +181,7 @@ def _live(
         size.append(sizes)
 
     for name, output_bytes, gradient_bytes, readers, is_output in costs.values:
-        # What no node makes is an input of the model, which the caller makes.
+        # A value that no node makes is an input of the model, from the caller.
         made = name in blocks.home
         sizes_ = find(name, output_bytes), gradient_bytes, sum(costs.sent[name])
         add((name, *readers) if made else readers, not made, is_output, sizes_)

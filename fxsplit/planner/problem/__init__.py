@@ -1,1 +1,1 @@
-"""The search problem: states, moves between them, what each costs, and what each must hold."""
+"""The search problem: states, moves between states, and the time and memory of each stage."""

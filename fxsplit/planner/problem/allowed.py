@@ -1,4 +1,6 @@
-"""Where a chain of states may be cut: the full state ends it, and pinned nodes lie on their own side of a cut."""
+"""The states at which a chain may be cut: the full state ends it, and pinned nodes lie on the right side
+of each cut.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from fxsplit.planner.problem.moves import Moves
 def list_allowed(
     chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine, *, several: bool
 ) -> Bools:
-    """Return where a chain may be cut, bool [configurations, states].
+    """Return the states at which a stage may end, as bool [configurations, states].
 
-    Only the full state may end the last stage, and every pinned block must lie on its own side of a cut. A stage with
-    `several` devices may have blocks pinned to all of them.
+    Only the full state may end the last stage, and every pinned block must be on the right side of each cut. With
+    `several`, a stage has several devices, and may contain blocks pinned to any of them.
     """
     allowed = np.ones((len(moves.used), len(chains)), np.bool_)
-    # Where a plan ends in one configuration alone, that one must have all nodes.
+    # If plans end in one configuration only, that configuration must contain all nodes.
     last = max(moves.moves, key=lambda m: m.target).target
     if len(moves.final) == 1:
         allowed[last, :-1] = False
@@ -32,7 +34,8 @@ def list_allowed(
         return allowed
     devices_of = _collect_pins(chains, pinned, len(machine), several=several)
     for q, used in enumerate(moves.used):
-        # Count, per state, the pins inside of devices still free (must be none) and of devices used (must be all).
+        # For each state, count the contained pins to devices still free (must be none) and to used devices (must be
+        # all).
         weight = np.zeros((len(chains.blocks), 2))
         for block, devices in devices_of.items():
             weight[block] = [len(devices - set(used)), len(devices & set(used))]
@@ -44,7 +47,7 @@ def list_allowed(
 def _collect_pins(
     chains: Antichains, pinned: Mapping[str, int], n_devices: int, *, several: bool
 ) -> dict[int, set[int]]:
-    """Return the devices that each pinned block is pinned to; raises PlanError for pins that contradict each other."""
+    """Return the devices of each pinned block. Raises PlanError for contradictory pins."""
     devices_of: dict[int, set[int]] = {}
     for name, device in pinned.items():
         if not 0 <= device < n_devices:

@@ -1,9 +1,9 @@
-"""Borders: the modules that a cut may lie between, and not inside of, where cuts are to lie at borders of modules.
+"""Borders: modules that cuts may separate but not split, if the user asks for cuts at borders of modules.
 
-`modules` are the model's own parts: each submodule at its top, and each part of a list of submodules there. For
-example, a transformer has `embed`, `layers.0`, `layers.1` and `head`. `modules=2` are their parts in turn, one level
-further down. A pattern of paths, such as `model.layers.*`, is for the modules that match it; what lies between two of
-them stays whole too, so that cuts lie exactly at the borders of these modules.
+`modules` are the parts at the top of the model: each submodule, and each element of a list of submodules. A transformer
+has `embed`, `layers.0`, `layers.1` and `head`. `modules=2` are the parts of these, one level further down. A pattern of
+paths, such as `model.layers.*`, selects modules itself. Nodes between two selected modules then stay whole too, so that
+cuts lie exactly at the borders of the selected modules.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from fxsplit.system.figures import SHOWN
 
 ANYWHERE = "anywhere"
 FORMS = "anywhere, modules, modules=2 (a depth), or a pattern of paths such as model.layers.*"
-"""How to say where cuts may lie."""
+"""The values that the option accepts."""
 BETWEEN = "between "
-"""How names of what lies between modules begin; modules are named by words with dots, so that none of theirs does."""
+"""The prefix of names for nodes between modules. Module names have no space, so none begins with it."""
 MOST_NAMED = 8
-"""How many modules an error names."""
+"""The number of modules that an error lists."""
 
 
 def check_place(at: str) -> None:
-    """Raise ValueError, with the forms that there are, for a text that does not say where cuts may lie."""
+    """Raise ValueError, with the accepted forms, unless `at` has one of them."""
     depth = at.removeprefix("modules=")
     named = depth != at and depth.isdecimal() and 1 <= len(depth) <= 2 and int(depth) >= 1
-    # Letters of any alphabet name modules in Python.
+    # Python allows letters of any alphabet in module names.
     if not named and re.fullmatch(r"[\w*?]+(\.[\w*?]+)*", at) is None:
         raise ValueError(f"give {FORMS}")
 
 
 def find_module(node: NodeCost, depth: int = 1) -> str:
-    """Return which of the model's own parts a node is in; empty for what the model's own forward() computes.
+    """Return the part of the model that a node is in, or "" if the model's own forward() computes it.
 
-    depth: 1 for the parts at the top of the model, 2 for the parts of these, and so on.
+    depth: 1 for the parts at the top of the model, 2 for their parts, and so on.
     """
     parts: list[str] = []
     for part in filter(None, node.owner.split(".")):
-        # Parts of lists are numbered, and those of dicts are called as they are.
+        # Elements of a list have numbers, which join the list's name. Elements of a dict have names of their own.
         if part.isdecimal() and parts and "." not in parts[-1]:
             parts[-1] += f".{part}"
         else:
@@ -52,9 +52,9 @@ def find_module(node: NodeCost, depth: int = 1) -> str:
 
 
 def list_modules(costs: Costs, depth: int = 1) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of each of the model's own parts, in the order in which they are first called.
+    """Return the nodes of each part of the model, in the order of the parts' first calls.
 
-    What a module with parts of its own computes itself is in none of them, as what the model's forward() computes.
+    Nodes that a divided module computes itself belong to no part, like nodes of the model's own forward().
     """
     found = {node.name: find_module(node, depth) for node in costs.nodes}
     divided = {module[:at] for module in found.values() for at, letter in enumerate(module) if letter == "."}
@@ -62,11 +62,11 @@ def list_modules(costs: Costs, depth: int = 1) -> dict[str, tuple[str, ...]]:
 
 
 def list_wholes(costs: Costs, at: str) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of each part that no cut is to part, in the order in which they are first called.
+    """Return the nodes of each part that no cut may split, in the order of the parts' first calls.
 
-    at: where cuts may lie, as `check_place` takes it; of a pattern, what lies between two modules is such a part too.
+    at: the permitted cuts, in a form of `check_place`. For a pattern, the nodes between two modules are a part too.
 
-    Raises PlanError for a pattern that no module matches.
+    Raises PlanError if no module matches a pattern.
     """
     if at == ANYWHERE:
         return {}
@@ -79,17 +79,17 @@ def list_wholes(costs: Costs, at: str) -> dict[str, tuple[str, ...]]:
 
 
 def _match(path: str, pattern: str) -> str:
-    """Return the path of the module that matches a pattern and that `path` is in; empty if none does."""
+    """Return the path of the module that contains `path` and matches the pattern, or ""."""
     parts, wanted = path.split("."), pattern.split(".")
     fits = len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
     return ".".join(parts[: len(wanted)]) if fits else ""
 
 
 def _name_between(costs: Costs, found: dict[str, str]) -> dict[str, str]:
-    """Return a name for where each node lies that is in no module of `found`: between the same modules, the same name.
+    """Return a name for each node outside the modules of `found`; nodes between the same modules get the same name.
 
-    Two nodes lie between the same modules if the same of them lead to both, and both lead to the same of them. What
-    neither comes from one of them nor leads to one, as the labels of a loss, has no name, and may lie anywhere.
+    Two nodes lie between the same modules if the same modules precede both, and the same modules follow both. A node
+    without modules before and after it, such as the labels of a loss, gets no name, and may lie anywhere.
     """
     bits = {module: 1 << i for i, module in enumerate(dict.fromkeys(filter(None, found.values())))}
     before: dict[str, int] = defaultdict(int)
@@ -105,7 +105,7 @@ def _name_between(costs: Costs, found: dict[str, str]) -> dict[str, str]:
 
 
 def _suggest(costs: Costs, at: str) -> str:
-    """Return, for an error, what was probably meant by a pattern that matches nothing."""
+    """Return suggestions for a pattern that matches no module, for an error."""
     paths = [".".join(node.owner.split(".")[:n]) for node in costs.nodes for n in range(1, node.owner.count(".") + 2)]
     paths = list(dict.fromkeys(filter(None, paths)))
     if not paths:
@@ -117,8 +117,8 @@ def _suggest(costs: Costs, at: str) -> str:
 
 
 def _group(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of each name, in the order in which the names first stand; nodes without a name are left out."""
-    # A module that is called twice stands where it is called first.
+    """Return the nodes by name, in the order in which names first appear. Nodes without a name are left out."""
+    # A module that is called twice appears at its first call.
     found: dict[str, list[str]] = {}
     for node, name in names.items():
         if name:
@@ -127,7 +127,7 @@ def _group(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def compress_cuts(costs: Costs, how: str) -> Costs:
-    """Return costs that price what crosses cuts as it is sent; raises ProfileError where nobody knows dtypes."""
+    """Return costs that price compressed cuts. Raises ProfileError if the profile has no dtypes."""
     if how and not any(node.made for node in costs.nodes):
         raise ProfileError(
             f"the profile does not say which dtypes and shapes nodes make, which compress={how!r} asks for: profile "
@@ -137,7 +137,7 @@ def compress_cuts(costs: Costs, how: str) -> Costs:
 
 
 def check_modules(costs: Costs, n_stages: int, at: str = "modules") -> None:
-    """Raise PlanError for a model with fewer parts, at whose borders it can be cut, than there are to be stages."""
+    """Raise PlanError if the model has fewer parts to cut between than `n_stages`."""
     parts = list_wholes(costs, at)
     if len(parts) < n_stages:
         modules = [name for name in parts if not name.startswith(BETWEEN)]

@@ -1,8 +1,7 @@
-"""Whether a stage fits, to the byte: what the search asks of a chain that it has found.
+"""Check whether a stage fits to the byte, for a chain that the search has found.
 
-The search knows a lower bound of what a stage holds (see space.py). Where a stage of the best chain holds more than its
-devices have, that pair of states is refused from then on, and the search goes on. So the first chain that fits is the
-best of all that fit, and none that fits is refused.
+The search knows a lower bound of a stage's memory (see space.py). If a stage of the best chain exceeds its devices'
+memory, refuse that pair of states and search again. So the first chain that fits is the best of all that fit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fxsplit.planner.problem.prices import Kind
 
 @dataclass(eq=False)
 class Scale:
-    """Weighs stages by their kind and two states, and remembers what it has weighed."""
+    """Weighs stages, given by their kind and two states, and caches the results."""
 
     costs: Costs
     chains: Antichains
@@ -36,22 +35,22 @@ class Scale:
     _peaks: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def weigh(self, kind: int, begin: int, end: int) -> float:
-        """Return the most bytes that the stage from one state to another holds at once."""
-        # A search finds the same stages in many chains, and follows each of them once.
+        """Return the peak memory in bytes of the stage between two states."""
+        # A search finds the same stage in many chains.
         known = self._peaks.get((kind, begin, end))
         if known is None:
             of = self.kinds[kind]
-            # Kinds differ in how much there is at once, and not in what a microbatch takes.
+            # Kinds differ in the number of microbatches in flight, not in the memory of one microbatch.
             stage = self._measure(begin, end, recompute=bool(of.recompute), last=bool(of.last))
             known = self._peaks[kind, begin, end] = find_peak(stage, of.moments)
         return known
 
     def list_above(self, capacity: Floats) -> list[tuple[int, int, int]]:
-        """Return the stages weighed so far that hold more than their kind's `capacity`, as kind, start and end."""
+        """Return (kind, start, end) of each stage weighed so far that exceeds its kind's `capacity`."""
         return [key for key, peak in self._peaks.items() if peak > capacity[key[0]]]
 
     def _measure(self, begin: int, end: int, *, recompute: bool, last: bool) -> StageMemory:
-        """Return what a stage holds of one microbatch, and always."""
+        """Return the memory of a stage: constant, and for each microbatch."""
         key = begin, end, recompute, last
         if key not in self._stages:
             before, inside = self._list_inside(begin), self._list_inside(end)
@@ -67,13 +66,13 @@ class Scale:
         return self._stages[key]
 
     def _list_inside(self, state: int) -> frozenset[str]:
-        """Return the nodes of a state."""
+        """Return the nodes in a state."""
         if state not in self._inside:
             self._inside[state] = frozenset(self.chains.names(state))
         return self._inside[state]
 
     def _list_live(self, state: int) -> tuple[str, ...]:
-        """Return the values that cross a cut right behind a state."""
+        """Return the values that cross a cut after a state."""
         if state not in self._live:
             inside, nodes = self._list_inside(state), self.costs.by_name
             self._live[state] = tuple(
@@ -86,14 +85,14 @@ class Scale:
 
 @dataclass(eq=False)
 class Refused:
-    """The pairs of states, by kind of move, of which a search knows that their stage does not fit."""
+    """Pairs of states, by kind of move, that the search knows not to fit as a stage."""
 
     pairs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _known: Bans | None = None
 
     @classmethod
     def of(cls, stages: Iterable[tuple[int, int, int]]) -> Refused:
-        """Return what refuses some stages, each a kind, a start and an end."""
+        """Return the refusal of some stages, each a (kind, start, end)."""
         refused = cls()
         for stage in stages:
             refused.add(*stage)
@@ -105,7 +104,7 @@ class Refused:
         self._known = None
 
     def list_bans(self, n_kinds: int, n_states: int) -> Bans:
-        """Return the pairs as arrays, for the kernels."""
+        """Return all pairs as arrays for the kernels."""
         if not self.pairs:
             return NO_BANS
         if self._known is None:
@@ -113,7 +112,7 @@ class Refused:
         return self._known
 
     def list_among(self, n_kinds: int, states: NDArray[np.int64]) -> Bans:
-        """Return the pairs among some states, which are numbered by their places."""
+        """Return the pairs within `states`, numbered by position."""
         place = {int(state): i for i, state in enumerate(states)}
         some = {
             kind: [(place[a], place[b]) for a, b in pairs if a in place and b in place]
@@ -122,7 +121,7 @@ class Refused:
         return _build(some, n_kinds, states.size) if any(some.values()) else NO_BANS
 
     def mark(self, kind: int, states: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Return which pairs of some states are refused for a kind, bool [starts, ends]; None where none are."""
+        """Return the refused pairs of one kind within `states`, as bool [starts, ends], or None."""
         pairs: Iterable[tuple[int, int]] = self.pairs.get(kind, ())
         if not pairs:
             return None
@@ -135,8 +134,8 @@ class Refused:
 
 
 def _build(pairs: dict[int, list[tuple[int, int]]], n_kinds: int, n_states: int) -> Bans:
-    """Return pairs as CSR: the ends refused for each kind and start."""
-    # A row of the arrays is one kind and one start.
+    """Return the pairs in CSR form: the refused ends of each kind and start."""
+    # A row is one kind and one start.
     rows = sorted((kind * n_states + a, b) for kind, some in pairs.items() for a, b in some)
     counts = np.zeros(n_kinds * n_states + 1, np.int64)
     for row, _ in rows:

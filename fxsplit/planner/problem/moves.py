@@ -1,9 +1,12 @@
-"""Moves: which devices a stage may take after the stages before it.
+"""Moves: the devices that a stage may take after the stages before it.
 
-A *configuration* says which devices are in use. A *move* leads from one configuration to another, by the devices of one
-stage. On two devices in their order the configurations are 0 (none used), 1 (the first) and 2 (both). The moves are
-0 -> 1 and 1 -> 2, and where a stage may have replicas also 0 -> 2. A plan is a walk from 0 to a final configuration.
-A move without devices leaves a device idle: 0 -> 1 by such a move, and then 1 -> 2, is a plan on the second device.
+A *configuration* is a set of used devices. A *move* leads from one configuration to another, over the devices of one
+stage, or over a device that stays idle. A plan is a walk from configuration 0 to a final configuration. Two devices:
+
+    in order           replicated             last may be idle      any may be idle
+
+    0 -> 1 -> 2        0 -> 1 -> 2            0 -> 1 -> 2           0 -> 1 -> 2
+                       0 ------> 2            final: 1 and 2        0 .> 1 -> 2   (.> leaves device 0 idle)
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.given.machine import Machine
 
 MAX_CONFIGURATIONS = 4096
-"""More configurations than these are refused: the search keeps a table of states for each."""
+"""The limit of configurations: the search keeps a table of states for each."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One stage's choice of devices, from a configuration to another; without devices the next device stays idle.
+    """One stage's devices, from one configuration to another. Without devices, the next device stays idle.
 
-    `first` and `last` say that no stage comes before or after. `rank` is the number of the stage where that is known
-    beforehand, else -1. With `recompute` the stage keeps no activations between forward and backward, and runs forward
-    again. `near_before` and `near_after` tell whether the stages before and after are on the neighbouring devices,
-    where that makes a difference: behind a device that is idle the link may be slower.
+    - `first`, `last`: no stage comes before, or after
+    - `rank`: the number of the stage if it is known beforehand, else -1
+    - `recompute`: the stage keeps no activations and runs its forward again in the backward
+    - `near_before`, `near_after`: the stage before, or after, is on the neighbouring device. Across an idle device the
+      link
+      may be slower.
     """
 
     source: int
@@ -45,9 +50,10 @@ class Move:
 class Moves:
     """All moves over the devices of a machine.
 
-    A move that enters a configuration comes before any that leaves it. `used` are the devices that each configuration
-    has used; configuration 0 has used none. A plan may end in the configurations of `final`. `n_stages` is how many
-    stages a plan has, where that is known beforehand, else 0.
+    - `moves`: a move into a configuration comes before any move out of it
+    - `used`: the used devices of each configuration; configuration 0 has none
+    - `final`: the configurations in which a plan may end
+    - `n_stages`: the number of stages of every plan if it is fixed, else 0
     """
 
     moves: tuple[Move, ...]
@@ -57,11 +63,11 @@ class Moves:
 
     @cached_property
     def number(self) -> dict[Move, int]:
-        """The place of each move among all."""
+        """The index of each move."""
         return {move: i for i, move in enumerate(self.moves)}
 
 
-@lru_cache(maxsize=128)  # a search over schedules asks for the same moves again and again
+@lru_cache(maxsize=128)  # a search over schedules lists the same moves repeatedly
 def list_moves(
     machine: Machine,
     replicated: bool,
@@ -73,27 +79,31 @@ def list_moves(
 ) -> Moves:
     """Return the moves over a machine's devices.
 
-    In the order of the machine, each stage takes the next device, or several where stages may be `replicated`. In
-    `free` order it takes any device that is left. `idle` tells which devices may be left idle: "none", the "last" ones,
-    which is enough where devices are alike, or "any"; in a free order all but "none" mean any. With `n_stages` a
-    configuration also counts stages, since what a stage must hold depends on its number, and only plans of so many
-    stages end. `recompute` is "never", "always", or "auto" for as each stage sees fit. Devices in `named` are like no
-    others, since something is pinned to them. Raises PlanError for a free order over unequal links, or over too many
-    unlike devices.
+    - In the machine's order each stage takes the next device, or several if stages may be `replicated`; in `free` order
+      it
+      takes any unused device
+    - `idle`: the devices that may stay idle, "none", the "last" ones (enough for equal devices) or "any"; in free order
+      "last" means any
+    - `n_stages`: plans must have exactly this many stages, and configurations count them, since the memory of a stage
+      depends on its number
+    - `recompute`: "never", "always", or "auto" to let the search choose for each stage
+    - `named`: devices with pinned nodes, which are interchangeable with no other device
+
+    Raises PlanError for a free order over unequal links, or over too many different devices.
     """
     if free:
         found = _free(machine, idle == "none", named)
     else:
         found = _leaving_out(machine, replicated, named) if idle == "any" else _in_order(machine, replicated, idle)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
-    # An idle device computes nothing, and so nothing twice.
+    # An idle device has nothing to recompute.
     moves = [replace(m, recompute=way) for m in found.moves for way in (ways if m.devices else (False,))]
     found = replace(found, moves=tuple(moves))
     return found if n_stages is None else _counted(found, n_stages)
 
 
 def _in_order(machine: Machine, replicated: bool, idle: str) -> Moves:
-    """Return moves that take the devices as they stand; configuration q has used the first q devices."""
+    """Return moves over the devices in order. Configuration q has used the first q devices."""
     count = len(machine)
     moves = [
         Move(a, b, tuple(range(a, b)), a == 0, b == count)
@@ -105,27 +115,29 @@ def _in_order(machine: Machine, replicated: bool, idle: str) -> Moves:
 
 
 def _list_ends(machine: Machine, begin: int, replicated: bool) -> list[int]:
-    """Return behind which devices a stage may end that begins with device `begin`."""
+    """Return the devices before which a stage may end that begins with device `begin`."""
     ends = range(begin + 1, len(machine) + 1 if replicated else begin + 2)
-    # A host takes other times than accelerators for each node, so it cannot share a stage with them.
+    # A host's times differ from an accelerator's for each node, so the two cannot share a stage.
     return [b for b in ends if b == begin + 1 or not any(d.host for d in machine.devices[begin:b])]
 
 
 def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> Moves:
-    """Return moves that take the devices as they stand, or leave some of them out, but for those in `named`.
+    """Return moves over the devices in order, which may also leave devices idle that are not in `named`.
 
-    Configuration (q, where) has used, or left out, the first q devices. `where` is "none" before the first stage,
-    "near" where the stage before is on device q - 1, and "far" where it is further away. A stage ends "far" by leaving
-    out the next device too, since what it pays for sending depends on that. Where all links are equal, `where` is
-    "none" throughout: no stage pays more.
+    In configuration (q, where) the first q devices are used or idle. `where` is "none" before the first stage, "near"
+    if the previous stage is on device q - 1, and "far" if it is further away. A stage that ends "far" leaves the next
+    device idle as well, because its sending time depends on it. If all links are equal, `where` is always "none".
+
+        device     0      1      2
+                [stage]   .   [stage]      (0, none) -> (2, far) -> (3, near): the first stage ends far
     """
     count = len(machine)
     apart = len(set(machine.links)) > 1
     kinds = ("none", "near", "far") if apart else ("none",)
-    # A stage was on an earlier device, with an idle one behind it if it is far away.
+    # "near" needs one device for the previous stage, "far" one more that is idle.
     least = {"none": 0, "near": 1, "far": 2}
     reached = [(q, where) for q in range(count + 1) for where in kinds if q >= least[where]]
-    # Behind the last device there is one configuration, in which a plan ends.
+    # After the last device only one configuration is left, the final one.
     reached = [c for c in reached if c[0] < count or c[1] == ("near" if apart else "none")]
     number = {c: i for i, c in enumerate(reached)}
     moves = []
@@ -148,7 +160,7 @@ def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> M
                         near_after=how == "near",
                     )
                 )
-        # A stage that ends near has its next stage on device q, which is not left out then.
+        # After a "near" stage the next stage is on device q, which cannot be idle.
         if where != "near" and q + 1 < count and q not in named:
             moves.append(Move(source, number[q + 1, where], (), False, False))
     used = tuple(tuple(range(q)) for q, _ in reached)
@@ -157,24 +169,24 @@ def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> M
 
 
 def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
-    """Return moves that take devices in any order; equal devices are one type, and a configuration counts each type."""
-    # What a stage pays for traffic must not depend on which device its neighbour has.
+    """Return moves over the devices in any order. Equal devices form a type, and a configuration counts each type."""
+    # The transfer time of a stage must not depend on its neighbour's device.
     if len(set(machine.links)) > 1:
         raise PlanError(
             "a free order of devices needs equal links between all of them: state each device's own link as "
             "Device(bytes_per_s=), or keep the machine's order"
         )
-    # Equal devices need not be told apart, which keeps the configurations few.
+    # Equal devices are interchangeable, which keeps the number of configurations small.
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, d in enumerate(machine.devices):
         kinds.setdefault((d.memory_bytes, d.speed, d.bytes_per_s, d.host, i if i in named else None), []).append(i)
     members = list(kinds.values())
-    # Sorted by how many devices are used, so that moves enter a configuration before any leaves it.
+    # Sort by the number of used devices, so that moves into a configuration come before moves out of it.
     counts = sorted(itertools.product(*(range(len(m) + 1) for m in members)), key=lambda c: (sum(c), c))
     if len(counts) > MAX_CONFIGURATIONS:
         raise PlanError(
             f"{len(machine)} devices of {len(members)} types have {len(counts)} configurations in a free order, more "
-            f"than {MAX_CONFIGURATIONS}: keep the machine's order, or make more devices alike"
+            f"than {MAX_CONFIGURATIONS}: keep the machine's order, or make more devices equal"
         )
     number = {c: i for i, c in enumerate(counts)}
     moves = []
@@ -190,18 +202,18 @@ def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
 
 
 def _counted(found: Moves, n_stages: int) -> Moves:
-    """Return the moves of plans of exactly `n_stages` stages, in configurations that also count stages."""
-    # A new configuration is an old one with a number of stages; only those that some walk reaches get a number.
+    """Return moves for plans of exactly `n_stages` stages, with configurations that also count stages."""
+    # A new configuration is an old one plus a stage count. Number only the reachable ones.
     ids: dict[tuple[int, int], int] = {(0, 0): 0}
     used: list[tuple[int, ...]] = [()]
     moves = []
     for rank in range(n_stages):
         for move in found.moves:
-            # No walk gets to this configuration in so many stages.
+            # No walk reaches this configuration with this many stages.
             if (move.source, rank) not in ids:
                 continue
             last = bool(move.devices) and rank == n_stages - 1
-            # The last stage ends where a plan may end, and is not followed by anything far away.
+            # The last stage must end in a final configuration.
             if last and move.target not in found.final:
                 continue
             target = ids.setdefault((move.target, rank + bool(move.devices)), len(ids))
@@ -215,15 +227,15 @@ def _counted(found: Moves, n_stages: int) -> Moves:
 
 
 def powers(machine: Machine, found: Moves, host_speed: float) -> tuple[list[float], list[float]]:
-    """Return how much work the devices used, and those still free, do in one ms, per configuration.
+    """Return the work per ms of the used devices, and of the unused devices, for each configuration.
 
-    An accelerator of speed 1 does 1, a host of speed 1 does `host_speed`.
+    An accelerator of speed 1 does 1 per ms, a host of speed 1 does `host_speed`.
     """
 
     def power(devices: Sequence[int]) -> float:
         return sum(machine.devices[d].speed * (host_speed if machine.devices[d].host else 1.0) for d in devices)
 
-    # Both sums bound what a chain can have done and can still do.
+    # The two sums bound the work a chain can have done and can still do.
     everything = power(range(len(machine)))
     done = [power(used) for used in found.used]
     return done, [everything - p for p in done]

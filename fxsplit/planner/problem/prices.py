@@ -1,7 +1,7 @@
-"""What a stage takes, as sums over states: the tables that the search reads, for each kind of move.
+"""The cost of stages as sums over states: the tables that the search reads, for each kind of move.
 
-A stage's load, memory and launches are differences of two states' entries (see kernels/tables.py). The definition they
-must agree with is `price_split` of ir/facts/price.py.
+A stage's load, memory and launches are differences between the entries of two states (see kernels/tables.py). They must
+agree with the definition, `price_split` in ir/facts/price.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fxsplit.planner.problem.moves import Move, Moves
 
 
 class Kind(NamedTuple):
-    """What tells one kind of move from another: what it makes of times (speed, ms per byte) and of bytes.
+    """The properties of a move that determine its costs: speed, ms per byte, and memory.
 
-    `moments` is what the stage holds at once, and `resting`, `halfway`, `versions`, `sums` those of the one with most
-    microbatches (see moments.py). They are known only where the number of stages is; else memory has no limit, or
-    stages have nothing to hold. `last` tells whether the loss is computed behind the stage.
+    `moments` are the microbatches that the stage holds at each moment. `resting`, `halfway`, `versions` and `sums`
+    belong to the moment with most microbatches (see moments.py). If the number of stages is not fixed, they are
+    placeholders: memory is then unlimited, or stages keep nothing. `last`: the loss is computed after this stage.
     """
 
     speed: float
@@ -54,8 +54,8 @@ class Kind(NamedTuple):
         first, last = move.devices[0], move.devices[-1]
         receive = send = 0.0
         if model.traffic:
-            # What the caller gives to the first stage, and gets from the last, is free. A device that is not next to
-            # another one, such as to itself, is joined to it by the slowest link.
+            # The caller's inputs and outputs are free. If a stage's neighbour is not on the neighbouring device, the
+            # slowest link applies: bytes_per_ms of a device with itself.
             before = max(first - 1, 0) if move.near_before else first
             after = min(last + 1, len(machine) - 1) if move.near_after else last
             receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
@@ -84,7 +84,7 @@ class Kind(NamedTuple):
 
 
 def tabulate(kinds: Sequence[Kind]) -> dict[str, Floats]:
-    """Return each figure of all kinds by its name, as a column: float64 [kinds, 1]."""
+    """Return each figure of all kinds by name, as a column: float64 [kinds, 1]."""
     figures = np.array([kind[:-1] for kind in kinds], np.float64)
     return dict(zip(Kind._fields[:-1], figures.T[:, :, None], strict=True))
 
@@ -94,12 +94,12 @@ def price_times(
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
 
-    `kinds` has each figure of every Kind by its name, as a column: float64 [kinds, 1].
+    `kinds` has each figure of all kinds by name, as a column: float64 [kinds, 1].
     """
     column = states.column
     forward = column("forward_ms")
     live = column("sent_bytes")
-    # The first stage gets its values from the caller, and the last one returns its values there, which is free.
+    # The first stage's inputs and the last stage's outputs are the caller's, and free.
     arriving, leaving = live.copy(), live.copy()
     if starts_late:
         arriving[0] = 0.0
@@ -109,7 +109,7 @@ def price_times(
     computing = np.where(kinds["host"] > 0, column("host_ms"), own)
     busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
     received, sent = arriving * kinds["receive"], leaving * kinds["send"]
-    # Overlapped, the slowest of computing, receiving and sending counts; else their sum does.
+    # An overlapped load is the maximum of computing, receiving and sending; otherwise it is their sum.
     if model.name == "overlapped":
         return busy, busy, received, sent
     floor = np.full_like(busy, -inf)
@@ -117,24 +117,26 @@ def price_times(
 
 
 def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
-    """Return the launches of every kind and state (see Tables), in ms; an empty array where there are none."""
+    """Return the launch times of every kind and state (see Tables), in ms; an empty array for none."""
     forward, backward = states.column("forward_launch_ms"), states.column("backward_launch_ms")
     if not (forward[-1] or backward[-1]):
         return np.zeros((0, 0))
-    # A host's devices launch nothing, and replicas launch their shares of the microbatches.
+    # A host device launches nothing. Each replica launches its own share of the microbatches.
     launches: Floats = (forward + backward + kinds["recompute"] * forward) * (kinds["host"] == 0) / kinds["replicas"]
     return launches
 
 
 def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:
-    """Return work of which an accelerator does at most 1, and a host at most the second result, in one unit of time.
+    """Return work [states] and a host speed, in a unit of work that bounds accelerators and hosts alike.
 
-    With c the hosts' speed overall, a node's work is the smaller of its own time and c times its time on a host.
+    In one unit of time an accelerator does at most 1, and a host at most the returned speed. Let c be the hosts'
+    overall speed: the work of a node is the smaller of its own time and c times its host time.
     """
     own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")
-    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0  # any c is right; this one is tight
+    # Any c > 0 gives a bound; this c is tight.
+    speed = float(own[-1] / max(host[-1], 1e-9 * own[-1])) if own[-1] > 0 else 1.0
     each = np.zeros((len(chains.blocks), 1))
-    # The difference to the ideal without its last block is that block's own time.
+    # A block's own time is the difference to the ideal without its last block.
     before = chains.parent[1:]
     each[chains.last[1:], 0] = np.minimum(own[1:] - own[before], speed * (host[1:] - host[before]))
     sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, np.maximum(each, 0.0))

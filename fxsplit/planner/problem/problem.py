@@ -1,8 +1,8 @@
-"""The search problem: states, moves between them, and what each kind of move costs, as arrays.
+"""The search problem: states, moves, and the cost of each kind of move, as arrays.
 
-A *state* is an ideal of the graph (see lattice.py) as the search sees it: a number, with sums over its nodes. A stage
-is the difference of two states J < I, on the devices of a *move* (see moves.py). Many moves cost the same: those of
-equal devices, links and memory are of one *kind*, and are priced once.
+A *state* is an ideal of the graph (see lattice.py) with sums over its nodes. The search knows it by its number. A stage
+is the difference of two states J < I, on the devices of a *move* (see moves.py). Many moves cost the same: moves over
+equal devices, links and memory form one *kind*, which is priced once.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ from fxsplit.planner.problem.space import Space, carry_along_line, list_pairs, p
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
 SLACK = 1e-9
-"""Relative distance below which sums of memory may be wrong."""
+"""Sums of memory may be wrong by this relative amount."""
 
 Path = list[tuple[int, Move]]
-"""A chain of states: where each stage ends, and the move it is."""
+"""A chain of states: for each stage, the state at its end and its move."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A chain of states is sought whose every stage has a small load and fits into memory.
+    """The problem: find a chain of states in which every stage has a small load and fits in memory.
 
-    `kind[m]` is the kind of move m, IDLE for one without devices. `tables` says what a stage J..I costs (see
-    kernels/tables.py). `rates` (float64 [kinds, 3]) are the work done in one ms, at most, and the ms that receiving and
-    sending a byte takes, at least. `capacity` (float64 [kinds]) is the memory of a stage's devices. Where the tables
-    have a lower bound of what stages hold, `scale` weighs them to the byte, `refused` are those that it has found not
-    to fit, and `numbers` are the states' numbers on the scale. Subclasses may add to the loads: they replace `test`,
-    `device_loads`, `shared`, `live` and `under`, and what makes new problems of old ones.
+    - `kind[m]` is the kind of move m, or IDLE if it has no devices
+    - `tables` are the costs of each kind from and to each state (see kernels/tables.py)
+    - `rates` (float64 [kinds, 3]): the most work done in one ms, and the fewest ms to receive and to send a byte
+    - `capacity` (float64 [kinds]) is the memory of a stage's devices in bytes
+    - `scale` weighs stages to the byte if the tables are only a lower bound of their memory, else None
+    - `refused` are the stages that `scale` has found too large
+    - `numbers` are the states' numbers on the scale, or None if they are equal
+
+    A subclass may add to the loads. It overrides `test`, `device_loads`, `shared`, `live`, `under`, and the methods
+    that derive problems.
     """
 
     states: States
@@ -66,7 +70,7 @@ class Problem:
         return int(self.tables.work.size)
 
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
-        """Return a chain whose every stage fits and has load <= threshold, in ms, or None; raises OutOfTime."""
+        """Return a chain in which every stage fits and has load <= threshold (ms), or None. Raises OutOfTime."""
         clock = clock or Clock()
         while True:
             path = self.trace(*clock.run(lambda steps: self.reach(threshold, steps)))
@@ -74,17 +78,17 @@ class Problem:
                 return path
 
     def fits(self, path: Path) -> bool:
-        """Return whether every stage of a chain fits to the byte; those that do not are refused from then on."""
+        """Return whether every stage of a chain fits to the byte. Stages that do not fit are refused from now on."""
         fits = True
         for kind, begin, end, excess in self.list_excess(path):
-            # To the byte: a device has no slack.
+            # A device has no byte to spare.
             if excess > 0.0:
                 self.refused.add(kind, begin, end)
                 fits = False
         return fits
 
     def list_excess(self, path: Path) -> list[tuple[int, int, int, float]]:
-        """Return the kind, start, end and excess of memory in bytes of each stage that the tables only bound."""
+        """Return (kind, start, end, excess bytes) of each stage whose memory the tables only bound."""
         found, begin = [], 0
         for end, move in path:
             kind = self.kind[self.moves.number[move]]
@@ -95,25 +99,27 @@ class Problem:
         return found
 
     def list_tables(self, states: NDArray[np.int64] | None = None) -> Tables:
-        """Return the tables with what is refused, of all states or of some."""
+        """Return the tables, with the refused stages as bans, for all states or a subset."""
         n_kinds = self.capacity.size
         if states is None:
             return self.tables._replace(bans=self.refused.list_bans(n_kinds, len(self)))
         return self.tables.take(states)._replace(bans=self.refused.list_among(n_kinds, states))
 
     def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
-        """Return the kernel's two tables for `trace`, and how many steps it took of at most `steps`."""
-        # Lists of starts take longer than a single start, and are needed only where more than a start counts.
+        """Run the kernel for at most `steps` steps; return its two tables for `trace` and the steps it took."""
+        # Lists of starts are slower than a single start: use them only if memory or launches matter.
         t, bounded = self.list_tables(), bool(np.isfinite(self.tables.capacity).any())
         if t.launch.size and not bounded:
-            # No start is worse than another for its memory alone where memory has no limit.
+            # Without memory limits, let only the launches distinguish starts.
             t = t._replace(space_start=t.launch, space_end=t.launch, space_low=t.launch)
         return run_counted(reach_bounded if bounded or t.launch.size else reach, len(self), steps, t, threshold)
 
     def trace(self, origin: Ints, via: Ints) -> Path | None:
-        """Return the chain that two tables (by configuration and state) lead back along, or None where none is full."""
+        """Follow two tables [configurations, states] back from the full state; return the chain, or None if there is
+        none.
+        """
         full = len(self) - 1
-        # All final configurations are equally good under a threshold: take the first, so that plans do not vary.
+        # All final configurations are equally good under a threshold. Take the first, so that plans are deterministic.
         at = next((q for q in sorted(self.moves.final) if origin[q, full] >= 0), None)
         if at is None:
             return None
@@ -121,17 +127,19 @@ class Problem:
         state = full
         while at != 0:
             move = self.moves.moves[via[at, state]]
-            if move.devices:  # a device that stays idle has no stage
+            if move.devices:  # an idle device has no stage
                 path.append((state, move))
             state, at = int(origin[at, state]), move.source
         return path[::-1]
 
     def loads(self, path: Path) -> list[float]:
-        """Return every stage's load in a chain, in ms: what its devices take, or their hosts if they take longer."""
+        """Return the load of every stage in a chain, in ms: the time of its devices or of its host's launches, if
+        longer.
+        """
         return [max(pair) for pair in zip(self.device_loads(path), self.launches(path), strict=True)]
 
     def launches(self, path: Path) -> list[float]:
-        """Return how many ms the hosts of every stage in a chain are busy with launching."""
+        """Return the launch time of the hosts of every stage in a chain, in ms."""
         launch, begin = self.tables.launch, 0
         if not launch.size:
             return [0.0] * len(path)
@@ -143,7 +151,7 @@ class Problem:
         return found
 
     def device_loads(self, path: Path) -> list[float]:
-        """Return how many ms the devices of every stage in a chain are busy."""
+        """Return the busy time of the devices of every stage in a chain, in ms."""
         t, found, begin = self.tables, [], 0
         for end, move in path:
             k = self.kind[self.moves.number[move]]
@@ -153,9 +161,9 @@ class Problem:
         return found
 
     def pair_costs(self, states: NDArray[np.int64]) -> PairCosts:
-        """Return a function of (kind, starts, ends), which are positions in `states`: load, and whether it fits.
+        """Return a function (kind, starts, ends) -> (loads in ms, fits), both [starts, ends].
 
-        Both are [starts, ends], for pairs that are nested and those that are not.
+        Starts and ends are positions in `states`. The results are defined for nested pairs only.
         """
         t = self.tables
         shared, rate = self.shared(states)
@@ -179,16 +187,17 @@ class Problem:
         return costs
 
     def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return bytes that every pair of `states` pays for besides, [J, I], and ms per byte, by kind of move.
+        """Return additional bytes [J, I] that the stage between each pair of `states` pays for, and ms per byte by
+        kind.
 
-        Here there are none, and the first is empty.
+        In this class the first array is empty: no stage pays for more.
         """
         return np.zeros((0, 0)), np.zeros_like(self.tables.capacity)
 
     def needs(self, states: NDArray[np.int64]) -> Floats:
-        """Return what the stage from one of `states` to another needs in memory besides, [J, I]; empty for nothing.
+        """Return additional bytes [J, I] of memory of the stage between each pair of `states`; empty for none.
 
-        The states are all there are, or a line of states, each of one block more than the one before.
+        `states` are all states, or a line of states that grow by one block each.
         """
         t = self.tables
         if not (t.needs.freed.size and np.isfinite(t.capacity).any()):
@@ -200,23 +209,24 @@ class Problem:
 
     @cached_property
     def _all_needs(self) -> Floats:
-        """What the stage from any state to any other needs in memory besides."""
+        """Additional bytes of memory of the stage between any two states."""
         return list_pairs(self.tables.needs, self.tables.in_ptr, self.tables.in_from)
 
     @cached_property
     def live(self) -> Floats:
-        """The bytes in which values and gradients cross each state: float64 [states]."""
+        """The bytes of values and gradients sent across each state: float64 [states]."""
         return self.states.column("sent_bytes")
 
     def lower_bound(self) -> float:
-        """Return a load in ms that no chain's slowest stage can beat.
+        """Return a load in ms that no chain's slowest stage beats.
 
-        It is all work shared evenly among the devices, or one block's work alone, or the same of launches.
+        It is the total work divided by the speed of all devices, or the largest block on the fastest stage; likewise
+        for launches.
         """
         done, stages = self.tables.done, [m for m in self.moves.moves if m.devices]
         quickest = max(done[m.target] - done[m.source] for m in stages)
         bound = self._share(self.tables.work, float(done.max()), float(quickest))
-        # A host device launches nothing, so nothing is known of launches then.
+        # A host device launches nothing, so a machine with hosts has no bound by launches.
         if self.tables.launch.size and not np.isinf(self.rates[:, 0]).any():
             launched = self.states.column("forward_launch_ms") + self.states.column("backward_launch_ms")
             everyone, most = max(map(len, self.moves.used)), max(len(m.devices) for m in stages)
@@ -224,20 +234,22 @@ class Problem:
         return bound
 
     def _share(self, work: Floats, everyone: float, most: float) -> float:
-        """Return the ms that some stage takes at least, if all do `everyone` of `work` in 1 ms, and one `most`."""
+        """Return the least ms of the slowest stage if all stages together do `everyone` of `work` in 1 ms, and any one
+        `most`.
+        """
         if not work[-1] > 0:
             return 0.0
-        # An edge of the lattice adds one block, which some stage must do whole.
+        # Each edge of the lattice adds one block, which some stage must run as a whole.
         ends = np.repeat(np.arange(len(self)), np.diff(self.states.in_pointer))
         largest = float((work[ends] - work[self.states.in_from]).max(initial=0.0))
         return max(float(work[-1]) / everyone, largest / most)
 
     def under(self, upper: float) -> Problem:
-        """Return a problem with the same chains of loads up to `upper`, in figures of about that size."""
+        """Return a problem with the same chains of loads up to `upper`, with large figures capped near `upper`."""
         return self
 
     def restricted(self, order: Sequence[int]) -> Problem:
-        """Return the problem that has only the states of `order`, each of which contains the one before."""
+        """Return the problem of only the states in `order`, which must be nested."""
         at = np.array(order, np.int64)
         states = States(self.states.features[at], *_list_line_edges(at.size))
         needs, t = self.tables.needs, self.tables
@@ -248,16 +260,16 @@ class Problem:
         return replace(self, states=states, tables=tables, numbers=numbers, refused=Refused())
 
     def with_more_memory(self, more_bytes: float) -> Problem:
-        """Return the same problem for devices that have so many bytes more."""
+        """Return the same problem for devices with `more_bytes` more memory."""
         tables, capacity = self.tables._replace(capacity=self.tables.capacity + more_bytes), self.capacity + more_bytes
-        # What was weighed for other devices is known, if states have the numbers that they have there.
+        # Stages weighed before are still known, if the states keep their numbers.
         known = [] if self.scale is None or self.numbers is not None else self.scale.list_above(capacity)
         return replace(self, tables=tables, capacity=capacity, refused=Refused.of(known))
 
     def for_excess(self) -> Problem:
-        """Return the problem whose load is by how many bytes a stage exceeds its memory, by the sums alone."""
+        """Return the problem in which a stage's load is the bytes by which its sums exceed its memory."""
         t, capacity = self.tables, self.capacity[:, None]
-        # A device without a limit is exceeded by nothing.
+        # A device without a limit is never exceeded.
         finite = np.isfinite(capacity)
         # Transfers take no memory.
         floor = np.full_like(t.start_floor, -inf)
@@ -269,7 +281,7 @@ class Problem:
             capacity=np.full_like(t.capacity, inf),
             launch=np.zeros((0, 0)),
             needs=NO_NEEDS,
-            # Work prunes chains by their time, which says nothing about memory.
+            # Pruning by work concerns time, not memory.
             work=np.zeros_like(t.work),
             done=np.zeros_like(t.done),
             left=np.zeros_like(t.left),
@@ -278,7 +290,7 @@ class Problem:
 
 
 def _list_line_edges(count: int) -> tuple[Ints, Ints]:
-    """Return the edges of a line of states, CSR: each state but the first has one state just below it."""
+    """Return the edges of a line of states in CSR: each state except the first has one state just below it."""
     return np.concatenate(([0], np.arange(count))).astype(np.int32), np.arange(count - 1, dtype=np.int32)
 
 
@@ -294,13 +306,14 @@ def pose_problem(
 ) -> Problem:
     """Return the problem of cutting `states`, which sum up `costs`, along `moves`.
 
-    Its loads are those of `price_split`. Where stages do not forward values, the loads are of computing alone.
+    Its loads are those of `price_split`. In a cost model whose stages do not forward values, loads are compute time
+    only.
     """
     if costs.compress and not model.forwards:
         raise PlanError(
-            f"compress={costs.compress!r} with the cost model {model.name!r}: stages hand no values on there"
+            f"compress={costs.compress!r} with the cost model {model.name!r}: its stages forward no values to compress"
         )
-    # Equal moves get the number of the first of their kind.
+    # Number the kinds in the order of their first moves.
     numbers: dict[Kind, int] = {}
     of_move = [Kind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]
     kind = tuple(IDLE if k is None else numbers.setdefault(k, len(numbers)) for k in of_move)
@@ -309,7 +322,7 @@ def pose_problem(
     if any(d.host for d in machine.devices):
         work, host_speed = measure_work_with_hosts(states, chains)
     done, left = powers(machine, moves, host_speed)
-    # Who starts with nothing is the first stage, and who ends with everything the last one, unless stages may be empty.
+    # The first stage starts at the empty state and the last ends at the full one, unless stages may be empty.
     no_empty = not workload.may_idle
     ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
     figures = tabulate(kinds)
@@ -331,7 +344,7 @@ def pose_problem(
         space_start=space.start,
         space_end=space.end,
         space_low=space.low,
-        # Sums of the lattice lose digits, and the scale has the last word.
+        # Sums over the lattice lose digits: allow a tolerance, and let the scale decide.
         capacity=capacity if scale is None else capacity * (1.0 + SLACK),
         needs=space.needs,
         bans=NO_BANS,
@@ -356,8 +369,7 @@ def _price_space(
     *,
     splits: bool,
 ) -> Space:
-    """Return the tables of memory, all zero as arrays `like` another one where memory has no limit."""
+    """Return the memory tables, or zeros of the shape of `like` if memory is unlimited."""
     if np.isfinite(figures["capacity"]).any():
         return price_space(costs, chains, states, figures, model, splits=splits)
-    # Then nothing of it needs to be known.
     return Space(np.zeros_like(like), np.zeros_like(like), np.zeros_like(like), NO_NEEDS)

@@ -1,10 +1,10 @@
-"""A lower bound of what a stage holds in memory, as sums over states, for the search.
+"""A lower bound of a stage's memory, as sums over states, for the search.
 
-What a stage holds, to the byte, follows it from node to node (see ir/facts/memory/stage.py), which is no difference of
-two states' sums. So the search keeps to sums that are never above it, and asks for the true figure where it has found a
-chain (see fitting.py). The closer the sums are, the fewer chains are found in vain.
+The exact memory of a stage follows from simulating it node by node (see ir/facts/memory/stage.py), and is no difference
+of two states' sums. So the search uses sums that never exceed it, and asks for the exact figure only for a chain it has
+found (see fitting.py). The tighter the sums, the fewer chains fail that check.
 
-The bound is of one moment of the stage: that with most microbatches (see moments.py).
+The bound describes one moment of the stage, when it holds most microbatches (see moments.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxsplit.planner.lattice.lattice import sum_live_values
 
 
 class Space(NamedTuple):
-    """Tables of memory of every kind and state, in bytes (see Tables)."""
+    """Memory of every kind and state, in bytes (see Tables)."""
 
     start: Floats
     end: Floats
@@ -43,11 +43,12 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """What the states do not say, in bytes, float64 [states] but for `far`, of edges.
+    """Quantities that the states lack, in bytes: float64 [states], and `far` [edges].
 
-    parameters, buffers: how much less a stage has of them at least, as nodes share some. unkept: values that are live
-    across a state and that no backward keeps. parked, waiting: what blocks that leave gradients of weights for later
-    keep, and the gradients that wait with it. far: what the block of an edge needs, with all activations before it.
+    - parameters, buffers: counted more than once, because nodes share them
+    - unkept: values live across a state that no backward keeps
+    - parked, waiting: activations kept by blocks that delay weight gradients, and the gradients kept with them
+    - far: the need of an edge's block while it runs, including all activations before it
     """
 
     parameters: Floats
@@ -61,7 +62,7 @@ class _Sums:
 def price_space(
     costs: Costs, chains: Antichains, states: States, kinds: Mapping[str, Floats], model: CostModel, *, splits: bool
 ) -> Space:
-    """Return the tables of memory; `kinds` has each figure of every Kind by its name, as a column."""
+    """Return the memory tables. `kinds` has each figure of all kinds by name, as a column."""
     copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"]
     weights, buffers = states.column("parameter_bytes"), states.column("buffer_bytes")
     if not model.forwards or not costs.weighed:
@@ -69,7 +70,7 @@ def price_space(
         always = (weights - shared[:, 0]) * copies + buffers - shared[:, 1]
         return _sum_all(always, states, kinds, forwards=model.forwards)
     sums = _find_sums(costs, chains, splits=splits)
-    # Before there are sums of gradients there is one set of the weights' size less.
+    # Until sums of gradients exist, one copy of the weights less is in memory.
     copies = copies + kinds["sums"] - 1.0
     always = (weights - sums.parameters) * copies + buffers - sums.buffers
     if costs.inference:
@@ -79,7 +80,7 @@ def price_space(
 
 
 def _sum_all(always: Floats, states: States, kinds: Mapping[str, Floats], *, forwards: bool) -> Space:
-    """Return the tables where each microbatch holds its activations and boundary values, and nothing else is known."""
+    """Return the tables if activations and boundary values are all that is known of a microbatch's memory."""
     others = kinds["resting"] * (kinds["recompute"] == 0) + kinds["halfway"]
     low = always + (others + 1.0) * states.column("kept_bytes")
     between = (kinds["resting"] + kinds["halfway"] + 1.0) * states.column("live_bytes") * forwards
@@ -87,7 +88,7 @@ def _sum_all(always: Floats, states: States, kinds: Mapping[str, Floats], *, for
 
 
 def _sum_forwards(always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums) -> Space:
-    """Return the tables of forwards alone, which keep nothing."""
+    """Return the tables for inference, which keeps no activations."""
     at_rest = always + kinds["resting"] * sums.unkept
     start = at_rest - (kinds["resting"] + 1.0) * states.column("live_bytes")
     return Space(start, at_rest, always, Needs(sums.far, np.zeros(len(states))))
@@ -96,44 +97,45 @@ def _sum_forwards(always: Floats, states: States, kinds: Mapping[str, Floats], s
 def _sum_training(
     always: Floats, states: States, kinds: Mapping[str, Floats], sums: _Sums, loss: LossCost, *, splits: bool
 ) -> Space:
-    """Return the tables of a moment in which one microbatch runs backward, and others rest or are halfway.
+    """Return the tables for the moment when one microbatch runs its backward, and others rest or are halfway.
 
-    A microbatch at rest has what the stage was given, keeps, and gives without keeping it. The one in hand has that
-    too. Besides it has the gradients of what the stage gives, or, in a divided backward, those that weights wait with.
+    A resting microbatch has the stage's inputs, its activations, and outputs that are not activations. The running
+    microbatch has the same, and the gradients of the stage's outputs; if the backward is split, it has the gradients
+    that delayed weight gradients need instead.
     """
     resting, halfway, recompute = kinds["resting"], kinds["halfway"], kinds["recompute"] > 0
     kept, live, gradients = (states.column(name) for name in ("kept_bytes", "live_bytes", "live_gradient_bytes"))
-    # Of the microbatches with activations, one is in hand.
+    # One of the microbatches with activations is running.
     keeping = np.where(recompute, 0.0, resting) + 1.0
-    # Only sums that grow with a stage: the kernels drop a start by them.
+    # `low` has only sums that grow with the stage: the kernels drop starts by it.
     low = always + keeping * kept + halfway * (sums.parked + sums.waiting) + sums.waiting * splits
     arrived = np.zeros_like(gradients) if splits else gradients
     end = low + keeping * sums.unkept + arrived
-    # The loss is computed behind the last stage, and keeps what it needs of the outputs.
+    # The loss runs after the last stage, and keeps activations of its own.
     at_end = loss.kept_bytes + (0.0 if splits else loss.backward_peak_bytes)
     own, again = (keeping - 1.0) * loss.kept_bytes + at_end, resting * loss.kept_bytes + arrived[-1]
     last = kinds["last"][:, 0] > 0
     end[last, -1] = (low[:, -1:] + np.where(recompute, again, own))[last, 0]
-    # What the sums have of the microbatch in hand; at the end all that they may have.
+    # The part of the running microbatch that the sums contain; at the end of the graph, its upper bound.
     freed = kept + arrived + sums.waiting * splits
     freed[-1] = freed[-1] - arrived[-1] + max(at_end, float(arrived[-1]))
-    # A value that only passes through is among those that the stage was given.
+    # A value that only passes through the stage is already counted as its input.
     start = low + keeping * sums.unkept - (resting + halfway + 1.0) * live
     return Space(start, end, low, Needs(sums.far, freed))
 
 
-@lru_cache(maxsize=8)  # a graph is planned for several numbers of stages, and for many machines
+@lru_cache(maxsize=8)  # one graph is planned for several numbers of stages and many machines
 def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
-    """Return what the states do not say; `splits` tells whether backwards are divided in two."""
+    """Return the quantities that the states lack. `splits`: backwards are split into input and weight gradients."""
     far, members = _list_far(costs, splits=splits), chains.blocks.members
     of_block = np.array([max(far[name] for name in block) for block in members])
-    # The edges come by their start, and are wanted by their end.
+    # Edges are sorted by start; sort them by end.
     start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
     added = chains.node[np.lexsort((start, chains.child))]
     waits = np.zeros((len(members), 2))
     for i, block in enumerate(members if splits else ()):
         nodes = [costs.by_name[name] for name in block]
-        # Where no node of a stage waits, its backward frees all at once.
+        # If no node of a stage delays its weight gradients, its backward frees everything at once.
         if any(n.late_peak_bytes > 0 for n in nodes):
             late = (max(n.waiting_bytes, _find_own_gradient(costs, n)) for n in nodes if n.late_peak_bytes > 0)
             waits[i] = sum(n.kept_bytes for n in nodes), sum(late)
@@ -143,13 +145,13 @@ def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
 
 
 def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
-    """Return by how much sums of parameters, and of buffers, are to be less, as several nodes have some: [states, 2].
+    """Return the bytes of parameters and of buffers that sums over nodes count too often, as [states, 2].
 
-    A stage has a tied parameter once. Each block that has it counts a share of it, which is no more.
+    A stage has a tied parameter once. Each block that uses it counts an equal share, which is at most the true size.
     """
     less = np.zeros((len(chains.blocks), 2))
     for tie in costs.tied:
-        # Nodes that stay together are one block, which has the parameter for certain.
+        # Nodes that stay together form one block, which certainly has the parameter.
         homes = [chains.blocks.home[name] for name in tie.nodes]
         for block in set(homes):
             more = homes.count(block) - 1.0 / len(set(homes))
@@ -159,10 +161,10 @@ def _sum_ties(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
 
 
 def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
-    """Return what there is at least, by node, while the node runs: activations up to it, and what it allocates.
+    """Return, by node, the fewest bytes in use while its backward runs: activations up to it, and its own allocations.
 
-    A stage has all that the node's ancestors keep but for what earlier stages have, and for what only nodes keep that
-    have run backward. Without backwards nothing is kept.
+    The stage has all activations of the node's ancestors, except those in earlier stages and those kept only for nodes
+    that have already run their backward. Inference keeps none.
     """
     if costs.inference:
         return {n.name: n.forward_peak_bytes or 0.0 for n in costs.nodes}
@@ -173,7 +175,7 @@ def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
     for node in costs.nodes:
         if node.kept_for_bytes:
             kept_for[node.kept_for].append(node)
-    # The ancestors of each node and the node itself, as packed bits.
+    # The ancestors of each node, and the node itself, as packed bits.
     before = np.zeros((len(costs.nodes), -(-len(costs.nodes) // 8)), np.uint8)
     found = {}
     for i, node in enumerate(costs.nodes):
@@ -183,30 +185,30 @@ def _list_far(costs: Costs, *, splits: bool) -> dict[str, float]:
         before[i, i // 8] |= 128 >> i % 8
         for owner in kept_for[node.name]:
             place = position[owner.name]
-            # Where it is sure that the owner is in this stage, or in an earlier one.
+            # The owner is an ancestor, so it is certainly in this stage or an earlier one.
             if before[i, place // 8] & 128 >> place % 8:
                 kept[i] += owner.kept_for_bytes
         there = float(kept @ np.unpackbits(before[i], count=kept.size))
-        # Gradients of several outputs, which wait for the node, may be most of what it allocates.
+        # Gradients of several outputs may make up most of the allocation, and are already counted while they wait.
         allocates = 0.0 if node.name in several else _find_allocated(node, splits=splits)
         found[node.name] = there + allocates + _find_own_gradient(costs, node)
     return found
 
 
 def _find_allocated(node: NodeCost, *, splits: bool) -> float:
-    """Return what a node's backward allocates, or its first half."""
+    """Return the bytes that a node's backward allocates; of a split backward, its first half."""
     return node.halved_peak_bytes if splits and node.late_peak_bytes > 0 else node.backward_peak_bytes
 
 
 def _find_own_gradient(costs: Costs, node: NodeCost) -> float:
-    """Return the gradient that a node's backward starts from, if it surely is memory of its own."""
+    """Return the bytes of the gradient that a node's backward starts from, or 0 if it may share other memory."""
     _, _, gradient_bytes, readers, returned = costs.value_of[node.name]
     lent = any(costs.by_name[reader].lent_bytes > 0 for reader in readers)
     return gradient_bytes if (readers or returned) and not lent and not is_part_of_several(node) else 0.0
 
 
 def carry_along_line(needs: Needs, in_ptr: Ints, in_from: Ints, order: NDArray[np.int64]) -> Needs:
-    """Return the needs of the states of `order` alone, each of which has one block more than the one before."""
+    """Return the needs of only the states in `order`, which grow by one block each."""
     edges = []
     for before, after in pairwise(order):
         below = in_from[in_ptr[after] : in_ptr[after + 1]]
@@ -215,9 +217,9 @@ def carry_along_line(needs: Needs, in_ptr: Ints, in_from: Ints, order: NDArray[n
 
 
 def list_pairs(needs: Needs, in_ptr: Ints, in_from: Ints) -> Floats:
-    """Return what the stage from state J to state I needs besides, [J, I]; any figure where J is not inside I."""
+    """Return the additional bytes of the stage from state J to state I, as [J, I]; undefined if J is not inside I."""
     n = needs.freed.size
-    # By end and start, so that a row is one piece of memory. Where no way leads there is nothing to carry.
+    # Index by (end, start), so that a row is contiguous. -inf means that no path leads from start to end.
     far = np.full((n, n), -np.inf)
     for i in range(n):
         far[i, i] = 0.0

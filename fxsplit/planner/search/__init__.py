@@ -1,1 +1,1 @@
-"""The search for the chain of states whose slowest stage is fastest, and bounds that no chain beats."""
+"""The search for the chain of states with the smallest bottleneck, and bounds that no chain beats."""

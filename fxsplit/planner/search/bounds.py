@@ -1,7 +1,7 @@
-"""Bounds: a load that no chain of stages beats, from levels of work alone, whichever ideals there are.
+"""Bounds: a load that no chain of stages beats, computed from work levels without enumerating ideals.
 
-For graphs with too many ideals. The levels (see cuts.py) say how many bytes any cut sends, by how much work lies before
-the cut. That is enough to refuse a threshold: if even the cheapest cuts of all levels leave too little time.
+For graphs with too many ideals. The levels (see cuts.py) give the fewest bytes over a cut, by the work before the cut.
+A threshold is refuted if even the cheapest cuts of all levels leave too little time for the work.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from fxsplit.planner.problem.problem import Problem
 
 Floats = NDArray[np.float64]
 MOST_MOVES = 2000
-"""With more moves than these a better bound is not worth its time: every step looks at each move."""
+"""With more moves, a better bound is not worth its time: each step iterates over all moves."""
 STEPS = 30
-"""Bisections: each halves the distance to the best bound that levels can prove."""
+"""The number of bisections. Each halves the distance to the best bound that levels can prove."""
 
 
 def level_bound(problem: Problem, levels: Levels, upper: float) -> float:
-    """Return the largest load in ms, up to `upper`, of which the levels prove that no chain of stages is faster.
+    """Return the largest load in ms, at most `upper`, that provably no chain of stages beats.
 
     A chain of stages is a walk through the levels. Under a threshold, a stage does no more work than its devices can do
-    in the time that is left after receiving and sending at least the bytes of its two levels.
+    in the time that remains after receiving and sending the fewest bytes of its two levels.
     """
     lower = problem.lower_bound()
     if len(problem.moves.moves) > MOST_MOVES or not 0 < lower < upper < np.inf:
         return lower
-    # If not even `upper` leaves room for a walk, the plan at hand is proven.
+    # If even `upper` admits no walk, the plan in hand is optimal.
     if not _possible(problem, levels, upper * (1 - 1e-9)):
         return upper
-    # Bisect: a refused threshold is proven, an accepted one is not known to be possible.
+    # Bisect: a refuted threshold is a proven bound; an admitted threshold proves nothing.
     for _ in range(STEPS):
         middle = (lower + upper) / 2
         if _possible(problem, levels, middle):
@@ -43,13 +43,13 @@ def level_bound(problem: Problem, levels: Levels, upper: float) -> float:
 
 
 def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
-    """Return whether a walk through the levels exists whose every stage has load <= threshold."""
+    """Return whether a walk through the levels exists in which every stage has load <= threshold."""
     total = problem.tables.work[-1] * (1 - 1e-9)
-    # Overlapped transfers do not add to the work, but each must fit under the threshold.
+    # Overlapped transfers add no time to the work, but each must take at most the threshold.
     overlapped = bool(np.isfinite(problem.tables.start_floor).any())
-    # More work done is never worse: keep the most, by configuration and level.
+    # More completed work is never worse: keep the maximum for each configuration and level.
     most = np.full((len(problem.moves.used), levels.low.size), -np.inf)
-    # Configurations that have left devices out, and have no stage yet.
+    # Configurations in which every used device is idle, so that no stage exists yet.
     empty = {0}
     for move, kind in zip(problem.moves.moves, problem.kind, strict=True):
         if kind == IDLE:
@@ -61,7 +61,7 @@ def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
         begin = max(begin, 0.0) if move.source in empty else begin
         if begin == -np.inf:
             continue
-        # The last stage sends nothing, and must do all work that is left.
+        # The last stage sends nothing, and must finish all remaining work.
         if move.target in problem.moves.final and begin + float(_done(speed, np.array(threshold))) >= total:
             return True
         out = _priced(levels.least_bytes, send)
@@ -72,24 +72,24 @@ def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
 
 
 def _after(most: Floats, levels: Levels, receive: float, speed: float, threshold: float, overlapped: bool) -> float:
-    """Return the most work done before a stage, less the work that the stage could do while it receives."""
+    """Return the most work before a stage, minus the work that its devices could do while they receive."""
     cost = _priced(levels.least_bytes, receive)
     if overlapped:
         return float(most[cost <= threshold].max(initial=-np.inf))
     able = cost <= threshold
-    # An infinitely fast stage (a host, of which no speed is known) makes up for any time that it waits.
+    # An infinite speed (a host of unknown speed) makes up for any waiting time.
     if np.isinf(speed):
         return float(most[able].max(initial=-np.inf))
     return float((most[able] - speed * cost[able]).max(initial=-np.inf))
 
 
 def _done(speed: float, time: Floats) -> Floats:
-    """Return the work that is done in a time, in ms of a device of speed 1; -inf for a negative time."""
+    """Return the work done in `time` ms, in ms of a device of speed 1; -inf for a negative time."""
     if np.isinf(speed):
         return np.where(time >= 0, np.inf, -np.inf)
     return np.where(time >= 0, speed * np.maximum(time, 0.0), -np.inf)
 
 
 def _priced(least_bytes: Floats, ms_per_byte: float) -> Floats:
-    """Return the ms that a level's least bytes take, infinite for a level without ideals."""
+    """Return the ms for the fewest bytes of each level, infinite for a level without ideals."""
     return np.where(np.isinf(least_bytes), np.inf, np.where(np.isinf(least_bytes), 0.0, least_bytes) * ms_per_byte)

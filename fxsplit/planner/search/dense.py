@@ -1,8 +1,8 @@
-"""The solver for small graphs: every pair of states at once, in numpy, without compiling anything.
+"""The solver for small graphs: all pairs of states at once, in numpy, without compiling.
 
-Up to some 600 ideals it takes half the time of the kernels in plain Python, which need no pairs (5.7 ms beside 12 for
-ResNet-50 on 8 devices), and loading numba alone would take a second. In a process that has compiled its kernels, the
-same loops compiled take half the time again. Large graphs use it for the chains of one topological order.
+Up to about 600 ideals it takes half the time of the kernels in plain Python (5.7 ms against 12 for ResNet-50 on 8
+devices), and importing numba would take a second. In a process with compiled kernels, the same loops compiled are twice
+as fast again. For large graphs it solves the chains of one topological order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Ints = NDArray[np.int32]
 
 
 def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return which blocks lie in which states: float32 [states, blocks], 0 or 1."""
+    """Return the blocks of each state as float32 [states, blocks], 0 or 1."""
     inside = np.zeros((states.size, len(chains.blocks)), np.float32)
     row_of = {int(state): row for row, state in enumerate(states)}
     for row, state in enumerate(states):
-        # Most states are one block larger than a state whose row is filled already.
+        # Most states extend, by one block, a state in a row above.
         known = row_of.get(int(chains.parent[state]))
         if known is not None and known < row:
             inside[row] = inside[known]
@@ -42,10 +42,10 @@ def membership(chains: Antichains, states: NDArray[np.int64]) -> NDArray[np.floa
     return inside
 
 
-@lru_cache(maxsize=8)  # a lattice is planned for many machines; those that come here are small
+@lru_cache(maxsize=8)  # one lattice serves many machines; the lattices here are small
 def contained(chains: Antichains) -> Bools:
-    """Return which states lie strictly inside which: bool [smaller, larger]."""
-    # Eight bytes of membership at a time: J lies inside I if no bit of J is missing in I.
+    """Return whether one state lies strictly inside another, as bool [smaller, larger]."""
+    # Compare eight bytes at a time: J lies inside I if no bit of J is missing in I.
     inside = membership(chains, np.arange(len(chains))) > 0
     packed = np.packbits(inside, axis=1)
     words = np.zeros((len(chains), -(-packed.shape[1] // 8) * 8), np.uint8)
@@ -61,13 +61,14 @@ def contained(chains: Antichains) -> Bools:
 def best_path(
     problem: Problem, chains: Antichains, upper: float = inf, clock: Clock | None = None
 ) -> tuple[Path | None, bool]:
-    """Return the chain whose slowest stage is fastest, and whether that is proven; None where no load is below `upper`.
+    """Return the chain with the smallest bottleneck, or None if no chain is below `upper` ms; and whether that is
+    proven.
 
-    The chains of one topological order come first. Their best load rules out many states for a better chain: those with
-    too much work for the devices before them, and those that leave too much for the devices after them.
+    First solve the chains of one topological order. Their best load excludes many states: states with too much work for
+    the devices before them, and states that leave too much work for the devices after them.
     """
     line = first_order(chains)
-    # With loads of about the size of the optimum, sums lose fewer digits.
+    # With tensor prices near the optimal load, sums lose fewer digits.
     problem = problem.under(upper)
     rough = _on_line(problem, line, upper)
     if rough is not None:
@@ -76,7 +77,7 @@ def best_path(
         if closer is not problem:
             rough = _on_line(closer, line, upper) or rough
             problem, upper = closer, max(problem.loads(rough))
-    # The graph is a chain: its only topological order has all states.
+    # If the graph is a chain, its only topological order contains all states.
     if len(chains) == len(chains.blocks) + 1:
         return rough, True
     try:
@@ -88,7 +89,7 @@ def best_path(
 
 
 def best_line(problem: Problem, chains: Antichains) -> Path | None:
-    """Return the best chain among the states of two topological orders, or None where none fits or they are many."""
+    """Return the best chain in two topological orders, or None if none fits or the lines are too long."""
     if len(chains.blocks) >= SMALL:
         return None
     found = [_on_line(problem, line, inf) for line in (first_order(chains), _narrow_order(problem, chains))]
@@ -96,20 +97,20 @@ def best_line(problem: Problem, chains: Antichains) -> Path | None:
 
 
 def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
-    """Return the best chain among states that each contain the one before."""
-    # An even split bounds how slow the best chain may be, which rules out most pairs.
+    """Return the best chain among nested states."""
+    # An even split bounds the load of the best chain, which excludes most pairs.
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
     upper = min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf)))
     return _solve_fitting(problem.under(upper), below, states, upper, Clock())
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
-    """Return the load in ms of the slowest stage when a line is split evenly over all devices.
+    """Return the load in ms of the slowest stage if a line is split evenly over all devices.
 
-    It is infinite where that split may not be allowed: by memory, by pins, or with fewer states than devices.
+    It is infinite if memory, pins or too few states might forbid that split.
     """
     path: Path = []
-    # The first stage that leaves each configuration.
+    # For each configuration, the first move with a stage that leaves it.
     moves = {m.source: m for m in reversed(problem.moves.moves) if m.devices}
     steps = [0]
     while steps[-1] in moves:
@@ -129,7 +130,7 @@ def _even(problem: Problem, line: NDArray[np.int64]) -> float:
 
 
 def line_of(chains: Antichains, order: Sequence[int]) -> Antichains:
-    """Return the lattice that has only the states of `order`, each of one block more than the one before."""
+    """Return the lattice of only the states in `order`, each with one block more than the state before."""
     at = np.array(order, np.int64)
     n = at.size
     before = np.arange(-1, n - 1, dtype=np.int32)
@@ -148,7 +149,7 @@ def line_of(chains: Antichains, order: Sequence[int]) -> Antichains:
 
 @lru_cache(maxsize=8)
 def first_order(chains: Antichains) -> list[int]:
-    """Return the states of the topological order that the blocks are numbered in."""
+    """Return the states of the topological order that numbers the blocks."""
     states, at = [], len(chains) - 1
     while at >= 0:
         states.append(at)
@@ -157,7 +158,7 @@ def first_order(chains: Antichains) -> list[int]:
 
 
 def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
-    """Return the states of the topological order that takes, step by step, the block after which the least is live."""
+    """Return the states of a greedy topological order: each step adds the block that leaves the fewest bytes live."""
     live = problem.live
     states, at = [0], 0
     while at < len(chains) - 1:
@@ -170,7 +171,7 @@ def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
 def _solve_fitting(
     problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock
 ) -> Path | None:
-    """Return the best chain among `states` with a load below `upper` whose every stage fits, to the byte."""
+    """Return the best chain among `states` with a load below `upper` ms whose stages all fit, to the byte."""
     while True:
         path = _solve(problem, below, states, upper, clock)
         if path is None or problem.fits(path):
@@ -178,16 +179,17 @@ def _solve_fitting(
 
 
 def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock) -> Path | None:
-    """Return the best chain among `states` with a load below `upper`: the dynamic programme by definition.
+    """Return the best chain among `states` with a load below `upper` ms, by the dynamic programme of PipeDream.
 
-    best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I)), as in PipeDream
-    (Narayanan et al. 2019), whose recurrence runs over positions in a line.
+        best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I))
+
+    The original (Narayanan et al. 2019) runs over positions in a line.
     """
     t = problem.tables
     if t.may_idle:
         below = below | np.eye(states.size, dtype=np.bool_)
     n, count = states.size, len(problem.moves.used)
-    # The compiled loops do not count steps, so they cannot stop when time is up.
+    # The compiled loops count no steps, so they cannot stop at a deadline.
     if kernels.worth_compiling(n) and clock.deadline == inf:
         return _solve_compiled(problem, below, states, upper)
     best = np.full((count, n), inf)
@@ -204,7 +206,8 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
             continue
         starts = np.flatnonzero(best[move.source] < upper)
         ends = np.flatnonzero(t.allowed[move.target][states])
-        # Leave out states from which the devices left cannot finish in time, or that the devices used cannot reach.
+        # Exclude starts from which the remaining devices cannot finish in time, and ends that the used devices cannot
+        # reach.
         if upper < inf:
             starts = starts[work[-1] - work[starts] <= upper * t.left[move.source] * SLACK]
             least = work[-1] - upper * t.left[move.target] * SLACK
@@ -224,13 +227,13 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
 
 
 def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float) -> Path | None:
-    """Return the same chain by the same steps, in machine code."""
+    """Like `_solve`, in machine code."""
     whole = states.size == len(problem)
     tables = problem.list_tables(None if whole else states)
     best, origin, via = kernels.compile_kernel(best_chains)(
         tables, below, problem.needs(states), *problem.shared(states), upper
     )
-    # The kernel numbers states by their position among those it was given.
+    # The kernel numbers states by their position in `states`.
     if not whole:
         origins, vias = (np.full((best.shape[0], len(problem)), -1, np.int32) for _ in range(2))
         origins[:, states], vias[:, states] = np.where(origin >= 0, states[origin], -1), via
@@ -239,11 +242,11 @@ def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], u
 
 
 def _best_end(problem: Problem, best: NDArray[np.float64], origin: Ints, via: Ints) -> Path | None:
-    """Return the chain that ends fastest in any configuration in which a plan may end."""
+    """Return the fastest chain over all final configurations."""
     final = min(sorted(problem.moves.final), key=lambda q: best[q, -1])
     if best[final, -1] == inf:
         return None
-    # `trace` takes the first final configuration that has a chain: leave it the best one alone.
+    # `trace` takes the first final configuration with a chain: remove all but the best.
     for q in problem.moves.final - {final}:
         origin[q, -1] = -1
     return problem.trace(origin, via)

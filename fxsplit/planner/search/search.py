@@ -1,7 +1,11 @@
-"""The search: the chain of states whose slowest stage is fastest, with a proof that no chain is faster.
+"""The search: the chain of states with the smallest bottleneck, with a proof that no chain is faster.
 
-In a large lattice the search asks, for one threshold after another, whether a chain exists whose every stage has a
-smaller load. A chain lowers the upper bound, a refusal raises the lower bound, and the two meet at the optimum.
+In a large lattice the search tests one threshold after another: does a chain exist whose stages all have a smaller
+load? A found chain lowers the upper bound, a refutation raises the lower bound, and the two meet at the optimum:
+
+    lower |-------x------------------------------------x| upper
+                  |                                    just below upper: a refutation proves the best chain optimal
+                  LEAP of the way: a refutation raises lower, a chain lowers upper
 """
 
 from __future__ import annotations
@@ -19,19 +23,23 @@ from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search.dense import best_line, best_path, first_order
 
 SLACK = 1e-9
-"""Relative distance below which two loads count as equal: thresholds are compared in floating point."""
+"""Two loads closer than this relative distance count as equal, because of rounding."""
 LEAP = 0.35
-"""Where between the bounds to test next: refusals cost less than chains, so nearer to the lower one."""
+"""The position of the next threshold between the bounds. Refutations are cheaper than chains, so test near the lower
+one.
+"""
 
 HALF_A_BYTE = 0.5
-"""By so many bytes sums of memory may be off that are compared with a device's."""
+"""The tolerance in bytes between a sum of memory and the capacity of a device."""
 ANYTHING = 1e200
-"""A threshold above every load. It is finite, since zero times infinity is no number."""
+"""A threshold above every load. It is finite, since zero times infinity is NaN."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best chain, its slowest load, and a load that no chain beats, in ms; the loads agree unless time ran out."""
+    """The best chain, its slowest load, and a load that no chain beats, in ms. The loads are equal
+    unless time ran out.
+    """
 
     path: Path
     load: float
@@ -41,12 +49,12 @@ class Found:
 def minimise(
     problem: Problem, chains: Antichains, clock: Clock | None = None, *, lower: float = 0.0, upper: float = inf
 ) -> Found | None:
-    """Return the chain of states whose slowest stage is fastest, or None when no chain below `upper` ms fits.
+    """Return the chain of states with the smallest bottleneck, or None if no chain below `upper` ms fits.
 
-    Small lattices are solved by definition (dense.py). In large ones the chains of one topological order come first,
-    of which the best is often the best of all. Then thresholds are tested, between the lower bound and just below the
-    best so far, until nothing is left between them. No chain beats `lower` ms, as the caller knows. When time is up the
-    best so far is returned; raises OutOfTime where there is none.
+    dense.py solves small lattices by definition. In a large lattice, first solve the chains of one topological order,
+    since their best is often the best of all. Then test thresholds between the lower bound and just below the best
+    chain, until the bounds meet. `lower` is a load in ms that no chain beats, known to the caller. When time is up,
+    return the best chain so far; raises OutOfTime if there is none.
     """
     clock = clock or Clock()
     lower = max(lower, problem.lower_bound())
@@ -62,11 +70,11 @@ def minimise(
         load = max(problem.loads(path))
         return Found(path, load, load if proven else min(lower, load))
     if upper < inf:
-        # Most chains that are to beat another one do not: a single refusal tells, and no good chain is needed for it.
+        # Most challengers lose, and a single refutation then suffices: do not prepare a good chain first.
         rough = problem.under(upper).test(below, clock)
         return None if rough is None else _by_thresholds(problem, clock, rough, lower)
     rough = best_line(problem, chains)
-    # Where the dense solver cannot take a line, because it is long, thresholds on the line do.
+    # A line too long for the dense solver is solved by thresholds.
     if rough is None and len(problem) > len(chains.blocks) + 1:
         order = first_order(chains)
         on_line = problem.restricted(order)
@@ -76,15 +84,15 @@ def minimise(
 
 
 def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: float) -> Found | None:
-    """Return the best chain by tests of thresholds; `best` is a good chain, if one is known, and none beats `lower`."""
+    """Return the best chain by testing thresholds. `best` is a good chain, if known; no chain beats `lower` ms."""
     best = best or _climb(problem, lower, clock)
     if best is None:
         return None
     upper = max(problem.loads(best))
     closer = problem.under(upper)
-    # Test just below the best first: if it is the optimum already, one refusal is the proof.
+    # First test just below the best: if it is the optimum, one refutation proves it.
     bisect = False
-    # What is known when time is up is a plan and a bound.
+    # When time is up, the result is the best chain and the bound so far.
     with suppress(OutOfTime):
         while upper - lower > 2 * SLACK * abs(upper):
             threshold = lower + LEAP * (upper - lower) if bisect else upper - SLACK * abs(upper)
@@ -94,7 +102,7 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: flo
                 lower = max(lower, threshold)
                 continue
             load = max(problem.loads(found))
-            # The sums of the test have lost more digits than the bounds lie apart.
+            # The sums in the test have lost more digits than the distance of the bounds.
             if load >= upper:
                 break
             best, upper = found, load
@@ -102,7 +110,7 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: flo
 
 
 def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
-    """Return a chain that fits, however slow, or None where there is none; raises OutOfTime."""
+    """Return a chain that fits, of any load, or None if there is none. Raises OutOfTime."""
     if len(problem) > SMALL:
         return problem.test(ANYTHING, clock)
     path, proven = best_path(problem, chains, clock=clock)
@@ -112,9 +120,9 @@ def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
 
 
 def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
-    """Return whether a chain may fit into memory, by the sums alone, which are never above what a stage holds.
+    """Return whether a chain may fit in memory by the sums over states, which never exceed the true memory of a stage.
 
-    In a large lattice this takes a part of what a search for a fast chain takes. Raises OutOfTime.
+    In a large lattice this is much faster than the search for a fast chain. Raises OutOfTime.
     """
     if len(problem) <= SMALL:
         return True
@@ -122,8 +130,10 @@ def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
 
 
 def _climb(problem: Problem, lower: float, clock: Clock) -> Path | None:
-    """Return a chain not far from the best: thresholds rise until one allows a chain, as low ones are cheap to test."""
-    # Under limits of memory there may be no chain at all, and tests are dear: few thresholds come before all loads.
+    """Return a chain near the best: raise the threshold until a chain exists, since low thresholds are
+    cheap to test.
+    """
+    # With memory limits there may be no chain, and tests are expensive: take few steps before ANYTHING.
     times, step = (16, 0.04) if np.isfinite(problem.capacity).any() else (4, 0.01)
     while True:
         threshold = lower * (1 + step) if lower > 0 and step < 1e4 else ANYTHING

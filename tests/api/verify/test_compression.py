@@ -170,7 +170,7 @@ def test_bad_ways_are_refused_by_name() -> None:
     with pytest.raises(ChainError, match=r"cut\{compress=fp4\}: give bf16 or int8"):
         fxsplit.compile(make_model(), ["cpu"] * 2, passes="profile,cut{compress=fp4},augment,order,partition,emit")
     direct = FAST.replace("partition", "partition{model=direct}")
-    with pytest.raises(PlanError, match="with the cost model 'direct': stages hand no values on"):
+    with pytest.raises(PlanError, match="with the cost model 'direct': its stages forward no values"):
         fxsplit.compile(Mlp(), ["cpu"] * 2, example_inputs=X[:, :8], passes=direct, compress="bf16")
 
 
