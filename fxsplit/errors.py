@@ -35,7 +35,7 @@ class RecompileWarning(FxsplitWarning):
 
 
 class TorchError(FxsplitError, ImportError):
-    """The installed torch lacks a feature that fxsplit needs, or behaves differently. The message names both, and the
+    """The installed torch lacks a feature that fxsplit needs. The message names the feature, and the
     releases that work.
     """
 

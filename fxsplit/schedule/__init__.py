@@ -1,6 +1,6 @@
-"""Schedules as data: who does what, in which order.
+"""Schedules as data: the actions of each device, in order.
 
-Pure functions make schedules, a verifier and a simulator read them, and the runtime executes them.
+Pure functions generate schedules. A verifier and a simulator read them, and the runtime executes them.
 """
 
 from fxsplit.schedule.action import Action

@@ -1,8 +1,12 @@
-"""Flow: which actions must be done before an action can start, and which of their results cross between devices.
+"""Data flow: the actions that an action needs first, and the results that cross between devices.
 
-The verifier and the simulator both ask this file. For example `1F3` needs `0F3`; where stages 0 and 1 live on different
-devices, its result crosses boundary 1, which is the cut before stage 1. Generators make schedules without these
-*transfers*. torch's runtime wants them written out, as what one device sends and another one receives.
+Both the verifier and the simulator use this file. For example `1F3` needs `0F3`. If stages 0 and 1 live on different
+devices, the result of `0F3` crosses boundary 1, the cut before stage 1. Generated schedules leave such *transfers* out;
+torch's runtime wants sends and receives written out:
+
+    device 0:  0F3  0SEND_F3
+                        |          boundary 1
+    device 1:      1RECV_F3  1F3
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ from fxsplit.schedule.action import (
 from fxsplit.schedule.schedule import Schedule
 
 Need = tuple[Action, int | None]
-"""An action, and the boundary (the stage behind the cut) that its result crosses between devices, or None."""
+"""An action, and the boundary that its result crosses between devices (the number of the stage after the
+cut), or None.
+"""
 
 
 class Message(NamedTuple):
-    """What one device sends to another: the value that a forward makes, or the gradient that a backward makes.
+    """A message between devices: the value made by a forward, or the gradient made by a backward.
 
-    `made` is the action that sends it, `boundary` the stage behind the cut that it crosses.
+    `made` is the action that makes it, `boundary` the number of the stage after the cut that it crosses.
     """
 
     made: Action
@@ -42,15 +48,15 @@ class Message(NamedTuple):
 
 
 def drop_version(action: Action) -> Action:
-    """Return an action without the version of the weights that it uses.
+    """Return an action without its weight version.
 
-    Needs name actions by what they do: who waits for a forward does not know which weights the forward used.
+    Needs refer to actions without versions: the consumer of a forward does not know which weights the forward used.
     """
     return action._replace(version=0)
 
 
 def find_needs(schedule: Schedule, action: Action) -> list[Need]:
-    """Return the actions, without versions, that must be done before `action` can start."""
+    """Return the actions, without versions, that must finish before `action` can start."""
     stage, op, m = action.stage, action.op, action.microbatch
     replica = schedule.replica_of.get
     if op == FORWARD:
@@ -59,31 +65,31 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
         made = Action(stage - 1, FORWARD, m, replica((stage - 1, m), 0))
         return [_find_arrival(schedule, made, stage, RECV_F)]
     if op in GRADIENTS:
-        # The backward of the last stage starts from the loss, which its own forward makes.
+        # The backward of the last stage starts from the loss, which its own forward computes.
         found: list[Need] = [(Action(stage, FORWARD, m, action.replica), None)]
         if stage + 1 == schedule.n_stages:
             return found
         return [*found, _find_arrival(schedule, schedule.gradient(stage + 1, m), stage, RECV_B)]
-    # A weight gradient goes on where the input gradient of its backward has stopped, which also makes what is sent.
+    # A weight gradient continues a split backward after its input gradient, and SEND_B sends that input gradient.
     if op in (WEIGHT_GRADIENT, SEND_B):
         return [(schedule.gradient(stage, m), None)]
     if op == SEND_F:
         return [(Action(stage, FORWARD, m, action.replica), None)]
-    # A send takes its device no time: what it sends is under way, and its receive waits for that.
+    # A send takes no device time: the message travels meanwhile, and the receive waits for it.
     if op == RECV_F:
         return [(Action(stage - 1, SEND_F, m, replica((stage - 1, m), 0)), stage)]
     if op == RECV_B:
         return [(Action(stage + 1, SEND_B, m, replica((stage + 1, m), 0)), stage + 1)]
     own = schedule.releases.get(stage, [])
-    if op == REDUCE:  # the replicas of a stage sum together, so each waits for the gradients of all of them
+    if op == REDUCE:  # the replicas reduce together, so each waits for the gradients of all
         return [(drop_version(a), None) for a in own]
-    # A step uses the gradients of its own replica, of all microbatches up to its own.
+    # A step uses its own replica's gradients of all microbatches up to its own.
     assert op == STEP
     return [(drop_version(a), None) for a in own if a.replica == action.replica and a.microbatch <= m]
 
 
 def find_message(schedule: Schedule, action: Action) -> Message | None:
-    """Return what crosses to another device as soon as `action` is done, or None where nothing does."""
+    """Return the message to another device that is ready once `action` is done, or None."""
     stage, m = action.stage, action.microbatch
     sends = (SEND_F, SEND_B) if schedule.transfers else (FORWARD, *GRADIENTS)
     if action.op not in sends:
@@ -96,27 +102,29 @@ def find_message(schedule: Schedule, action: Action) -> Message | None:
 
 
 def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need:
-    """Return what `stage` waits for: the action `made` of a neighbouring stage, or what it makes to arrive by `op`."""
+    """Return the need of `stage` for the action `made` of a neighbour: the action itself, or the receive `op` of its
+    result.
+    """
     m = made.microbatch
     if schedule.device_of(made.stage, m) == schedule.device_of(stage, m):
         return made, None
     if schedule.transfers:
         return Action(stage, op, m, schedule.replica_of.get((stage, m), 0)), None
-    # A boundary has the number of the stage behind it.
+    # A boundary has the number of the stage after it.
     return made, max(stage, made.stage)
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule with each send right after the action that makes a value, and each receive before its use.
+    """Return the schedule with a send right after the action that makes a value, and a receive right before its use.
 
     `0F0 0B0 / 1F0 1B0` becomes `0F0 0SEND_F0 0RECV_B0 0B0 / 1RECV_F0 1F0 1B0 1SEND_B0`.
     """
     rows: list[list[Action]] = [[] for _ in schedule.actions]
-    # Transfers that the schedule has already are left out first, so that none stands twice.
+    # Remove existing transfers first, to avoid duplicates.
     for device, row in enumerate(without_transfers(schedule).actions):
         for action in row:
             received, sent = [], []
-            # Values go forward over the boundary before a stage and then over the one behind it; gradients come back.
+            # Values cross the boundary before the stage and then the boundary after it; gradients return.
             if action.op == FORWARD:
                 received = _list_transfers(schedule, action, RECV_F, action.stage)
                 sent = _list_transfers(schedule, action, SEND_F, action.stage + 1)
@@ -128,18 +136,18 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule of what devices compute; readers of such a schedule add the transfers in their minds."""
+    """Return the schedule with compute actions only. Readers of such a schedule assume its transfers."""
     return replace(schedule, actions=tuple(tuple(a for a in row if a.op not in TRANSFERS) for row in schedule.actions))
 
 
 def _list_transfers(schedule: Schedule, action: Action, op: str, boundary: int) -> list[Action]:
-    """Return the transfer `op` that an action asks for, or nothing where its microbatch stays on one device.
+    """Return the transfer `op` of an action as a list, empty if its microbatch stays on one device.
 
-    The boundary is the cut between stages `boundary` - 1 and `boundary`. A stage with several replicas sends one
-    microbatch here and the next one there, so what crosses depends on the microbatch.
+    `boundary` is the cut between stages `boundary` - 1 and `boundary`. Replicas take microbatches in turn, so the
+    devices depend on the microbatch.
     """
     m = action.microbatch
-    # No stage lies before the first boundary, and none behind the last one.
+    # The first stage has no boundary before it, and the last stage none after it.
     inside = 0 < boundary < schedule.n_stages
     if not inside or schedule.device_of(boundary - 1, m) == schedule.device_of(boundary, m):
         return []

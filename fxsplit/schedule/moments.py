@@ -1,4 +1,4 @@
-"""From a schedule to the moments of its stages: what of everything a stage holds while its device does an action."""
+"""From a schedule to the moments of its stages: the contents of a stage's memory during and after each action."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DURING = {
     WEIGHT_GRADIENT: "late_bytes",
     STEP: "step_bytes",
 }
-"""Which figure of a stage says what is held, at most, while an action runs; a sum over replicas takes no more."""
+"""The stage's figure for the peak during each action. A sum over replicas needs no additional memory."""
 
 
 class Turn(NamedTuple):
-    """One action of a device: what each of the device's stages holds while it runs, and what right behind it."""
+    """One action of a device, with the contents of each of the device's stages during and after it."""
 
     action: Action
     during: dict[int, Moment]
@@ -39,29 +39,31 @@ class Turn(NamedTuple):
 
 
 def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[Turn]:
-    """Yield each action of a device; `outstanding` is what may wait to be taken when each begins."""
-    # Before the first backward there are no sums of gradients, nor behind a step.
+    """Yield each action of a device with its stages' moments. `outstanding` are the messages still held
+    at each action.
+    """
+    # Sums of gradients exist from the first backward of a step to the optimizer step.
     first = Moment(sums=1 - schedule.trains)
     held = {stage: first for stage, home in enumerate(schedule.homes) if device in home}
-    # The versions of the weights after the last action of each stage and replica.
+    # The number of weight versions after the last action of each stage and replica.
     seen: dict[tuple[int, int], int] = {}
     rows = zip(schedule.actions[device], schedule.versions(device), outstanding, strict=True)
     for action, versions, waiting in rows:
         values = Counter(made.stage for made in waiting if made.op == FORWARD)
         gradients = Counter(made.stage for made in waiting if made.op != FORWARD)
-        # What was sent earlier may have been taken meanwhile.
+        # Messages sent earlier may have been received meanwhile.
         held = {s: m._replace(sent=values[s], sent_gradients=gradients[s]) for s, m in held.items()}
         own = held[action.stage]
-        # The microbatch in hand is among the others before and behind.
+        # Before and after an action, its microbatch counts with the others; during the action it counts separately.
         if action.op == WEIGHT_GRADIENT:
             own = own._replace(halfway=own.halfway - 1)
         elif (action.op in RELEASES or action.op == INPUT_GRADIENT) and schedule.trains:
             own = own._replace(resting=own.resting - 1)
-        # Sums over replicas and transfers take no memory of their own.
+        # Reductions and transfers need no additional memory.
         during = {**held, action.stage: own._replace(during=DURING.get(action.op, ""))}
         one = action.stage, action.replica
         further = versions - seen.get(one, 1)
-        # A step writes to other memory where its weights are still to be read, and takes the sums.
+        # A step writes to new memory if its old weights are still needed, and consumes the sums of gradients.
         if action.op == STEP:
             during[action.stage] = during[action.stage]._replace(versions=own.versions + max(further, 0))
             own = own._replace(sums=0)
@@ -69,7 +71,7 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
             during[action.stage] = during[action.stage]._replace(during="first_bytes")
             own = own._replace(sums=1)
         elif action.op == INPUT_GRADIENT:
-            # What of a divided backward makes which sums is not followed.
+            # The order in which the halves of a split backward make the sums is not tracked: assume all sums.
             during[action.stage] = during[action.stage]._replace(sums=1)
             own = own._replace(sums=1)
         if action.op == FORWARD and schedule.trains:
@@ -87,10 +89,10 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
 
 
 def list_moments(schedule: Schedule) -> tuple[Moments, ...]:
-    """Return the moments in which each stage may hold most, of all replicas of a stage."""
+    """Return the moments at which each stage may hold most, over all replicas of the stage."""
     found: list[set[Moment]] = [set() for _ in schedule.homes]
     for device, outstanding in enumerate(list_outstanding(schedule)):
         for action, during, behind in follow_device(schedule, device, outstanding):
-            # What other stages hold does not change then, but for what is taken from them.
+            # During an action the device's other stages do not change, except that their messages are received.
             found[action.stage] |= {during[action.stage], behind[action.stage]}
     return tuple(keep_largest(moments or {Moment()}) for moments in found)

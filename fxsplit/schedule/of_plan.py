@@ -1,4 +1,4 @@
-"""From a plan to its schedule, and to the times and the memory of its stages that a simulation needs."""
+"""From a plan to its schedule, and to the times and memory of its stages for a simulation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxsplit.schedule.simulation.simulate import Times
 
 
 def find_replicas(plan: Plan) -> Homes | None:
-    """Return the devices of each stage if some stage has several, which are its replicas; else None."""
+    """Return the devices of each stage if a stage has replicas (several devices), else None."""
     homes = tuple(s.devices for s in plan.stages)
     return homes if any(len(home) > 1 for home in homes) else None
 
@@ -32,47 +32,48 @@ def find_replicas(plan: Plan) -> Homes | None:
 def build_schedule(
     plan: Plan, scheduler: Scheduler, n_microbatches: int, memory_bytes: Sequence[float] = ()
 ) -> Schedule:
-    """Return the schedule of a training step by a plan, also by a plan whose stages have several devices.
+    """Return the schedule of a plan's training step or inference, with or without replicated stages.
 
-    `memory_bytes` is what each device has (default: no limit). A replica holds as many microbatches as keep all devices
-    busy, or fewer where those do not fit. Raises ScheduleError for a schedule that does not run with such a plan.
+    `memory_bytes` is the memory of each device (default: unlimited). A replica holds enough microbatches to keep all
+    devices busy, or fewer if they do not fit. Raises ScheduleError if the schedule cannot run this plan.
     """
     homes = find_replicas(plan)
     if homes is not None and scheduler.name == INFERENCE:
         return run_forwards(homes, n_microbatches)
     if homes is None:
         return scheduler.schedule(n_microbatches, len(plan.stages))
-    # First of all: under a schedule with several stages a device, the plan's devices are not those of `memory_bytes`.
+    # Check this first: with several stages a device, `memory_bytes` does not belong to the plan's devices.
     check_takes_replicas(scheduler.name)
     if scheduler.stages_per_device not in (None, 1):
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
     most = count_in_flight(homes)
     for s, (home, stage) in enumerate(zip(homes, plan.stages, strict=True)):
         room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - stage.held_bytes
-        # With less than one microbatch under way nothing runs; whether the plan fits was the planner's question.
-        # Fewer microbatches under way leave devices idle, and the plan can run.
+        # At least one microbatch must be in flight; whether it fits is the planner's business. Fewer microbatches in
+        # flight leave devices idle, but the plan runs.
         while most[s] > 1 and _count_most(stage, most[s], splits=scheduler.name in SPLITTING) > room:
             most[s] -= 1
     return schedule_replicas(scheduler.name, homes, n_microbatches, most)
 
 
 def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:
-    """Return what a replica holds of so many microbatches at most, in bytes."""
+    """Return the most bytes that a replica holds with `in_flight` microbatches."""
     return max(count_moving(stage, m) for m in assume_moments(in_flight, 1, splits=splits, trains=True))
 
 
 def name_places(plan: Plan, schedule: Schedule) -> tuple[str, ...]:
-    """Return what part of the model each device of a schedule has: where its stages begin and end."""
+    """Return the part of the model on each device of a schedule: the first and last nodes of its stages."""
     own = ([s for s, home in enumerate(schedule.homes) if device in home] for device in range(schedule.n_devices))
     return tuple(", ".join(plan.stages[s].place for s in stages) for stages in own)
 
 
 def read_times(plan: Plan, schedule: Schedule) -> Times:
-    """Return the times of a plan's stages, in milliseconds for a microbatch.
+    """Return the times of a plan's stages, in ms for a microbatch.
 
-    Under the cost model `overlapped` a transfer takes its link while both devices compute on. Under the other cost
-    models it keeps both devices busy, as the loads of the plan count it, and is part of their forwards and backwards.
-    Replicas of a stage sum their gradients once. Raises ScheduleError where the schedule has another number of stages.
+    Under the cost model `overlapped`, a transfer occupies its link while both devices go on computing. Under the other
+    cost models it keeps both devices busy, as in the plan's loads, and is part of their forwards and backwards.
+    Replicas of a stage reduce their gradients once. Raises ScheduleError if the schedule has a different number of
+    stages.
     """
     if len(plan.stages) != schedule.n_stages:
         raise ScheduleError(
@@ -80,7 +81,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
             f"{len(plan.stages)}: plan for {schedule.n_stages} devices, one for each stage"
         )
     busy = plan.model.name != "overlapped"
-    # A plan has one time for what crosses a cut both ways. Its bytes tell how much of that goes forward.
+    # A plan has one time for both directions over a cut. Split it by the bytes of each direction.
     shares = [
         _forward_share(s.in_sent_bytes, s.in_sent_gradient_bytes)
         if plan.compress
@@ -91,7 +92,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
     forward, backward, weight, reduce = [], [], [], []
     launches: tuple[list[float], list[float]] = ([], [])
     for i, stage in enumerate(plan.stages):
-        # A plan divides a stage's times by its replicas; one replica takes as many times as long for a microbatch.
+        # A plan divides a stage's times by its replicas. For one microbatch a replica takes the whole time.
         several = len(stage.devices) if len(schedule.homes[i]) > 1 else 1
         ahead = stage.receive_ms * shares[i] + stage.send_ms * shares[i + 1]
         behind = stage.receive_ms + stage.send_ms - ahead
@@ -101,7 +102,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
         reduce.append(several * stage.reduce_ms)
         launches[0].append(several * stage.forward_launch_ms)
         launches[1].append(several * stage.backward_launch_ms)
-        if several == 1:  # a schedule without REDUCE actions pays for the sum in each backward
+        if several == 1:  # a schedule without REDUCE actions pays for the reduction in each backward
             backward[i] += stage.reduce_ms
     hops = [0.0 if busy else s.receive_ms for s in plan.stages]
     return Times(
@@ -117,7 +118,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
 
 
 def read_footprints(plan: Plan) -> list[Footprint]:
-    """Return what each stage of a plan holds, in bytes."""
+    """Return the memory of each stage of a plan, in bytes."""
     return [
         Footprint(
             held_bytes=s.held_bytes,
@@ -130,6 +131,6 @@ def read_footprints(plan: Plan) -> list[Footprint]:
 
 
 def _forward_share(value_bytes: float, gradient_bytes: float) -> float:
-    """Return the share of a boundary's bytes that goes forward; half where nothing crosses."""
+    """Return the forward share of the bytes over a boundary, or 0.5 if no bytes cross."""
     both = value_bytes + gradient_bytes
     return value_bytes / both if both else 0.5

@@ -1,7 +1,12 @@
-"""Outstanding: what a device has sent, and the other device may not have taken yet, by the order of actions alone.
+"""Outstanding messages: values or gradients sent by a device that the receiver may not have taken yet.
 
-In `0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1` device 0 has sent two values when 0B0 begins. It has 1B0's gradient then, so that
-device 1 has taken the value of 0F0. The value of 0F1 may wait still, however long actions take.
+This follows from the order of the actions, whatever their times. In `0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1` device 0 has
+sent two values when 0B0 begins. It has received the gradient from 1B0, so device 1 has taken the value of 0F0. The
+value of 0F1 may still wait:
+
+    device 0:  0F0  0F1 ......... 0B0
+                                 /
+    device 1:       1F0  1B0 ---'  1F1 (may not have begun)
 """
 
 from __future__ import annotations
@@ -11,15 +16,15 @@ from fxsplit.schedule.flow import find_needs
 from fxsplit.schedule.schedule import Schedule
 
 Outstanding = list[list[tuple[Action, ...]]]
-"""By device and place of an action in its row: the actions whose values, or gradients, may wait to be taken then."""
+"""By device and position of an action: the actions whose messages may still wait when that action begins."""
 
 
 def list_outstanding(schedule: Schedule) -> Outstanding:
-    """Return what may wait to be taken when each action begins."""
+    """Return the messages that may still wait when each action begins."""
     places = {_name(a): (d, i) for d, row in enumerate(schedule.actions) for i, a in enumerate(row)}
     found: Outstanding = []
     for device, row in enumerate(schedule.actions):
-        # By device, the place of the last action that is over for sure.
+        # For each device, the position of the last action that is certainly over.
         over: dict[int, int] = {}
         waiting: dict[Action, tuple[int, int]] = {}
         rows: list[tuple[Action, ...]] = []
@@ -27,7 +32,7 @@ def list_outstanding(schedule: Schedule) -> Outstanding:
             for need, _ in find_needs(schedule, action):
                 other, at = places[_name(need)]
                 over[other] = max(over.get(other, -1), at)
-            # An action of this device takes what it needs when it begins.
+            # An action takes its inputs when it begins.
             over[device] = place
             waiting = {made: (d, i) for made, (d, i) in waiting.items() if over.get(d, -1) < i}
             rows.append(tuple(waiting))
@@ -39,7 +44,7 @@ def list_outstanding(schedule: Schedule) -> Outstanding:
 
 
 def find_taker(schedule: Schedule, action: Action) -> Action | None:
-    """Return the action that takes what `action` makes for another stage, or None where there is none."""
+    """Return the action that takes the result of `action` for another stage, or None."""
     stage, m = action.stage, action.microbatch
     replica = schedule.replica_of.get
     if action.op == FORWARD and stage + 1 < schedule.n_stages:
@@ -50,5 +55,5 @@ def find_taker(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _name(action: Action) -> Action:
-    """Return an action without its version, by which no other action knows it."""
+    """Return an action without its version, as needs refer to it."""
     return action._replace(version=0)

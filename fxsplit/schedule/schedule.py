@@ -1,6 +1,6 @@
-"""Schedule: which device does which actions, in which order; and what follows from the order alone.
+"""Schedule: the actions of each device in order, and facts that follow from the order without times.
 
-What needs times is in `simulate.py` and `memory.py`.
+Facts that need times are in `simulate.py` and `memory.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import cached_property
 from fxsplit.schedule.action import BACKWARD, COMPUTES, FORWARD, INPUT_GRADIENT, RELEASES, STEP, TRANSFERS, Action
 
 Homes = tuple[tuple[int, ...], ...]
-"""The devices of each stage: one, or one for each replica. ((0,), (1, 2)) is stage 1 on devices 1 and 2."""
+"""The devices of each stage, one for each replica. ((0,), (1, 2)) puts stage 1 on devices 1 and 2."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each device's actions in order: `actions[d]` are those of device d, `homes[s]` the devices of stage s.
+    """The actions of each device in order: `actions[d]` for device d. `homes[s]` are the devices of stage s.
 
-    Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if all its microbatches see the same
-    weights, because the optimizer steps once, after them. One that does not `train` has forwards alone.
+    Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if the optimizer steps once, after all
+    microbatches, so that all of them use the same weights. Without `trains` it has only forwards.
     """
 
     name: str
@@ -32,34 +32,34 @@ class Schedule:
 
     @property
     def n_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.homes)
 
     @property
     def n_devices(self) -> int:
-        """How many devices take part."""
+        """The number of devices."""
         return len(self.actions)
 
     @cached_property
     def replica_of(self) -> dict[tuple[int, int], int]:
-        """Which replica of a stage has a microbatch, by (stage, microbatch): the one that forwards it.
+        """The replica that runs each (stage, microbatch): the replica of its forward.
 
-        A schedule of backwards alone has no forwards: there it is the replica that does the microbatch's backward.
+        A schedule of only backwards has no forwards: there it is the replica of the backward.
         """
         actions = [a for row in self.actions for a in row if a.op in COMPUTES]
         forwards = (a for a in actions if a.op == FORWARD)
-        # Later entries win, so forwards decide wherever there are any.
+        # Later entries override earlier ones, so forwards take precedence.
         return {(a.stage, a.microbatch): a.replica for a in (*actions, *forwards)}
 
     @cached_property
     def splits(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose backward is divided into I and W."""
+        """The (stage, microbatch) pairs with a backward split into I and W."""
         return frozenset((a.stage, a.microbatch) for row in self.actions for a in row if a.op == INPUT_GRADIENT)
 
     @cached_property
     def releases(self) -> dict[int, list[Action]]:
-        """The actions that end a microbatch, B or W, by stage: what a sum of gradients waits for."""
-        # Whoever runs or verifies a schedule asks for each action, so the search is done once.
+        """The last actions of each microbatch, B or W, by stage. A reduction of gradients waits for all of them."""
+        # Runs and checks look this up for each action, so cache it.
         found: dict[int, list[Action]] = {}
         for action in (a for row in self.actions for a in row if a.op in RELEASES):
             found.setdefault(action.stage, []).append(action)
@@ -67,16 +67,16 @@ class Schedule:
 
     @cached_property
     def transfers(self) -> bool:
-        """Whether transfers between devices are written out. If not, every value is sent as soon as it is made."""
+        """Whether transfers between devices are written out. If not, each value is sent as soon as it is made."""
         return any(a.op in TRANSFERS for row in self.actions for a in row)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The last microbatch before each step of the optimizer; all stages step at the same microbatches."""
+        """The last microbatch before each optimizer step. All stages step at the same microbatches."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op == STEP}))
 
     def device_of(self, stage: int, microbatch: int) -> int:
-        """Return the device that works on a microbatch in a stage."""
+        """Return the device that runs a microbatch in a stage."""
         return self.homes[stage][self.replica_of.get((stage, microbatch), 0)]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
@@ -85,15 +85,15 @@ class Schedule:
         return Action(stage, op, microbatch, self.replica_of.get((stage, microbatch), 0))
 
     def only(self, op: str) -> Schedule:
-        """Return the schedule of the actions with `op` alone, such as a forward pass without training."""
+        """Return the schedule with only the actions `op`, for example only forwards."""
         return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
 
     def without(self, op: str) -> Schedule:
-        """Return the schedule without the actions with `op`."""
+        """Return the schedule without the actions `op`."""
         return replace(self, actions=tuple(tuple(a for a in row if a.op != op) for row in self.actions))
 
     def in_flight(self, device: int) -> list[dict[int, int]]:
-        """Return, after each of a device's actions, how many microbatches each of its stages holds activations of."""
+        """Return, after each action of a device, the number of microbatches with activations in each of its stages."""
         held = {stage: 0 for stage, home in enumerate(self.homes) if device in home}
         found = []
         for action in self.actions[device]:
@@ -105,9 +105,9 @@ class Schedule:
         return found
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Return, for each stage, the most microbatches that a device holds activations of at once."""
+        """Return, for each stage, the largest number of microbatches with activations on one device at once."""
         peak = [0] * self.n_stages
-        # Replicas of a stage may hold different numbers, and the largest counts.
+        # Replicas of a stage may hold different numbers: take the largest.
         for device in range(self.n_devices):
             for held in self.in_flight(device):
                 for stage, count in held.items():
@@ -117,19 +117,19 @@ class Schedule:
     def peak_activations(self) -> tuple[float, ...]:
         """Return the most activations that each device holds at once.
 
-        The unit is what one microbatch leaves in all stages of one device: with 2 stages a device, a forward of one of
-        them counts 0.5.
+        The unit is one microbatch's activations in all stages of a device: with 2 stages a device, a forward of one
+        stage counts 0.5.
         """
-        # A device with v stages has stages of 1 / v of the length, and an activation of one counts as much less.
+        # With v stages on a device, a stage has 1 / v of the length and of the activations.
         share = self.n_devices / max(1, self.n_stages)
         return tuple(
             share * max((sum(held.values()) for held in self.in_flight(d)), default=0) for d in range(self.n_devices)
         )
 
     def versions(self, device: int) -> list[int]:
-        """Return, after each of a device's actions, how many versions of its weights the action's stage keeps there.
+        """Return, after each action of a device, the number of weight versions that the action's stage keeps there.
 
-        Kept are the versions that actions to come read, and the newest version.
+        Kept versions are the newest, and all that later actions read.
         """
         left: dict[tuple[int, int], Counter[int]] = {}
         for action in self.actions[device]:
@@ -144,12 +144,12 @@ class Schedule:
             elif action.op in COMPUTES:
                 left[place][action.version] -= 1
             now = newest.get(place, 0)
-            # Versions after the newest one have not been made yet.
+            # Versions newer than `now` do not exist yet.
             found.append(len({now, *(v for v, count in left.get(place, {}).items() if count and v < now)}))
         return found
 
     def weight_versions(self) -> tuple[int, ...]:
-        """Return the most versions of its weights that each stage keeps at once."""
+        """Return the most weight versions that each stage keeps at once."""
         kept = [1] * self.n_stages
         for device, row in enumerate(self.actions):
             for action, versions in zip(row, self.versions(device), strict=True):
@@ -157,23 +157,23 @@ class Schedule:
         return tuple(kept)
 
     def lag(self) -> tuple[int, ...]:
-        """Return, for each stage, the most versions that its gradients lag behind the weights they are applied to."""
+        """Return, for each stage, the most versions by which a gradient lags behind the weights it is applied to."""
         lags = [0] * self.n_stages
         for row in self.actions:
-            # The versions that the gradients since the last step were computed with, for each stage and replica.
+            # For each stage and replica, the versions that computed the gradients since the last step.
             waiting: dict[tuple[int, int], list[int]] = {}
             for action in row:
                 place = action.stage, action.replica
                 if action.op in RELEASES:
                     waiting.setdefault(place, []).append(action.version)
                 elif action.op == STEP:
-                    # A step that makes version v applies gradients to version v - 1.
+                    # The step that makes version v applies gradients to version v - 1.
                     behind = [action.version - 1 - version for version in waiting.pop(place, [])]
                     lags[action.stage] = max([lags[action.stage], *behind])
         return tuple(lags)
 
     def at(self, device: int, position: int) -> str:
-        """Return how errors name a place, such as `1F1B: device 0, position 2, 0B0`."""
+        """Return the name of a place for errors, such as `1F1B: device 0, position 2, 0B0`."""
         return f"{self.name}: device {device}, position {position}, {self.actions[device][position]}"
 
     def __str__(self) -> str:

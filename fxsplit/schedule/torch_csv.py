@@ -5,9 +5,9 @@
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-A file has either only what ranks compute (F, B, I, W), or also the transfers (SEND_F, RECV_F, SEND_B, RECV_B). An empty
-cell is an idle moment. REDUCE_GRAD is read as REDUCE. UNSHARD and RESHARD tell fully sharded data parallelism to gather
-and to drop weights; they are left out.
+A file lists either only compute actions (F, B, I, W), or also transfers (SEND_F, RECV_F, SEND_B, RECV_B). An empty cell
+is an idle slot. REDUCE_GRAD is read as REDUCE. UNSHARD and RESHARD gather and free the weights of fully sharded data
+parallelism; they are ignored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Return the schedule in a file, named for the file, and verified.
+    """Read and verify the schedule in a file; its name is the file's.
 
-    Raises ScheduleError, naming the rank and the cell at fault, for a file that is none or is wrong.
+    Raises ScheduleError, with rank and cell, for a file that is no schedule or an illegal one.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -52,7 +52,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
             except ScheduleError as error:
                 raise ScheduleError(f"{name}: rank {rank}, cell {column}: {error}") from error
         rows.append(tuple(row))
-    # A file does not say where stages live: a stage lives on the rank that computes it.
+    # A file does not state homes: a stage lives on the rank that computes it.
     homes: dict[int, int] = {}
     for rank, row_ in enumerate(rows):
         for action in row_:
@@ -62,11 +62,11 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
                     raise ScheduleError(f"{name}: rank {rank}, {action}: stage {action.stage} is rank {home}'s too")
     if not homes:
         raise ScheduleError(f"{name}: no rank computes anything: is it a schedule of torch.distributed.pipelining?")
-    # Stages are numbered from 0 without gaps, so a gap tells of a line that is missing.
+    # Stages are numbered from 0 without gaps, so a gap means that a line is missing.
     missing = next(stage for stage in range(len(homes) + 1) if stage not in homes)
     if missing < len(homes):
         raise ScheduleError(f"{name}: no rank has stage {missing}, and one has stage {max(homes)}")
-    # Numbers of microbatches, too, are read off what is done; verify() finds those that some stage leaves out.
+    # Take the number of microbatches from the actions. verify() finds a microbatch that some stage omits.
     count = 1 + max(action.microbatch for row_ in rows for action in row_)
     schedule = Schedule(name, count, tuple((homes[s],) for s in range(len(homes))), tuple(rows))
     verify(schedule)
@@ -74,23 +74,23 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str], transfers: bool = False) -> None:
-    """Write a schedule as torch reads it: what devices compute, or with `transfers` also what they send and receive.
+    """Write a schedule in torch's format: compute actions, and with `transfers` also sends and receives.
 
-    Raises NotExportable for what torch has no word for: replicas of a stage, and steps or versions of weights. Raises
-    FileError where the file cannot be written. A file that is there does not change then.
+    Raises NotExportable for parts that torch's format lacks: replicas of a stage, optimizer steps and weight versions.
+    Raises FileError if the file cannot be written; an existing file is then unchanged.
     """
     write_whole(path, format_csv(schedule, transfers))
 
 
 def format_csv(schedule: Schedule, transfers: bool = False) -> str:
-    """Return the text of a schedule file; raises NotExportable as `write_csv` does."""
+    """Return the text of a schedule file. Raises NotExportable as `write_csv` does."""
     for device, row in enumerate(schedule.actions):
         for action in row:
             if action.replica or action.op == STEP or action.version:
                 what = "replicas of a stage" if action.replica else "steps and versions of weights"
                 raise NotExportable(f"{schedule.name}: device {device} does {action}, and torch has no {what}")
     rows = (with_transfers if transfers else without_transfers)(schedule).actions
-    # torch's word for a sum of gradients; all other words are the same.
+    # torch calls a reduction REDUCE_GRAD. All other words are the same.
     words = [[f"{a.stage}REDUCE_GRAD" if a.op == REDUCE else str(a) for a in row] for row in rows]
     text = io.StringIO()
     csv.writer(text).writerows(words)
@@ -98,14 +98,14 @@ def format_csv(schedule: Schedule, transfers: bool = False) -> str:
 
 
 def _parse_cell(cell: str) -> list[Action]:
-    """Return the actions of a cell: one, none, or the several that torch does at once, as in `(1F1;1B0)OVERLAP_F_B`."""
+    """Return the actions of a cell: one, none, or several that torch overlaps, as in `(1F1;1B0)OVERLAP_F_B`."""
     if not cell or _SHARDING.fullmatch(cell):
         return []
-    # What torch overlaps is done one after the other here: first the forward, as it stands first.
+    # Run overlapped actions one after the other, in their order: forward first.
     overlapped = _OVERLAP.fullmatch(cell)
     if overlapped:
         return [action for part in overlapped[1].split(";") for action in _parse_cell(part.strip())]
-    # torch numbers REDUCE_GRAD with a microbatch that has no meaning, as the sum is over all of them.
+    # torch adds a meaningless microbatch to REDUCE_GRAD, since the reduction covers all of them.
     action = Action.parse(re.sub(r"REDUCE_GRAD\d*$", REDUCE, cell))
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:
         raise ScheduleError(f"{show(cell)} is no action of torch's")

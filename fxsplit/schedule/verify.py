@@ -1,6 +1,6 @@
-"""Verify: check that a schedule does everything once, in an order that the data allows, without waiting for ever.
+"""Verify that a schedule runs every action once, in an order that the data flow allows, without deadlock.
 
-Generated schedules, schedules read from files and schedules of users all pass here before they run.
+Generated schedules, schedules from files and users' own schedules are all verified before they run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def verify(schedule: Schedule) -> None:
-    """Raise ScheduleError for a wrong schedule, naming device, position and action, and the reason.
+    """Raise ScheduleError for an illegal schedule, with device, position, action and reason.
 
-    A schedule is right if all of these hold:
+    A legal schedule satisfies all of these:
 
-    - every action stands on the device of its stage, and once;
-    - every microbatch passes every stage forward and, in training, backward (B, or I and W), on one replica of it;
-    - transfers, where they are written out, come in pairs, and only where stages are on different devices;
-    - what an action needs stands before it on its device, and devices never wait for each other in a circle;
-    - weights are used in versions that exist, and a backward uses the version of its forward.
+    - every action is on the device of its stage, and occurs once
+    - every microbatch passes every stage forward and, in training, backward (B, or I and W), on one replica of the
+      stage
+    - transfers, if written out, come in pairs, and only between stages on different devices
+    - an action comes after the actions that it needs, and devices never wait for each other in a cycle
+    - weights are used in versions that exist, and a backward uses the version of its forward
     """
-    # In this order, since each check relies on those before it: the last two look up actions that must exist.
+    # Keep this order: the last two checks look up actions that the first ones have found to exist.
     _check_places(schedule)
     _check_completeness(schedule)
     if schedule.transfers:
@@ -45,14 +46,14 @@ def verify(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Raise unless every action stands where its stage lives, and once."""
+    """Raise unless every action is on the device of its stage, and occurs once."""
     seen: set[Action] = set()
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             where = schedule.at(device, position)
             if not 0 <= action.stage < schedule.n_stages:
                 raise ScheduleError(f"{where}: no such stage; there are {schedule.n_stages}")
-            # A sum over replicas is for all microbatches, and names none.
+            # A reduction covers all microbatches and names none.
             if action.op != REDUCE and not 0 <= action.microbatch < schedule.n_microbatches:
                 raise ScheduleError(f"{where}: no such microbatch; there are {schedule.n_microbatches}")
             homes = schedule.homes[action.stage]
@@ -60,20 +61,20 @@ def _check_places(schedule: Schedule) -> None:
                 raise ScheduleError(f"{where}: stage {action.stage} has {len(homes)} replicas")
             if homes[action.replica] != device:
                 raise ScheduleError(f"{where}: stage {action.stage} lives on device {homes[action.replica]}")
-            # The same action with another weight version is the same work, done twice.
+            # With another weight version it is still the same work.
             if drop_version(action) in seen:
                 raise ScheduleError(f"{where}: done twice")
             seen.add(drop_version(action))
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    """Raise unless every microbatch passes every stage, forward and perhaps backward, on one replica."""
+    """Raise unless every microbatch passes every stage, forward and in training backward, on one replica."""
     done: dict[tuple[int, int], Counter[str]] = {}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             if action.op in COMPUTES:
                 ops = done.setdefault((action.stage, action.microbatch), Counter())
-                # _check_places has found an action twice on one device; here it is on two of the stage's replicas.
+                # _check_places finds a duplicate on one device; this is a duplicate on two replicas.
                 if ops[action.op]:
                     raise ScheduleError(f"{schedule.at(device, position)}: done on two replicas")
                 ops[action.op] += 1
@@ -82,7 +83,7 @@ def _check_completeness(schedule: Schedule) -> None:
     for stage in range(schedule.n_stages):
         for m in range(schedule.n_microbatches):
             ops = done.get((stage, m), Counter())
-            # One half of a divided backward asks for the other half; with neither, a full backward is missing.
+            # Half of a split backward requires the other half. Without either, a full backward is required.
             wanted = [FORWARD]
             if schedule.trains:
                 halved = ops[INPUT_GRADIENT] or ops[WEIGHT_GRADIENT]
@@ -95,7 +96,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Raise unless exactly what crosses between devices is sent and received."""
+    """Raise unless the sends and receives are exactly the crossings between devices."""
     wanted = {a for row in with_transfers(schedule).actions for a in row if a.op in TRANSFERS}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
@@ -105,13 +106,13 @@ def _check_pairs(schedule: Schedule) -> None:
                 raise ScheduleError(f"{schedule.at(device, position)}: nothing crosses between devices there")
             wanted.discard(drop_version(action))
     if wanted:
-        # The first by stage, so that the same error comes each time.
+        # Take the smallest, so that the error is deterministic.
         missing = min(wanted)
         raise ScheduleError(f"{schedule.name}: {missing} is never done, and its counterpart waits (unpaired transfer)")
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Raise unless every action can start once those before it are done, on its own device and on all others."""
+    """Raise unless every action can start after the actions before it, on its own device and on other devices."""
     place = {drop_version(a): (d, i) for d, row in enumerate(schedule.actions) for i, a in enumerate(row)}
     for device, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
@@ -119,15 +120,15 @@ def _check_order(schedule: Schedule) -> None:
                 other, at = place.get(need, (-1, -1))
                 if other < 0:
                     raise ScheduleError(f"{schedule.at(device, position)}: needs {need}, which is never done")
-                # On another device the order is a matter of waiting, which refuse_deadlock looks at.
+                # Across devices the order may depend on waiting, which refuse_deadlock checks.
                 if other == device and at > position:
                     raise ScheduleError(f"{schedule.at(device, position)}: stands before {need}, which it needs")
     refuse_deadlock(schedule)
 
 
 def refuse_deadlock(schedule: Schedule) -> None:
-    """Raise ScheduleError for the first device that can never go on, naming its position and what it waits for."""
-    # Do all that can be done, turn by turn. Devices that are not at their end then wait for each other.
+    """Raise ScheduleError for the first device in a deadlock, with its position and the action it waits for."""
+    # Run every action that can run, in turns. Devices that do not reach their end wait for each other.
     done: set[Action] = set()
     at = [0] * schedule.n_devices
     moved = True
@@ -146,7 +147,7 @@ def refuse_deadlock(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Raise unless weights are used in versions that exist, backwards use their forwards', and steps count up."""
+    """Raise unless every used weight version exists, backwards use their forwards' versions, and steps count up."""
     for device, row in enumerate(schedule.actions):
         made: dict[tuple[int, int], int] = {}
         used: dict[tuple[int, int], int] = {}
@@ -154,7 +155,7 @@ def _check_versions(schedule: Schedule) -> None:
             place, where = (action.stage, action.replica), schedule.at(device, position)
             newest = made.get(place, 0)
             if action.op == STEP:
-                # A step in the middle would let later microbatches see other weights than earlier ones.
+                # A step in the middle would give later microbatches other weights than earlier ones.
                 if schedule.synchronous and any(a.op in RELEASES and a.stage == action.stage for a in row[position:]):
                     raise ScheduleError(f"{where}: steps before all microbatches are done, in a synchronous schedule")
                 if action.version != newest + 1:
@@ -165,7 +166,7 @@ def _check_versions(schedule: Schedule) -> None:
                     raise ScheduleError(f"{where}: uses version {action.version}, and the newest is {newest}")
                 used[action.stage, action.microbatch] = action.version
             elif action.op in COMPUTES:
-                # A schedule of backwards alone has no forward to compare with.
+                # A schedule of only backwards has no forward to compare with.
                 forward = used.get((action.stage, action.microbatch), action.version)
                 if action.version != forward:
                     raise ScheduleError(f"{where}: its forward used version {forward}")

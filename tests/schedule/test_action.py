@@ -17,5 +17,5 @@ def test_what_is_left_out_of_the_text() -> None:
 
 @pytest.mark.parametrize("text", ["0STEP", "0F", "F0", "0f0", "0F00000000", "0F0v", "0F0v1r1", "0SEND0"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="is no action: write stage, what it does and microbatch"):
+    with pytest.raises(ScheduleError, match="is no action: write stage, operation and microbatch"):
         Action.parse(text)

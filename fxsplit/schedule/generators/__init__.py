@@ -1,1 +1,1 @@
-"""What makes schedules: a function for each kind, list scheduling, and the catalogue of their names."""
+"""Generators of schedules: a function for each kind, list scheduling, and the catalogue of names."""

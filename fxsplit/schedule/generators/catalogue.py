@@ -1,7 +1,7 @@
-"""The schedules by name, and what each asks of a machine and of the memory of its stages.
+"""The schedules by name, and their demands on the machine and on the memory of stages.
 
-For example 1F1B on 2 devices with 4 microbatches: the first stage holds the activations of 2 microbatches at once, the
-second those of 1.
+For example, under 1F1B on 2 devices with 4 microbatches the first stage holds the activations of 2 microbatches at
+once, and the second stage those of 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxsplit.system.figures import show
 Runnable = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera"]
 Asynchronous = Literal["PipeDream", "PipeDream-2BW"]
 ScheduleName: TypeAlias = Literal[Runnable, Asynchronous]
-"""The names that schedules have, for checkers of types and for editors."""
+"""The names of schedules, for type checkers and editors."""
 
 Generator = Callable[..., Schedule]
 """A function of n_devices, n_microbatches and optionally stages_per_device that returns a schedule."""
@@ -50,50 +50,51 @@ SCHEDULES: dict[str, Generator] = {
     "PipeDream": pipedream,
     "PipeDream-2BW": pipedream_2bw,
 }
-"""Every schedule, by torch's name where torch has one."""
+"""Every schedule, by torch's name if torch has it."""
 
 INFERENCE = "Inference"
-"""What plans for outputs without gradients run under: no schedule of a training step."""
+"""The schedule of plans for outputs without gradients, which is no schedule of a training step."""
 HELD = 3
-"""So many microbatches' values lie at the boundaries of a stage without gradients, at most: those of the microbatch in
-hand, of one that has arrived, and, in a stream, of one of the next batch."""
+"""The most microbatches with values at the boundaries of a stage without gradients: one that runs, one that has
+arrived, and, in a stream, one of the next batch.
+"""
 
 SPLITTING = ("ZB-H1", "ZBVZeroBubble")
-"""Schedules that divide backwards in two: those of the gradients of inputs, and those of the gradients of weights."""
+"""Schedules with split backwards: input gradients first, weight gradients later."""
 
 MOST_ACTIONS = 1_000_000
-"""Longer schedules are refused: their lists would fill the memory."""
+"""Schedules with more actions are refused, since their lists would exhaust memory."""
 
 RUNNABLE: tuple[Runnable, ...] = get_args(Runnable)
-"""Schedules whose optimizer steps after the whole batch: their gradients are those of the unsplit model."""
+"""Schedules with one optimizer step after the whole batch. Their gradients equal the unsplit model's."""
 ASYNCHRONOUS: tuple[Asynchronous, ...] = get_args(Asynchronous)
 """Schedules in which the optimizer steps between microbatches."""
 
-# Counting in the list of actions takes 1.6 s for all pipelines of up to 64 stages, and a plan may be for 512.
+# Counting actions takes 1.6 s for all pipelines of up to 64 stages, and a plan may be for 512.
 COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "GPipe": lambda k, m: (m,) * k,
     "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     "ZB-H1": lambda k, m: (min(m, k),) * k,
     INFERENCE: lambda k, m: (HELD,) * k,
 }
-"""What `Scheduler.in_flight` would count for k stages and m microbatches, for the schedules where a formula says it."""
+"""Formulas for `Scheduler.in_flight` with k stages and m microbatches, for the schedules that have one."""
 
 
 def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Generator:
-    """Return the generator of the schedule called `name`; raises ScheduleError naming those there are."""
+    """Return the generator of the schedule called `name`. Raises ScheduleError, with all names, for an unknown name."""
     if name in among:
         return SCHEDULES[name]
     if name in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} can be simulated, and does not serve here: give {', '.join(among)}")
+        raise ScheduleError(f"schedule {name!r} can be simulated but not used here: give {', '.join(among)}")
     if name == INFERENCE:
-        raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True in its place")
+        raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True instead")
     raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{suggest(name, among)}")
 
 
-# Every training step asks for its schedule, and the choice of a schedule for many.
+# Every training step calls this, and so does the choice among many schedules.
 @lru_cache(maxsize=256)
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
-    """Return the schedule called `name`; raises ScheduleError for numbers that it is not made for."""
+    """Return the schedule called `name`. Raises ScheduleError for an unknown name or unsupported numbers."""
     generator = inference if name == INFERENCE else find_schedule(name)
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():
@@ -112,9 +113,9 @@ def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: 
 
 
 def count_devices(name: str, n_stages: int, stages_per_device: int | None = None) -> int:
-    """Return how many devices run a schedule of `n_stages` stages: fewer than stages if each device has several.
+    """Return the number of devices for a schedule of `n_stages` stages: fewer than stages if each device has several.
 
-    Raises ScheduleError for a number of stages that the schedule is not made for.
+    Raises ScheduleError for an unsupported number of stages.
     """
     for each in (1, 2) if stages_per_device is None else (stages_per_device,):
         devices, rest = divmod(n_stages, each)
@@ -132,15 +133,17 @@ def count_devices(name: str, n_stages: int, stages_per_device: int | None = None
 
 @dataclass(frozen=True)
 class Scheduler:
-    """One of the schedules, for a number of devices; raises ScheduleError for numbers that it is not made for."""
+    """A schedule for a number of devices. Its methods raise ScheduleError for unsupported numbers."""
 
     name: str
     n_devices: int
     stages_per_device: int | None = None
 
     def schedule(self, n_microbatches: int, n_stages: int | None = None) -> Schedule:
-        """Return the schedule of `n_stages` (default: all of them); with one a device, fewer devices may take part."""
-        # With one stage a device, a plan may leave devices idle; with several, all stages must be there.
+        """Return the schedule for `n_stages` stages (default: all); with one stage a device, some
+        devices may be idle.
+        """
+        # With one stage a device, a plan may leave devices idle; with several, it must have all stages.
         made = generate(self.name, self.n_devices, n_microbatches, self.stages_per_device)
         if n_stages is None or n_stages == made.n_stages:
             return made
@@ -152,10 +155,10 @@ class Scheduler:
         return generate(self.name, n_stages, n_microbatches, self.stages_per_device)
 
     def in_flight(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
-        """Return the most microbatches whose activations each of `n_stages` stages holds at once.
+        """Return, for each of `n_stages` stages, the most microbatches with activations at once.
 
-        A plan with a number of stages that the schedule is not made for cannot run. It counts as holding all
-        microbatches, so that memory is never underestimated.
+        A plan with an unsupported number of stages cannot run. It counts as holding all microbatches, so that memory is
+        never underestimated.
         """
         formula = COUNTED.get(self.name)
         if formula is not None and self.stages_per_device in (None, 1) and n_stages <= self.n_devices:
@@ -166,23 +169,22 @@ class Scheduler:
             return (n_microbatches,) * n_stages
 
     def versions(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
-        """Return how many versions of its weights each stage keeps at once; one in a plan that could not run."""
+        """Return the number of weight versions that each stage keeps at once, or one for a plan that cannot run."""
         try:
             return self.schedule(n_microbatches, n_stages).weight_versions()
         except ScheduleError:
             return (1,) * n_stages
 
     def homes(self, n_stages: int | None = None) -> Homes:
-        """Return where the stages live, for any number of microbatches."""
-        # Where stages live does not depend on the number of microbatches, so a small schedule will do. Those without a
-        # formula may need a microbatch for each device.
+        """Return the device of each stage, which does not depend on the number of microbatches."""
+        # A small schedule suffices. Schedules without a formula may need one microbatch for each device.
         count = 1 if self.name in COUNTED else self.n_devices
         return self.schedule(self.nearest(count), n_stages).homes
 
     def lay_out(self, machine: Machine, n_microbatches: int, *, may_idle: bool = False) -> tuple[Machine, Workload]:
-        """Return what to plan for: a machine with a device for each stage, and what the schedule asks of each stage.
+        """Return the machine with one device for each stage, and the workload that the schedule gives to each stage.
 
-        `may_idle` allows stages without a node. Raises ScheduleError for numbers that the schedule is not made for.
+        `may_idle` permits stages without nodes. Raises ScheduleError for unsupported numbers.
         """
         if self.name not in COUNTED:
             self.schedule(n_microbatches)
@@ -194,15 +196,15 @@ class Scheduler:
         replicated = any(len(home) > 1 for home in homes)
         inference = self.name == INFERENCE
         splits = self.name in SPLITTING
-        # Streams hold more than the list of actions of a batch without gradients says: that is in `held`.
+        # A stream of inference batches holds more than the schedule of one batch shows; `held` includes it.
         moments = None if inference else MomentsOf(self, n_microbatches)
         return unrolled, Workload(
             self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments
         )
 
     def nearest(self, n_microbatches: int) -> int:
-        """Return the largest number up to `n_microbatches` that the schedule is made for, or else the next."""
-        # Fewer than asked for come first: a batch may not have rows for more.
+        """Return the largest supported number of microbatches up to `n_microbatches`, or else the next larger one."""
+        # Prefer fewer: a batch may not have enough rows for more.
         for count in range(n_microbatches, 0, -1):
             with suppress(ScheduleError):
                 self.schedule(count)
@@ -213,21 +215,21 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class MomentsOf:
-    """The moments of the stages of a schedule, by how many stages there are; each is found when it is asked for."""
+    """The moments of a schedule's stages by the number of stages, computed on demand."""
 
     scheduler: Scheduler
     n_microbatches: int
 
     def get(self, n_stages: int, /) -> tuple[Moments, ...] | None:
-        """Return the moments of each of `n_stages` stages, None where no such schedule is made."""
+        """Return the moments of each of `n_stages` stages, or None for an unsupported number."""
         try:
             return _list_moments(self.scheduler, self.n_microbatches, n_stages)
         except ScheduleError:
             return None
 
 
-# A plan is priced several times, and the choice of a schedule prices many.
+# A plan is priced several times, and the choice among schedules prices many.
 @lru_cache(maxsize=256)
 def _list_moments(scheduler: Scheduler, n_microbatches: int, n_stages: int) -> tuple[Moments, ...]:
-    """Return the moments of each of `n_stages` stages; raises ScheduleError where no such schedule is made."""
+    """Return the moments of each of `n_stages` stages. Raises ScheduleError for an unsupported number."""
     return list_moments(scheduler.schedule(n_microbatches, n_stages))

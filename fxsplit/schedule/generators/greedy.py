@@ -1,6 +1,6 @@
-"""List scheduling: decide what each device does next, in simulated time, for any placement of stages.
+"""List scheduling: choose each device's next action in simulated time, for any placement of stages.
 
-It makes the schedules that have no simple pattern: ZBVZeroBubble, Chimera, and 1F1B over replicas.
+It makes the schedules without a simple pattern: ZBVZeroBubble, Chimera, and 1F1B over replicas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, RELEASES,
 from fxsplit.schedule.schedule import Homes
 
 UNIT = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_GRADIENT: 1.0, WEIGHT_GRADIENT: 1.0}
-"""How long each action takes in simulated time, where no times are known: a backward counts as two forwards."""
+"""The simulated time of each action if no times are known: a backward counts as two forwards."""
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -25,19 +25,18 @@ def list_schedule(
     most: Callable[[int], float],
     split: bool = False,
 ) -> Rows:
-    """Return each device's actions, in order, as a list scheduler finds them.
+    """Return each device's actions in the order that a list scheduler finds.
 
-    Whenever a device is free, it takes the first action by `order` (smaller comes first) of all that it could start at
-    that moment. `most(device)` is how many forwards a device may be ahead of the actions that free their activations.
-    With `split` a backward is done as I and W. Replicas of a stage take microbatches in turn. An action of a stage with
-    r replicas takes r times as long as others, because plans give several devices to the stages with most work.
-    Raises ScheduleError where nothing can go on because devices hold too much.
+    A free device takes, of all actions that it could start now, the smallest by `order`. `most(device)` limits how many
+    forwards a device may be ahead of the actions that free their activations. With `split`, a backward is an I and a W.
+    Replicas of a stage take microbatches in turn. An action of a stage with r replicas takes r times as long, because
+    plans replicate the stages with most work. Raises ScheduleError if the limits on activations block all devices.
     """
     n_devices, last = 1 + max(d for home in homes for d in home), len(homes) - 1
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
     free, held = [0.0] * n_devices, [0] * n_devices
     ready: list[dict[Action, float]] = [{} for _ in range(n_devices)]
-    # Most devices are not concerned by an action, so the choices of those that are not stale are remembered.
+    # Most actions do not affect most devices, so cache the choice of each device that is not stale.
     stale: set[int] = set()
 
     def release(stage: int, op: str, m: int, now: float) -> None:
@@ -46,7 +45,7 @@ def list_schedule(
         ready[device][a] = now
         stale.add(device)
 
-    # What a stage behind sends back: with divided backwards, the gradients of its inputs alone.
+    # The gradient that a stage sends back: with split backwards, only the gradient of its inputs.
     backward = INPUT_GRADIENT if split else BACKWARD
     for m in range(n_microbatches):
         release(0, FORWARD, m, 0.0)
@@ -54,22 +53,22 @@ def list_schedule(
     while any(ready):
         for device in stale:
             next_of[device] = None
-            # Only a forward takes memory; a device that holds too much waits for its own backwards.
+            # Only a forward takes memory. A device at its limit waits for its own backwards.
             able = [(a, t) for a, t in ready[device].items() if a.op != FORWARD or held[device] < most(device)]
             if able:
                 start = max(free[device], min(t for _, t in able))
-                # The action itself breaks ties of `order`, so that the result does not depend on a dict's order.
+                # The action itself breaks ties of `order`, so that the result does not depend on dict order.
                 next_of[device] = (start, device, *min((order(a), a) for a, t in able if t <= start))
-        # Of all devices the one that can start first acts, which keeps simulated time from running backwards.
+        # The device that can start first acts, so that simulated time never runs backwards.
         soonest = min((n for n in next_of if n is not None), key=lambda n: n[:2], default=None)
         if soonest is None:
-            raise ScheduleError("nothing can go on: let devices hold more microbatches at once")
+            raise ScheduleError("no device can go on: let devices hold more microbatches at once")
         start, device, _, a = soonest
         stale = {device}
         del ready[device][a]
         rows[device].append(a)
         free[device] = now = start + UNIT[a.op] * len(homes[a.stage])
-        # True counts as 1: a forward takes memory, and the action that ends a microbatch frees it.
+        # True counts as 1: a forward takes memory, and a microbatch's last action frees it.
         held[device] += (a.op == FORWARD) - (a.op in RELEASES)
         if a.op == FORWARD and a.stage < last:
             release(a.stage + 1, FORWARD, a.microbatch, now)

@@ -1,7 +1,7 @@
-"""The synchronous schedules: pure functions from numbers of devices, microbatches and stages a device to a schedule.
+"""The synchronous schedules: pure functions of devices, microbatches and stages a device.
 
-In a synchronous schedule the optimizer steps after the whole batch, so gradients are those of the unsplit model.
-Pictures in docstrings have one line for each device; see `action.py` for the words.
+In a synchronous schedule the optimizer steps after the whole batch, so the gradients equal the unsplit model's.
+Drawings in docstrings have one line for each device, and time runs to the right; see `action.py` for the words.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from fxsplit.schedule.schedule import Homes, Schedule
 def gpipe(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
     """Return GPipe (Huang et al. 2019): all forwards, then all backwards.
 
-    On 2 devices with 4 microbatches:
+        device 0: F0 F1 F2 F3                   B0--- B1--- B2--- B3---
+        device 1:    F0 F1 F2 F3          B0--- B1--- B2--- B3---
+        device 2:       F0 F1 F2 F3 B0--- B1--- B2--- B3---
+
+    As actions, on 2 devices with 4 microbatches:
 
         0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
         1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
 
     It is the simplest schedule, and holds the activations of all microbatches at once. Raises ScheduleError for more
-    than one stage on a device, as do all schedules that say so.
+    than one stage on a device.
     """
     _check_stages_per_device("GPipe", stages_per_device, 1)
     homes = line(n_devices)
@@ -34,12 +38,12 @@ def gpipe(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Sc
 def looped_bfs(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
     """Return breadth-first pipelining (Lamy-Poirier 2023): GPipe over several shorter stages on each device.
 
-    On 2 devices with 2 stages each and 4 microbatches (the forwards; backwards follow in the reverse order of stages):
+    On 2 devices with 2 stages each and 4 microbatches (the forwards; the backwards follow in reverse order of stages):
 
         0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 ...
         1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 ...
 
-    The last device starts after one short stage and not after a long one, so it idles less than under GPipe.
+    The last device starts after one short stage instead of a long one, so it idles less than under GPipe.
     """
     homes = deal_in_turn(n_devices, stages_per_device)
     return Schedule("LoopedBFS", n_microbatches, homes, run_forwards_first(homes, n_microbatches))
@@ -53,22 +57,23 @@ def inference(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -
         0F0 0F1 0F2 0F3
         1F0 1F1 1F2 1F3
 
-    A stage keeps nothing of a microbatch that it has handed on.
+    A stage keeps no part of a microbatch after sending its outputs. Raises ScheduleError for more than one stage on a
+    device.
     """
     _check_stages_per_device("Inference", stages_per_device, 1)
     return run_forwards(line(n_devices), n_microbatches)
 
 
 def run_forwards(homes: Homes, n_microbatches: int) -> Schedule:
-    """Return the schedule of forwards alone, in order of stages, wherever stages live."""
+    """Return the schedule of only forwards, in order of stages, for any homes."""
     both = Schedule("Inference", n_microbatches, homes, run_forwards_first(homes, n_microbatches), trains=False)
     return both.only(FORWARD)
 
 
 def run_forwards_first(homes: Homes, n_microbatches: int) -> Rows:
-    """Return all forwards in order of stages, then all backwards in the reverse order, wherever stages live.
+    """Return all forwards in order of stages, then all backwards in reverse order, for any homes.
 
-    Replicas of a stage take microbatches in turn: of two, the first has microbatches 0, 2, 4 and so on.
+    Replicas of a stage take microbatches in turn: the first of two has microbatches 0, 2, 4 and so on.
     """
     n_devices, stages = 1 + max(d for home in homes for d in home), range(len(homes))
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
@@ -81,25 +86,31 @@ def run_forwards_first(homes: Homes, n_microbatches: int) -> Rows:
 
 
 def one_f_one_b(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return 1F1B (PipeDream-flush, Narayanan et al. 2021; DAPPLE, Fan et al. 2021): one forward, one backward in turn.
+    """Return 1F1B (PipeDream-flush, Narayanan et al. 2021; DAPPLE, Fan et al. 2021): alternate forwards and backwards.
 
-    On 2 devices with 4 microbatches:
+                  warm-up   then one forward, one backward                  drain
+        device 0: F0 F1 F2             B0--- F3 B1---    B2---    B3---
+        device 1:    F0 F1       B0--- F2 B1--- F3 B2---    B3---
+        device 2:       F0 B0--- F1 B1--- F2 B2--- F3 B3---
+
+    As actions, on 2 devices with 4 microbatches:
 
         0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
         1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-    It idles as much as GPipe, and stage s holds the activations of n_devices - s microbatches at most.
+    It idles as much as GPipe, but stage s holds the activations of at most n_devices - s microbatches. Raises
+    ScheduleError for more than one stage on a device.
     """
     _check_stages_per_device("1F1B", stages_per_device, 1)
-    # Until the first gradient is back there is time for a forward for each stage behind this one.
+    # Before the first gradient returns, a stage has time for one forward for each stage after it.
     rows = [alternate_on(s, BACKWARD, [0] * n_microbatches, n_devices - s - 1) for s in range(n_devices)]
     return Schedule("1F1B", n_microbatches, line(n_devices), tuple(rows))
 
 
 def alternate_on(stage: int, backward: str, versions: Sequence[int], warm_up: int) -> tuple[Action, ...]:
-    """Return one stage's forwards and backwards in turn; `versions[m]` is the weight version of microbatch m.
+    """Return one stage's forwards and backwards in turn. `versions[m]` is the weight version of microbatch m.
 
-    `backward` is what a backward does, B or I.
+    `backward` is the operation of a backward, B or I.
     """
     forwards = [Action(stage, FORWARD, m, version=v) for m, v in enumerate(versions)]
     backwards = [Action(stage, backward, m, version=v) for m, v in enumerate(versions)]
@@ -107,14 +118,14 @@ def alternate_on(stage: int, backward: str, versions: Sequence[int], warm_up: in
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    `alternate([F0, F1, F2], [B0, B1, B2], 1)` is F0 F1 B0 F2 B1 B2. There are as many forwards as backwards.
+    `alternate([F0, F1, F2], [B0, B1, B2], 1)` is F0 F1 B0 F2 B1 B2. Both lists have the same length.
     """
     warm_up = min(warm_up, len(forwards))
     row = forwards[:warm_up]
     for i, backward in enumerate(backwards):
-        # A slice, since behind the last forward there is none left and it is empty.
+        # A slice, which is empty after the last forward.
         row += [*forwards[warm_up + i : warm_up + i + 1], backward]
     return tuple(row)
 
@@ -127,11 +138,11 @@ def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
         0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
         1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
-    Microbatches go in rounds, and a round passes one stage of a device before the next. It idles less than 1F1B and
-    holds more. A round has at least n_devices microbatches, and all rounds have equally many: raises ScheduleError for
-    numbers of microbatches that do not divide so.
+    Microbatches form rounds. A whole round passes a device's first stage, then its second, and so on. It idles less
+    than 1F1B and holds more activations. All rounds have the same number of microbatches, at least n_devices: raises
+    ScheduleError if n_microbatches cannot be divided like this.
     """
-    # With fewer microbatches than devices in a round, a device would wait for the round to come about.
+    # With fewer microbatches in a round than devices, a device would wait for the round to come back.
     rounds = max(1, n_microbatches // n_devices)
     if n_microbatches % rounds:
         raise ScheduleError(
@@ -143,64 +154,70 @@ def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
     chunks = range(stages_per_device)
     rows = []
     for d in range(n_devices):
-        # The order of a device's forwards: a round's microbatches pass its first stage, then its second, and so on.
+        # The order of a device's forwards: the microbatches of a round pass its first stage, then its second, and so
+        # on.
         turns = [(c, m) for r in range(rounds) for c in chunks for m in range(r * size, (r + 1) * size)]
         forwards = [Action(c * n_devices + d, FORWARD, m) for c, m in turns]
         backwards = [Action((stages_per_device - 1 - c) * n_devices + d, BACKWARD, m) for c, m in turns]
-        # With one stage a device a round has nothing to interleave, and this is 1F1B.
+        # With one stage a device there is nothing to interleave: this is 1F1B.
         warm_up = n_devices - d - 1
         if stages_per_device > 1:
-            # Torch's and Megatron's warm-up: a round through all chunks but the last, and two for each device behind.
+            # The warm-up of torch and Megatron: a round through all chunks except the last, and two for each later
+            # device.
             warm_up = 2 * warm_up + (stages_per_device - 1) * size
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("Interleaved1F1B", n_microbatches, deal_in_turn(n_devices, stages_per_device), tuple(rows))
 
 
 def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return ZB-H1 (Qi et al. 2023): 1F1B whose backwards are divided, so that weight gradients fill idle time.
+    """Return ZB-H1 (Qi et al. 2023): 1F1B with split backwards, whose weight gradients fill idle time.
 
-    On 2 devices with 4 microbatches:
+        device 0: F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+        device 1:    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        device 2:       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    As actions, on 2 devices with 4 microbatches:
 
         0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
         1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
 
-    Only input gradients (I) are waited for. On stage s a weight gradient (W) is kept back until s more input gradients
-    are done. Later stages have fewer forwards under way, so they have the memory for that: every device holds as many
-    microbatches as the first device does under 1F1B.
+    Other stages wait only for input gradients (I). Stage s delays a weight gradient (W) until s more input gradients
+    are done. Later stages have fewer forwards in flight, so they have memory for the delay: every device holds as many
+    microbatches as the first device under 1F1B. Raises ScheduleError for more than one stage on a device.
     """
     _check_stages_per_device("ZB-H1", stages_per_device, 1)
     rows = []
     for stage in range(n_devices):
-        # Without the weight gradients the order is that of 1F1B.
+        # Without the weight gradients, this is the order of 1F1B.
         row: list[Action] = []
         for action in alternate_on(stage, INPUT_GRADIENT, [0] * n_microbatches, n_devices - stage - 1):
             row.append(action)
             if action.op == INPUT_GRADIENT and action.microbatch >= stage:
                 row.append(Action(stage, WEIGHT_GRADIENT, action.microbatch - stage))
-        # The last `stage` weight gradients found no later input gradient to stand behind.
+        # The last `stage` weight gradients have no later input gradient to follow.
         late = range(max(0, n_microbatches - stage), n_microbatches)
         rows.append((*row, *(Action(stage, WEIGHT_GRADIENT, m) for m in late)))
     return Schedule("ZB-H1", n_microbatches, line(n_devices), tuple(rows))
 
 
 def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
-    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, down the line and back, and late weight gradients.
+    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, down the line and back, with delayed weight
+    gradients.
 
-    On 2 devices with 2 microbatches (device 0 has stages 0 and 3):
+        device 0: 0F0 0F1     3F0 3I0 3F1 3I1 0I0 3W0 0I1 0W0 3W1 0W1      device 0 has stages 0 and 3
+        device 1:     1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1      device 1 has stages 1 and 2
 
-        0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 0W0 3W1 0W1
-        1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
-
-    Device 0 has the last stage too, so a microbatch's first backward starts where its loss is, and its last one ends
-    there. Every device has at most 2 n_devices forwards of its stages, each half as long as under 1F1B, under way: as
-    much memory as the first device takes under 1F1B.
+    Device 0 also has the last stage, so a microbatch's backward begins and ends there. Every device has at most 2
+    n_devices forwards in flight, each half as long as under 1F1B: as much memory as the first device under 1F1B. Raises
+    ScheduleError unless a device has two stages.
     """
     _check_stages_per_device("ZBVZeroBubble", stages_per_device, 2)
     homes = go_there_and_back(n_devices)
     rows = list_schedule(
         homes,
         n_microbatches,
-        # What others wait for comes before weight gradients; then the oldest microbatch, nearest to its end.
+        # Input gradients and forwards, for which other devices wait, come first; then the oldest microbatch, nearest to
+        # its end.
         order=lambda a: (a.op == WEIGHT_GRADIENT, a.microbatch, -a.stage, a.op),
         most=lambda device: 2 * n_devices,
         split=True,
@@ -211,13 +228,17 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Sche
 def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
     """Return Chimera (Li and Hoefler 2021): two pipelines in opposite directions, each with half of the microbatches.
 
-    On 2 devices with 2 microbatches (`r1` is the second replica of a stage, which is part of the pipeline upwards):
+        device 0: F0 F1 B1--- B0---      microbatch 0 goes from device 0 to 1,
+        device 1: F1 F0 B0--- B1---      microbatch 1 from device 1 to 0
+
+    As actions (`r1` is the second replica of a stage, in the opposite pipeline):
 
         0F0 1F1r1 1B1r1 0B0 0REDUCE 1REDUCEr1
         0F1r1 1F0 1B0 0B1r1 0REDUCEr1 1REDUCE
 
-    Every device has replicas of two stages, whose gradients are summed at the end. Each pipeline fills the idle time of
-    the other. Raises ScheduleError for an odd number of devices or microbatches.
+    Every device has replicas of two stages, and their gradients are reduced at the end. Each pipeline fills the idle
+    time of the other. Raises ScheduleError for an odd number of devices or microbatches, or more than one stage on a
+    device.
     """
     _check_stages_per_device("Chimera", stages_per_device, 1)
     if n_devices % 2 or n_microbatches % 2:
@@ -227,8 +248,8 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
     homes = cross_both_ways(n_devices)
 
     def order(a: Action) -> tuple[int, bool, int]:
-        # With one microbatch a device or fewer, backwards come before forwards. With more, what is nearer to the end
-        # of its way comes first, so that the next microbatches fill the gaps that the first ones leave.
+        # With at most one microbatch a device, backwards come before forwards. With more, prefer the action nearest to
+        # the end of its path, so that new microbatches fill the gaps of earlier ones.
         to_go = 0
         if n_microbatches > n_devices:
             to_go = a.microbatch - a.stage if a.op == FORWARD else a.microbatch + 2 * a.stage
@@ -239,7 +260,7 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
 
 
 def check_takes_replicas(name: str) -> None:
-    """Raise ScheduleError for a schedule that runs no stages with several devices."""
+    """Raise ScheduleError if a schedule cannot run replicated stages."""
     if name not in REPLICABLE:
         raise ScheduleError(
             f"{name}: the plan gives a stage several devices, which run under {', '.join(REPLICABLE)}: choose one of "
@@ -248,14 +269,14 @@ def check_takes_replicas(name: str) -> None:
 
 
 def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequence[int]) -> Schedule:
-    """Return GPipe, 1F1B or ZB-H1 over stages of which some have several devices, called their replicas.
+    """Return GPipe, 1F1B or ZB-H1 over stages with replicas (several devices).
 
-    Replicas take microbatches in turn, and sum their gradients at the end. `most[s]` is how many microbatches a replica
-    of stage s may hold at once; `count_in_flight(homes)` keeps every device busy under 1F1B. GPipe holds all of them.
-    Raises ScheduleError for another name.
+    Replicas take microbatches in turn, and reduce their gradients at the end. `most[s]` limits the microbatches that a
+    replica of stage s holds at once: `count_in_flight(homes)` keeps every device busy under 1F1B; GPipe ignores it.
+    Raises ScheduleError for other schedules.
     """
     check_takes_replicas(name)
-    # A plan gives each device one stage, so a device's limit is that of its stage.
+    # A plan gives each device one stage, so the limit of a device is the limit of its stage.
     stage_on = {device: stage for stage, home in enumerate(homes) for device in home}
     if name == "GPipe":
         rows = run_forwards_first(homes, n_microbatches)
@@ -263,7 +284,7 @@ def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequen
         rows = list_schedule(
             homes,
             n_microbatches,
-            # Backwards before forwards, as in 1F1B; weight gradients only where nothing else can start.
+            # Backwards before forwards, as in 1F1B. Weight gradients only if no other action can start.
             order=lambda a: (a.op == WEIGHT_GRADIENT, a.op == FORWARD, a.microbatch),
             most=lambda device: most[stage_on[device]],
             split=name == "ZB-H1",
@@ -272,13 +293,13 @@ def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequen
 
 
 REPLICABLE = ("GPipe", "1F1B", "ZB-H1")
-"""The schedules that stages with several devices can run under."""
+"""The schedules that can run replicated stages."""
 
 
 def count_in_flight(homes: Homes) -> list[int]:
-    """Return how many microbatches a replica of each stage holds under 1F1B, for every device to be busy.
+    """Return the number of microbatches that a replica of each stage holds under 1F1B to keep every device busy.
 
-    One microbatch for each device from that stage on, divided among the stage's replicas and rounded up: [3, 1] for
+    It is one microbatch for each device from that stage on, divided by the stage's replicas and rounded up: [3, 1] for
     ((0,), (1, 2)).
     """
     counts = [len(home) for home in homes]
@@ -287,8 +308,8 @@ def count_in_flight(homes: Homes) -> list[int]:
 
 
 def _append_sums(rows: Rows, homes: Homes) -> Rows:
-    """Return the rows with a sum of gradients at the end for each replica of a stage that has several."""
-    # At the end, where all gradients of a stage exist: an earlier sum would stop the device until its mates are there.
+    """Append a reduction for each replica of a replicated stage."""
+    # At the end, when all gradients exist: an earlier reduction would block the device until the other replicas arrive.
     own: list[list[Action]] = [[] for _ in rows]
     for stage, home in enumerate(homes):
         for replica, device in enumerate(home):
@@ -297,7 +318,7 @@ def _append_sums(rows: Rows, homes: Homes) -> Rows:
 
 
 def _check_stages_per_device(name: str, stages_per_device: int, count: int) -> None:
-    """Raise ScheduleError unless a device has as many stages as the schedule is made for."""
+    """Raise ScheduleError unless a device has the number of stages that the schedule is made for."""
     if stages_per_device != count:
         others = "Interleaved1F1B or LoopedBFS take any number"
         raise ScheduleError(f"{name}: {stages_per_device} stages a device; it is made for {count}: {others}")

@@ -1,1 +1,1 @@
-"""How long a schedule takes, from how long each action takes, and what devices hold meanwhile."""
+"""Simulate a schedule: from the time of each action to the time of the step and the memory over it."""

@@ -1,4 +1,4 @@
-"""Memory: how many bytes each device holds at every moment of a simulated step."""
+"""Memory: the bytes that each device holds over a simulated step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fxsplit.schedule.outstanding import list_outstanding
 from fxsplit.schedule.simulation.simulate import Simulation
 
 Course = tuple[tuple[float, float], ...]
-"""What one device holds over a step, as pairs (from when, in ms; bytes), in order of time."""
+"""The memory of one device over a step: pairs (begin in ms, bytes), in order of time."""
 
 
 @dataclass(frozen=True)
 class Footprint(MicrobatchMemory):
-    """What one stage holds, in bytes: of each microbatch, and besides
+    """The memory of one stage, in bytes: for each microbatch, and
 
-    - `held_bytes`: always held: weights, their gradients, the optimizer's state, buffers.
-    - `parameter_bytes`: one more version of the weights.
-    - `step_bytes`: what the optimizer allocates while it steps between microbatches.
+    - `held_bytes`: constant: weights, their gradients, optimizer state, buffers
+    - `parameter_bytes`: one more version of the weights
+    - `step_bytes`: allocated by the optimizer in a step between microbatches
     """
 
     held_bytes: float
@@ -30,9 +30,9 @@ class Footprint(MicrobatchMemory):
 
 
 def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Course, ...]:
-    """Return what every device holds over the step; `footprints` are the stages'.
+    """Return the memory of every device over the step. `footprints` has one entry for each stage.
 
-    What a device has sent counts until it is sure that the other device has taken it, whatever actions take.
+    A sent message counts until its receiver has certainly taken it, whatever the times of the actions.
     """
     schedule = simulation.schedule
     courses = []
@@ -42,7 +42,7 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
         def count(held: dict[int, Moment], always: float = always) -> float:
             return always + sum(count_moving(footprints[stage], moment) for stage, moment in held.items())
 
-        # Before the first action there is what is there before every step.
+        # Before the first action only the constant memory is in use.
         course = [(0.0, always)]
         for turn, (begin, end) in zip(follow_device(schedule, device, outstanding), spans, strict=True):
             if turn.action.op in DURING:

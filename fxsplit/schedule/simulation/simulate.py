@@ -1,15 +1,19 @@
-"""Simulate: when every action starts and ends, from how long each takes.
+"""Simulate: the start and end of every action, given the time of each. Nothing is random or measured.
 
-Each device does its actions in their order, each as soon as what it needs is there. Nothing is drawn or measured.
+Each device runs its actions in order, each as soon as its inputs have arrived.
 
-A *link* leads from one device to another one, and carries one message at a time: the value of a forward, or the
-gradient of a backward. Messages leave in the order in which they were made, and one that is ready while another is on
-its way waits for it. The way back is a link of its own, so values and gradients do not hold each other up there. Where
-a device has several stages, all that it sends to one other device takes the same link.
+    device 0:  | 0F0 | 0F1 | 0F2 |
+    link 0>1:        |=0F0=|=0F1=|=0F2=|        one message at a time
+    device 1:              | 1F0 |  1B0  | ...
 
-The host of an accelerator launches the actions in the same order, and need not wait for the accelerator: it only waits
-until what an action needs has been launched too. An action begins on the device when its launch has begun, at the
-earliest, and ends when its launch has ended, at the earliest. On a CPU launches take no time, and change nothing.
+A *link* leads from one device to another, and carries one message at a time: a forward's value or a backward's
+gradient. Messages leave in the order in which they are made; a message that is ready while the link is busy waits. The
+opposite direction is a separate link, so values and gradients do not delay each other. If a device has several stages,
+all its messages to one other device share a link.
+
+The host of an accelerator launches the actions in the same order, and runs ahead of the accelerator. It waits only
+until the inputs of an action have been launched. On the device, an action begins after its launch has begun, and ends
+after its launch has ended. On a CPU, launches take no time and have no effect.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from fxsplit.schedule.verify import refuse_deadlock
 
 @dataclass(frozen=True)
 class Times:
-    """How long each action takes, in milliseconds for one microbatch; every list has one entry for each stage.
+    """The time of each action, in ms for one microbatch. Every list has one entry for each stage.
 
-    Of a full backward, `backward_ms`, the weights' gradients take `weight_ms` (half of it if none is given), and the
-    inputs' gradients the rest. `forward_hop_ms[s]` is how long a value takes the link from stage s - 1 to stage s, and
-    `backward_hop_ms[s]` its gradient the link back; both count only where the stages are on different devices.
-    `reduce_ms` is a sum over replicas, `step_ms` a step of the optimizer; both take nothing where they are not given.
-    `forward_launch_ms` and `backward_launch_ms` are how long the host of a stage launches; nothing where not given.
+    - `backward_ms` is a full backward; its weight gradients take `weight_ms` of it (default: half), its input gradients
+      the
+      rest
+    - `forward_hop_ms[s]` is the time of a value on the link from stage s - 1 to stage s, and `backward_hop_ms[s]` the
+      time
+      of its gradient on the link back; both apply only between different devices
+    - `reduce_ms` is a sum over replicas, `step_ms` an optimizer step; 0 by default
+    - `forward_launch_ms` and `backward_launch_ms` are the launch times on the stage's host; 0 by default
     """
 
     forward_ms: Sequence[float]
@@ -48,11 +55,11 @@ class Times:
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
-        """Return F = I = W = 1 and B = 2 ms for each of `n_stages` stages, with transfers that take no time."""
+        """Return F = I = W = 1 and B = 2 ms for each of `n_stages` stages, and transfers without time."""
         return cls([1.0] * n_stages, [2.0] * n_stages)
 
     def of(self, action: Action) -> float:
-        """Return how long a device is busy with an action, in milliseconds: not at all with sends and receives."""
+        """Return how long an action keeps its device busy, in ms; 0 for sends and receives."""
         stage = action.stage
         if action.op == FORWARD:
             return self.forward_ms[stage]
@@ -60,30 +67,30 @@ class Times:
             whole = self.backward_ms[stage]
             late = self.weight_ms[stage] if self.weight_ms else whole / 2
             return {BACKWARD: whole, INPUT_GRADIENT: whole - late, WEIGHT_GRADIENT: late}[action.op]
-        # Sums and steps are left out of most plans, and transfers are paid for by those who wait for them.
+        # Most plans omit times for reductions and steps. The receiver of a transfer waits for it.
         extra = {REDUCE: self.reduce_ms, STEP: self.step_ms}.get(action.op, ())
         return extra[stage] if extra else 0.0
 
     def launch(self, action: Action) -> float:
-        """Return how long a host is busy with launching an action, in milliseconds."""
+        """Return how long the launch of an action keeps the host busy, in ms."""
         stage = action.stage
         if action.op == FORWARD:
             return self.forward_launch_ms[stage] if self.forward_launch_ms else 0.0
         if action.op not in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) or not self.backward_launch_ms:
             return 0.0
-        # Launches of the two halves of a backward are in proportion to what the halves take.
+        # Divide the launches of a split backward in proportion to the times of its halves.
         whole = self.backward_ms[stage]
         share = self.of(action) / whole if whole else 0.5
         return self.backward_launch_ms[stage] * (1.0 if action.op == BACKWARD else share)
 
     def hop(self, message: Message) -> float:
-        """Return how long a message keeps its link busy, in milliseconds."""
+        """Return how long a message occupies its link, in ms."""
         hops = self.forward_hop_ms if message.made.op in (FORWARD, SEND_F) else self.backward_hop_ms
         return hops[message.boundary] if hops else 0.0
 
 
 class Trip(NamedTuple):
-    """A message on its link, from when to when, in milliseconds from the start of the step."""
+    """A message on its link; times in ms from the start of the step."""
 
     message: Message
     begin_ms: float
@@ -92,10 +99,10 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When each action starts and ends: `spans[d][i]` is (begin, end) of the i-th action of device d.
+    """The start and end of each action: `spans[d][i]` is (begin, end) of the i-th action of device d.
 
-    Times are in milliseconds from the start of the step. `trips` are the messages of each link, a pair of devices, in
-    the order in which they left.
+    Times are in ms from the start of the step. `trips` are the messages of each link (source, destination), in the
+    order of departure.
     """
 
     schedule: Schedule
@@ -104,43 +111,43 @@ class Simulation:
 
     @property
     def step_ms(self) -> float:
-        """The time of the whole step, in milliseconds."""
+        """The time of the whole step, in ms."""
         return max((end for row in self.spans for _, end in row), default=0.0)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the step that each device is idle, from 0 to 1."""
+        """The idle share of each device over the step, from 0 to 1."""
         whole = self.step_ms
         busy = [sum(end - begin for begin, end in row) for row in self.spans]
         return tuple(1.0 - b / whole if whole else 0.0 for b in busy)
 
     @property
     def bubble(self) -> float:
-        """The share of the step that devices are idle, as a mean over devices."""
+        """The idle share of the step, averaged over devices."""
         return sum(self.bubbles) / max(1, len(self.bubbles))
 
     @property
     def busy_links(self) -> dict[tuple[int, int], float]:
-        """The share of the step that each link carries something, from 0 to 1; only links that take time."""
+        """The busy share of each link over the step, from 0 to 1, without links that take no time."""
         busy = {link: sum(trip.end_ms - trip.begin_ms for trip in trips) for link, trips in sorted(self.trips.items())}
         return {link: ms / self.step_ms for link, ms in busy.items() if ms > 0}
 
 
 def simulate(schedule: Schedule, times: Times) -> Simulation:
-    """Return when every action of `schedule` starts and ends.
+    """Simulate `schedule` and return the start and end of every action.
 
-    Raises ScheduleError where `times` are for another number of stages, and where devices wait for each other for ever
-    (a deadlock), naming the first device and action that cannot go on.
+    Raises ScheduleError if `times` has a different number of stages, or for a deadlock, with the first device and
+    action that cannot go on.
     """
-    # A list of another plan would be read without an error where it is too long.
+    # Without this check a list of another plan that is too long would be used silently.
     for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms"):
         count = len(getattr(times, what))
         if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
             raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
-    # When what each action makes is there: where it was made, and, if it crosses, where it is needed.
+    # The time at which each result is available: on its own device, and at its receiver.
     ends: dict[Action, float] = {}
     arrivals: dict[Action, float] = {}
-    # When the host of each action has launched it.
+    # The time at which the host has launched each action.
     launched: dict[Action, float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
     trips: dict[tuple[int, int], list[Trip]] = {}
@@ -149,7 +156,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     while moved:
         moved = False
         for device, row in enumerate(schedule.actions):
-            # A device goes on until it waits for another one. What it waits for may be simulated later in this turn.
+            # Advance a device until it waits for another, which may be simulated later in this round.
             while len(spans[device]) < len(row):
                 action = row[len(spans[device])]
                 needs = find_needs(schedule, action)
@@ -165,12 +172,12 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
                 ends[done], launched[done] = free[device], host_free[device]
                 message = find_message(schedule, action)
                 if message is not None:
-                    # Only its own source sends over a link, so messages come here in the order in which they leave.
+                    # Only one device sends over a link, so its messages are added in the order of departure.
                     trip = _take_link(trips, message, free[device], times.hop(message))
                     arrivals[done] = trip.end_ms
                 moved = True
     if any(len(found) < len(row) for found, row in zip(spans, schedule.actions, strict=True)):
-        # Simulated order does not tell who waits for whom in the circle; the verifier's search does.
+        # The rounds do not show which devices wait for each other; refuse_deadlock does.
         refuse_deadlock(schedule)
     return Simulation(
         schedule, tuple(tuple(row) for row in spans), {link: tuple(found) for link, found in trips.items()}
@@ -178,7 +185,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 
 
 def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Message, ready_ms: float, hop_ms: float) -> Trip:
-    """Note and return when a message that is ready at `ready_ms` is on its link: behind all that left before it."""
+    """Put a message that is ready at `ready_ms` on its link after all earlier messages, and return its trip."""
     earlier = trips.setdefault((message.source, message.destination), [])
     begin_ms = max(ready_ms, earlier[-1].end_ms) if earlier else ready_ms
     earlier.append(Trip(message, begin_ms, begin_ms + hop_ms))

@@ -1,6 +1,6 @@
-"""Timeline: what every device did when, predicted by a simulation or measured in a run.
+"""Timeline: the actions of every device over time, simulated or measured.
 
-Reports draw it: in the terminal, as a picture, and as a file for Perfetto.
+Reports draw it in the terminal, as a picture, and as a file for Perfetto.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxsplit.system.shown import Parts, Shown, Table
 
 
 class Span(NamedTuple):
-    """One action, from when to when, in milliseconds from the start of the step."""
+    """One action; times in ms from the start of the step."""
 
     action: Action
     begin_ms: float
@@ -27,8 +27,8 @@ class Span(NamedTuple):
 class Timeline(Shown):
     """The spans of each device, in order of time.
 
-    `memory` is what each device held, and `places` what part of the model it has, where that is known. `links` are
-    names of links with their messages, which are written as the actions that send them; a measured timeline has none.
+    `memory` is the memory of each device over time, and `places` the part of the model on it, if known. `links` are
+    names of links with their messages; each message is written as its send action. A measured timeline has no links.
     """
 
     title: str
@@ -46,10 +46,10 @@ class Timeline(Shown):
         memory: tuple[Course, ...] = (),
         places: tuple[str, ...] = (),
     ) -> Timeline:
-        """Return the timeline of a simulation; `devices` are names for it (default: device 0, device 1, ...).
+        """Return the timeline of a simulation. `devices` are display names (default: device 0, device 1, ...).
 
-        Transfers, sums and optimizer steps that take no time are left out, and so are links that nothing takes time on.
-        Computing is kept even where it takes none.
+        Transfers, reductions and optimizer steps without time are omitted, and so are links without busy time. Compute
+        actions stay even if they take no time.
         """
         schedule = simulation.schedule
         names = devices or tuple(f"device {d}" for d in range(schedule.n_devices))
@@ -65,16 +65,16 @@ class Timeline(Shown):
         return cls(schedule.name, names, spans, memory, links, places)
 
     def summarise(self) -> str:
-        """Return which schedule this is of, how long it takes, and on how many devices."""
+        """Return the title, the length in ms and the number of devices."""
         return f"{self.title}, {self.length_ms:.3f} ms on {len(self.devices)} devices"
 
     def show(self) -> Parts:
-        """Return a table of how busy each device is, and what it holds at most where that is known."""
+        """Yield a table with each device's busy time, idle share and peak memory, if known."""
         rows = []
         for number, (name, spans) in enumerate(zip(self.devices, self.spans, strict=True)):
             busy = sum(span.end_ms - span.begin_ms for span in spans if span.action.op in COMPUTES)
             idle = 1.0 - busy / self.length_ms if self.length_ms else 0.0
-            # A timeline may know the memory of some devices only.
+            # Some timelines have the memory of only some devices.
             peaks = [format_bytes(find_peak(course)) for course in self.memory[number : number + 1]] or ["-"]
             more = [*peaks * bool(self.memory), *self.places[number : number + 1]]
             rows.append((name, len(spans), f"{busy:.3f}", f"{100 * idle:.1f} %", *more))
@@ -84,25 +84,25 @@ class Timeline(Shown):
 
     @property
     def rows(self) -> list[tuple[str, tuple[Span, ...]]]:
-        """What reports draw a row for: each device with its spans, and behind them each link with its messages."""
+        """The rows of a drawing: each device with its spans, then each link with its messages."""
         return [*zip(self.devices, self.spans, strict=True), *self.links]
 
     @property
     def labels(self) -> list[str]:
-        """What stands at each row: the device's name, with its part of the model in a second line, or the link's."""
+        """The label of each row: a device's name, with its part of the model on a second line, or a link's name."""
         places = [f"\n{place}" for place in self.places] or [""] * len(self.devices)
         devices = [name + place for name, place in zip(self.devices, places, strict=True)]
         return [*devices, *(name for name, _ in self.links)]
 
     @property
     def length_ms(self) -> float:
-        """When the last action ends."""
-        # A device does one action after another, so its last span ends last.
+        """The end of the last action, in ms."""
+        # Actions of a device do not overlap, so its last span ends last.
         return max((row[-1].end_ms for row in self.spans if row), default=0.0)
 
 
 def _draw_trip(trip: Trip) -> Span:
-    """Return a message as the action that sends it, for the time that it is on its link."""
+    """Return a message as its send action, for its time on the link."""
     made = trip.message.made
     op = SEND_F if made.op in (FORWARD, SEND_F) else SEND_B
     return Span(made._replace(op=op), trip.begin_ms, trip.end_ms)

@@ -36,7 +36,7 @@ def test_a_device_holds_no_more_than_it_may() -> None:
     assert text(rows) == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
     schedule = Schedule("own", 4, line(2), rows)
     assert schedule.peak_in_flight() == (2, 1)
-    with pytest.raises(ScheduleError, match="nothing can go on"):
+    with pytest.raises(ScheduleError, match="no device can go on"):
         list_schedule(line(2), 4, lambda a: a, lambda device: device)
 
 
