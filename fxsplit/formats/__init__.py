@@ -1,6 +1,6 @@
-"""Files, read and written: profiles of fxsplit and of other tools, machines, plans, weights.
+"""Read and write files: profiles of fxsplit and other tools, machines, plans, weights.
 
-A file is data: nothing in it is ever run.
+A file is data: fxsplit never runs code from a file.
 """
 
 from fxsplit.formats.profiles.foreign import Profile

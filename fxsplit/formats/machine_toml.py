@@ -1,18 +1,18 @@
-"""A machine in TOML: devices with memory and speed, and the links that join them. Five devices, for example:
+"""A machine in TOML: devices with memory and speed, and the links between them. Example with five devices:
 
-bytes_per_s = 1.25e9            # between one entry's devices and the next one's; unlimited where it is left out
+bytes_per_s = 1.25e9            # between the devices of one entry and of the next; default: unlimited
 
 [[devices]]
 name = "node0"
 count = 4                       # called node0.0 .. node0.3
 memory_bytes = "80GB"           # or 80e9
-speed = 1.0                     # relative to the hardware that was profiled
-link_bytes_per_s = "300GB/s"    # between neighbours of this entry
-bytes_per_s = 25e9              # each device's own link, where that is slower
+speed = 1.0                     # relative to the profiled hardware
+link_bytes_per_s = "300GB/s"    # between neighbours within this entry
+bytes_per_s = 25e9              # each device's own link, if it is slower
 
 [[devices]]
 name = "host"
-host = true                     # takes the times that the profile states for hosts
+host = true                     # uses the host times of the profile
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
-    """Return the machine in a file; raises InputError, naming file, place and value, for a file that holds none.
+    """Return the machine in a file. Raises InputError, with file, place and value, for an invalid file.
 
-    Devices stand in the order of the file, which is the order in which a pipeline passes them.
+    The order of devices in the file is the order of stages in a pipeline.
     """
     name = str(path)
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    # ValueError is a file that is no TOML or no text, or a path that cannot be one.
+    # ValueError: the file is not TOML or not text, or the path is invalid.
     except (OSError, ValueError, RecursionError) as error:
         what = explain_unreadable(error)
         raise InputError(f"cannot read a machine from {name!r}: {what}; give [[devices]] tables in TOML") from error
     entries = data.get("devices")
-    # A key that is not known is refused: a misspelt one would be left out without a word.
+    # Refuse unknown keys: a misspelt key would be ignored silently.
     odd = sorted(data.keys() - {"devices", "bytes_per_s"})
     if odd or not isinstance(entries, list) or not entries:
         what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
@@ -58,7 +58,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
         if odd:
             raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}{suggest(odd[0], KEYS)}")
-        count = entry.get("count", 1)  # `type` below, since true would pass for the number 1
+        count = entry.get("count", 1)  # compare the type, since isinstance(True, int) holds
         if type(count) is not int or count < 1:
             raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")
         if len(devices) + count > MAX_DEVICES:
@@ -69,7 +69,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         if not isinstance(host, bool):
             raise InputError(f"{where} has host={show(host)}: give true or false")
         for k in range(count):
-            # A link joins a device with the one before it, in this entry or at the end of the last one.
+            # A link joins a device to the device before it, in this entry or the previous one.
             if devices:
                 links.append(_number(entry, "link_bytes_per_s", inf, where) if k else between)
             devices.append(
@@ -85,7 +85,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 
 def _number(table: Any, key: str, default: float, where: str) -> float:
-    """Return a positive number of a table, or the default where the table leaves it out."""
+    """Return a positive number from a table, or the default if the key is absent."""
     value = table.get(key, default)
     if isinstance(value, str) and "bytes" in key:
         try:

@@ -1,4 +1,4 @@
-"""Plans as JSON: what `fxsplit plan --json` prints, and what `fxsplit simulate --plan` reads.
+"""Plans as JSON: the output of `fxsplit plan --json` and the input of `fxsplit simulate --plan`.
 
 {"objective": 9.02, "lower_bound": 9.02, "gap": 0.0, "optimal": true, "cost_model": "forwarded",
  "stages": [{"nodes": ["n0"], "devices": ["device0"], "load": 3.0, "forward_ms": 1.0, ...}, ...], ...}
@@ -23,10 +23,10 @@ from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.system.files import explain_unreadable, write_whole
 
-# All numbers of a stage: a figure that StagePlan gains is written and read without a change here.
+# All numbers of a stage: a new figure of StagePlan is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
 
-# Those that files of earlier versions do not have.
+# Figures that files of earlier versions lack.
 _LATER = [
     "forward_launch_ms",
     "backward_launch_ms",
@@ -37,18 +37,18 @@ _LATER = [
 _LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes", "step_bytes"]
 _HELD = [f.name for f in fields(MicrobatchMemory)]
 _SENT = {"in_sent_bytes": "in_bytes", "in_sent_gradient_bytes": "in_gradient_bytes"}
-"""What is sent where it is not said: values as they are."""
+"""If a file does not state the sent bytes: values are sent uncompressed."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return a plan as an object of JSON: the objective, its bound and the stages first, then all else.
+    """Return a plan as a JSON object: objective, bound and stages first.
 
-    The objective is the load of the slowest stage, in milliseconds for a microbatch.
+    The objective is the load of the slowest stage, in ms for a microbatch.
     """
     return {
         "objective": plan.bottleneck_ms,
         "lower_bound": plan.lower_bound_ms,
-        # JSON has no infinity, which the gap is where nothing bounds the objective.
+        # JSON has no infinity, the gap of a plan without a bound.
         "gap": plan.gap if isfinite(plan.gap) else None,
         "optimal": plan.optimal,
         "proof": plan.proof,
@@ -83,12 +83,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON; raises FileError, and then changes no file."""
+    """Write a plan as JSON. Raises FileError if that fails; an existing file is then unchanged."""
     write_whole(path, json.dumps(plan_to_dict(plan), indent=1) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Return the plan in a file; raises PlanError, naming the file and what is wrong, for a file that holds none."""
+    """Return the plan in a file. Raises PlanError, with file and reason, for a file without a plan."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -99,13 +99,13 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parse_plan(data: Any, name: str) -> Plan:
-    """Return the plan in an object of JSON; raises PlanError for another one. `name` says where it comes from."""
-    # Any JSON file comes here, so the two keys that every plan has tell whether it is one.
+    """Return the plan in a JSON object from the file `name`. Raises PlanError for any other object."""
+    # Any JSON file may come here. The two keys that every plan has identify a plan.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     try:
         names = [str(d) for d in as_list(data["device_names"])]
-        # Who sends straight to the readers holds no values at boundaries.
+        # Under `direct`, stages hold no values at their boundaries.
         held = data["cost_model"] != "direct"
         stages = tuple(_read_stage(i, stage, names, held=held) for i, stage in enumerate(as_list(data["stages"])))
         if not stages:
@@ -115,7 +115,7 @@ def parse_plan(data: Any, name: str) -> Plan:
         _refuse_twice("node", [node for stage in stages for node in stage.nodes])
         if data["cost_model"] not in COST_MODELS:
             raise PlanError(f"cost_model is {show(data['cost_model'])}, and not one of {', '.join(COST_MODELS)}")
-        # Files of earlier versions say "optimal" alone.
+        # Files of earlier versions have only "optimal".
         proof = data.get("proof", "search" if data["optimal"] else "bound")
         if proof not in ("search", "bound", None):
             raise PlanError(f"proof is {show(proof)}, and neither 'search' nor 'bound' nor null")
@@ -131,7 +131,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             model=CostModel(
                 data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
             ),
-            # Files of earlier versions, and plans of other tools' profiles, do not have it.
+            # Missing in files of earlier versions, and in plans from profiles of other tools.
             spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
             measured_on=str(data.get("measured_on", "")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
@@ -146,9 +146,9 @@ def parse_plan(data: Any, name: str) -> Plan:
 
 
 def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: bool) -> StagePlan:
-    """Return one stage; raises PlanError for a device or number that cannot be.
+    """Return one stage. Raises PlanError for an invalid device or number.
 
-    held: whether the stages of the plan's model hold values at their boundaries.
+    held: whether stages of the plan's cost model hold values at their boundaries.
     """
     if not as_list(data["devices"]):
         raise PlanError(f"stage {index} has no device")
@@ -156,12 +156,12 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
         if device not in names:
             raise PlanError(f"stage {index} is on {show(device)}, which is none of its devices")
     backward = _number(data["backward_ms"], f"backward_ms of stage {index}")
-    # Files of earlier versions do not say what of a backward is for weights: half of it, as simulations assume. They
-    # know of no launches and of no working memory either.
+    # Files of earlier versions lack weight_ms: assume half of the backward, as simulations do. They also lack launches
+    # and working memory.
     data = {"weight_ms": backward / 2, **dict.fromkeys(_LATER, 0.0), **data}
     data |= {name: data[own] for name, own in _SENT.items() if name not in data}
     data.setdefault("boundary_bytes", held * (data["in_bytes"] + data["out_bytes"]))
-    # Nor do they know what is held in each action.
+    # They also lack the memory during each action.
     known = "resting_bytes" in data
     if known and "first_bytes" not in data:
         data["first_bytes"] = data["whole_bytes"] + data["parameter_bytes"]
@@ -172,7 +172,7 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
         nodes=tuple(str(n) for n in as_list(data["nodes"])),
         devices=tuple(names.index(d) for d in data["devices"]),
         recompute=_truth(data["recompute"], f"recompute of stage {index}"),
-        # Files of earlier versions do not say where in the model stages are.
+        # Files of earlier versions lack the stages' places in the model.
         begins_at=str(data.get("begins_at", "")),
         ends_at=str(data.get("ends_at", "")),
         **{figure: _number(data[figure], f"{figure} of stage {index}") for figure in _FIGURES},
@@ -185,35 +185,35 @@ def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: boo
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:
-    """Raise PlanError for a name that stands twice: a device has one stage, and a node is in one."""
+    """Raise PlanError for a duplicate name: a device has one stage, and a node is in one stage."""
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise PlanError(f"{what} {show(twice)} stands twice")
+        raise PlanError(f"{what} {show(twice)} appears twice")
 
 
 def _read_compress(value: Any) -> str:
-    """Return how the plan's cuts are compressed; raises PlanError for no such way."""
+    """Return how the plan compresses cuts. Raises PlanError for an unknown way."""
     if value not in (None, *HOW):
         raise PlanError(f"compress is {show(value)}, and neither null nor one of {', '.join(HOW)}")
     return value or ""
 
 
 def _count(value: Any, what: str) -> int:
-    """Return a whole number that is zero or more; raises PlanError for any other value."""
+    """Return a whole number, zero or more. Raises PlanError for any other value."""
     if not is_count(value):
         raise PlanError(f"{what} is {show(value)}: it must be a whole number, zero or more")
     return int(value)
 
 
 def _number(value: Any, what: str) -> float:
-    """Return a finite number that is zero or more; raises PlanError for any other value."""
+    """Return a finite number, zero or more. Raises PlanError for any other value."""
     if not is_amount(value):
         raise PlanError(f"{what} is {show(value)}: it must be {AMOUNT}")
     return float(value)
 
 
 def _truth(value: Any, what: str) -> bool:
-    """Return true or false; raises PlanError for any other value."""
+    """Return true or false. Raises PlanError for any other value."""
     if not isinstance(value, bool):
         raise PlanError(f"{what} is {show(value)}: it must be true or false")
     return value

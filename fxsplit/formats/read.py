@@ -1,4 +1,4 @@
-"""Read a profile of any format: the format is told by the contents of the file, and not by its name."""
+"""Read a profile in any known format. The contents of the file determine the format, not its name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxsplit.system.files import explain_unreadable
 
 
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
-    """Return the profile in a file: fxsplit's JSON, a PipeDream graph.txt, or a dnn-partitioning JSON.
+    """Return the profile in a file: fxsplit's JSON, PipeDream's graph.txt, or dnn-partitioning's JSON.
 
-    A file may state both how long a transfer takes and how large it is; with `by_bytes` its size counts.
-    Raises ProfileError, naming file, place and value, for a file of none of these formats.
+    A file may state both the time and the size of a transfer; with `by_bytes` the size counts. Raises ProfileError,
+    with file, place and value, for any other file.
     """
     name = str(path)
     try:
@@ -30,18 +30,18 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
     try:
         data = json.loads(text, parse_constant=lambda word: _refuse(name, word))
     except ValueError as error:
-        # A ProfileError is a ValueError too: the one of _refuse says more than what is wrapped around it here.
+        # A ProfileError is a ValueError too. Keep the one from _refuse, which is more specific.
         if isinstance(error, ProfileError):
             raise
         raise ProfileError(f"{name!r} is no whole JSON file (is it cut off?): {error}") from error
     except RecursionError as error:
         raise ProfileError(f"{name!r} is no profile: {explain_unreadable(error)}") from error
-    # fxsplit's own files have nodes, but name what each node reads and so need no edges.
+    # fxsplit's own files have nodes but no edges: each node lists its inputs.
     if "nodes" in data and "edges" in data:
         return dnn_partitioning.parse(data, name, by_bytes)
     return Profile(Costs.parse(data, name), "fxsplit")
 
 
 def _refuse(name: str, word: str) -> float:
-    """Raise ProfileError for NaN and infinity, which JSON does not have and Python's reader takes all the same."""
+    """Raise ProfileError for NaN and infinity: JSON has neither, but Python's reader accepts both."""
     raise ProfileError(f"{name!r} holds {word}: every time and size must be a finite number")

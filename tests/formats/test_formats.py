@@ -95,7 +95,7 @@ def changed(kind: str, index: int, **fields: Any) -> dict[str, Any]:
         (PIPEDREAM.replace("time=2.0", "time=nan", 1), r"forward_compute_time=nan: give a finite number"),
         (PIPEDREAM.replace("time=2.0", "time=fast", 1), r"forward_compute_time=fast is no number"),
         (PIPEDREAM[:150], "is missing; is the file cut off"),
-        (PIPEDREAM.replace("node2 -- Linear", "node1 -- Linear"), "line 3: node 'node1' stands twice"),
+        (PIPEDREAM.replace("node2 -- Linear", "node1 -- Linear"), "line 3: node 'node1' appears twice"),
         (json.dumps(dnn())[:-40], "is no whole JSON file .is it cut off"),
         ("[1, 2]", "neither a node"),
         ("{}", "is not a profile"),

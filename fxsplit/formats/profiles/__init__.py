@@ -1,1 +1,1 @@
-"""Profiles of fxsplit and of other tools, told apart by what is in the file."""
+"""Profiles of fxsplit and of other tools, recognised by the contents of the file."""

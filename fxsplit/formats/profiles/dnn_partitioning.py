@@ -1,13 +1,13 @@
-"""The JSON of the dnn-partitioning workloads (Tarnawski et al. 2020): latencies of nodes, transfer times of edges.
+"""The JSON of the dnn-partitioning workloads (Tarnawski et al. 2020): node latencies and edge transfer times.
 
     {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1000.0,
      "nodes": [{"id": 0, "name": "a", "fpgaLatency": 1.0, "cpuLatency": 10.0, "size": 100.0, "supportedOnFpga": 1,
                 "isBackwardNode": 0, "colorClass": 1}, ...],
      "edges": [{"sourceId": 0, "destId": 1, "cost": 0.5, "size": 10.0}, ...]}
 
-Latencies and costs are milliseconds, sizes bytes; FPGA stands for any accelerator. Nodes of one colour class lie on one
-device. A backward node is placed with the forward nodes of its class, its *mates*; without any it is an *orphan*. The
-*home* of a node is the name under which it is placed: its own, or that of its mate.
+Latencies and costs are in ms, sizes in bytes; FPGA stands for any accelerator. All nodes of a colour class are on one
+device. A backward node is placed with the forward nodes of its class, its *mates*; without mates it is an *orphan*. The
+*home* of a node is the name that is placed: the node's own, or its mate's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from fxsplit.ir.facts.given.machine import MAX_DEVICES
 from fxsplit.system.figures import AMOUNT, is_amount, show
 
 BYTES_PER_MS = 2.0**31
-"""Where edges state times, a millisecond is written as so many bytes, over a link that moves as many in that time."""
+"""If edges state times, a millisecond becomes this number of bytes, over a link that moves as many per ms."""
 
 LEAST = 1e-300
-"""The bytes of a memory that holds nothing: a device needs a positive size."""
+"""The size of a memory that holds nothing: a device needs a positive size."""
 
 NEVER = 1e6
-"""A node that an accelerator does not support takes so many times as long as all nodes together."""
+"""A node without support on accelerators takes this many times the time of all nodes together."""
 
 
 def parse(data: Any, name: str, by_bytes: bool) -> Profile:
-    """Return the profile in `data`, the JSON of the file called `name`; raises ProfileError with place and value.
+    """Return the profile in `data`, the JSON of the file `name`. Raises ProfileError with place and value.
 
-    Devices and their memory come from the file. Tensors between backward nodes are exchanges: they cost transfers, and
-    set no order of homes. Transfers cost what their edges state, or with `by_bytes` what their sizes take.
+    The file also states devices and memory. A tensor between backward nodes becomes an exchange: it costs a transfer,
+    but does not order the homes. A transfer takes the time that its edge states, or with `by_bytes` the time for its
+    size.
     """
     nodes = _nodes(data, name)
     edges = _edges(data, nodes, name)
@@ -44,14 +45,14 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
     for a, b, *_ in edges:
         if not nodes[a]["backward"] and not nodes[b]["backward"] and home[a] != home[b]:
             before[home[b]][home[a]] = None
-    # A cycle of forward nodes is an error. A cycle through orphans, below, only keeps them on one device.
+    # A cycle of forward nodes is an error. A cycle through orphans (below) only keeps them on one device.
     sort_topologically(before, name)
     for a, b, *_ in edges if extra else ():
         if nodes[a]["backward"] and nodes[b]["backward"] and {home[a], home[b]} & extra and home[a] != home[b]:
-            # Backward runs against the order of homes, so an orphan's home comes behind that of the nodes it feeds.
+            # Backward runs against the order of homes, so an orphan's home comes after the homes of the nodes it feeds.
             before[home[a]][home[b]] = None
     knots = _knots(before) if extra else []
-    # What a knot's members need of each other must not set an order: they are kept together.
+    # Members of a knot stay together, so their needs of each other must not order them.
     for knot in knots:
         for h in knot:
             before[h] = {maker: None for maker in before[h] if maker not in knot}
@@ -61,7 +62,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
     members = defaultdict(list)
     for i, h in home.items():
         members[h].append(nodes[i])
-    # More than the whole graph takes, also where nothing takes any time.
+    # Longer than the whole graph, even if no node takes time.
     total = sum(n["ms"] for n in nodes.values()) + 1.0
     costs = Costs(
         nodes=tuple(_cost(h, members[h], tuple(before[h]), total) for h in order),
@@ -87,7 +88,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
 
 
 def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
-    """Return the nodes by their ids; raises ProfileError for a node that lacks one, or has a wrong value."""
+    """Return the nodes by id. Raises ProfileError for a node without an id or with an invalid value."""
     if not isinstance(data["nodes"], list) or not data["nodes"]:
         raise ProfileError(f"{name!r} has no nodes")
     nodes: dict[Any, dict[str, Any]] = {}
@@ -106,10 +107,10 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
             "bytes": _number(node, "size", where),
             "backward": bool(node.get("isBackwardNode", False)),
             "color": node.get("colorClass"),
-            # Files of inference leave out what only training has, and all nodes are supported unless it is said.
+            # Inference files omit fields for training. A node is supported unless the file denies it.
             "supported": bool(node.get("supportedOnFpga", True)),
         }
-    # Names are how people pin nodes. Where some names are not unique, ids make them so.
+    # Users pin nodes by name. If names are not unique, append ids.
     names = [n["name"] for n in nodes.values()]
     if len(set(names)) < len(names):
         for i, node in nodes.items():
@@ -118,10 +119,10 @@ def _nodes(data: Any, name: str) -> dict[Any, dict[str, Any]]:
 
 
 def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, float, float]]:
-    """Return the edges as (source id, target id, milliseconds, bytes); raises ProfileError for an edge to nowhere."""
+    """Return the edges as (source id, target id, ms, bytes). Raises ProfileError for an edge to an unknown node."""
     if not isinstance(data["edges"], list):
         raise ProfileError(f"{name!r} has edges={show(data['edges'])}: give a list")
-    # An edge names its nodes by id; an id may be a number or a text, and any other value cannot be looked up.
+    # An edge refers to nodes by id, a number or a text. Other values may be unhashable.
     found = []
     for i, edge in enumerate(data["edges"]):
         where = f"{name!r}, edge {i}"
@@ -136,11 +137,11 @@ def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, 
 
 
 def _homes(nodes: dict[Any, dict[str, Any]]) -> tuple[dict[Any, str], set[str]]:
-    """Return the home of each node, by its id, and which homes are those of orphans alone."""
-    # Of several forward nodes of a class the first one is the mate: reversed, since later entries win.
+    """Return the home of each node by id, and the homes that only orphans have."""
+    # The first forward node of a class is the mate: iterate in reverse, since later entries win.
     mates = {n["color"]: n["name"] for n in reversed(nodes.values()) if not n["backward"] and n["color"] is not None}
     home, orphans = {}, set()
-    # Orphans of one class share the home of the first of them.
+    # Orphans of one class share the home of the first.
     alone: dict[Any, str] = {}
     for i, n in nodes.items():
         home[i] = n["name"]
@@ -153,7 +154,7 @@ def _homes(nodes: dict[Any, dict[str, Any]]) -> tuple[dict[Any, str], set[str]]:
 
 
 def _classes(nodes: dict[Any, dict[str, Any]], home: dict[Any, str]) -> list[set[str]]:
-    """Return the homes of each colour class, which must lie on one device."""
+    """Return the homes of each colour class, which must be on one device."""
     classes: dict[Any, set[str]] = defaultdict(set)
     for i, n in nodes.items():
         if n["color"] is not None:
@@ -162,15 +163,15 @@ def _classes(nodes: dict[Any, dict[str, Any]], home: dict[Any, str]) -> list[set
 
 
 def _knots(before: dict[str, dict[str, None]]) -> list[set[str]]:
-    """Return the sets of homes that lie on a cycle with each other: the strongly connected ones."""
-    import networkx as nx  # takes a fifth of a second to load, which other files need not wait for
+    """Return the sets of homes on a common cycle: the strongly connected components with more than one home."""
+    import networkx as nx  # the import takes a fifth of a second, and only this format needs it
 
     graph = nx.DiGraph([(maker, h) for h, makers in before.items() for maker in makers])
     return sorted((c for c in nx.strongly_connected_components(graph) if len(c) > 1), key=min)
 
 
 def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[str, list[str]]:
-    """Return what each home needs, where each member of a knot needs all that any member needs from outside."""
+    """Return the inputs of each home; every member of a knot gets the outside inputs of all members."""
     needs = {h: list(makers) for h, makers in before.items()}
     for knot in knots:
         members = [h for h in before if h in knot]
@@ -180,9 +181,9 @@ def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> d
 
 
 def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], total: float) -> NodeCost:
-    """Return the costs of a home: of a forward node and its backward mates together."""
+    """Return the costs of a home: a forward node with its backward mates."""
 
-    # A node that an accelerator does not support could only be told by its time, which no plan can afford.
+    # Express a node without support on accelerators as a time that no plan can afford.
     def ms(backward: bool) -> float:
         return sum(n["ms"] if n["supported"] else NEVER * total for n in members if n["backward"] == backward)
 
@@ -198,7 +199,7 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
         gradient_bytes=0,
         kept_bytes=0,
         parameter_bytes=0,
-        # Sizes of nodes are what a device must hold of them, whatever it is.
+        # The size of a node is the memory it needs on its device, of any kind.
         buffer_bytes=sum(n["bytes"] for n in members),
         host_ms=sum(n["host_ms"] for n in members),
     )
@@ -207,9 +208,9 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
 def _exchanges(
     edges: list[tuple[Any, Any, float, float]], home: dict[Any, str], by_bytes: bool
 ) -> tuple[Exchange, ...]:
-    """Return every tensor: what one node gives to others at one price, with the homes that make and read it.
+    """Return every tensor: the output of one node at one price, with the homes that make and read it.
 
-    A tensor that several nodes of a stage read is sent to that stage once.
+    A stage receives a tensor once, even if several of its nodes read it.
     """
     nets: dict[tuple[Any, float], dict[str, None]] = {}
     for a, b, ms, size in edges:
@@ -219,7 +220,7 @@ def _exchanges(
 
 
 def _number(record: Any, key: str, where: str) -> float:
-    """Return a finite number, zero or more; raises ProfileError for any other value."""
+    """Return a finite number, zero or more. Raises ProfileError for any other value."""
     value = record.get(key)
     if not is_amount(value):
         raise ProfileError(f"{where} has {key}={show(value)}: give {AMOUNT}")
@@ -227,7 +228,7 @@ def _number(record: Any, key: str, where: str) -> float:
 
 
 def _count(data: Any, key: str, name: str) -> int:
-    """Return a whole number of devices, from zero to MAX_DEVICES; raises ProfileError for any other value."""
+    """Return a number of devices, from 0 to MAX_DEVICES. Raises ProfileError for any other value."""
     value = data.get(key, 0)
     if type(value) is not int or not 0 <= value <= MAX_DEVICES:
         raise ProfileError(f"{name!r} has {key}={show(value)}: give a whole number of devices, at most {MAX_DEVICES}")

@@ -1,6 +1,6 @@
-"""What the formats have in common: the Profile that is read from a file, and the order of a file's nodes.
+"""Shared by all formats: the Profile from a file, and the topological order of its nodes.
 
-A Profile has costs, and the machine that they are for where the file states one.
+A Profile has costs, and the machine they are for if the file states one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs.costs import Costs
 
 
-# Costs are large, and nobody compares two profiles: identity is enough.
+# Costs are large and never compared: identity is enough.
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Costs read from a file of some `format`.
+    """Costs from a file of some `format`.
 
-    - `unit`: the file's unit of time, in which objectives are printed.
-    - `accelerators`, `hosts`, `memory_bytes`, `bytes_per_s`: the machine that the file states; `accelerators` is None
-      where it states no devices.
-    - `cost_model`: the cost model under which the tool that wrote the file plans.
-    - `never_ms`: a stage that takes so long has nodes that cannot run where they are.
-    - `nominal_bytes_per_ms`: where the file states how long transfers take and not how large they are, a millisecond
-      is written as so many bytes; 0 where sizes are real.
+    - `unit`: the file's unit of time, in which objectives are printed
+    - `accelerators`, `hosts`, `memory_bytes`, `bytes_per_s`: the machine in the file; `accelerators` is None without
+      one
+    - `cost_model`: the cost model that the other tool plans with
+    - `never_ms`: a stage that takes this long has nodes that cannot run on its devices
+    - `nominal_bytes_per_ms`: if the file states times of transfers instead of sizes, a millisecond is represented by
+      this
+      number of bytes; 0 for real sizes
     """
 
     costs: Costs
@@ -41,14 +42,14 @@ class Profile:
 
 
 def sort_topologically(before: Mapping[str, Iterable[str]], name: str) -> list[str]:
-    """Return all nodes in an order in which each stands behind those it needs; `before[n]` is what node n needs.
+    """Return all nodes in topological order; `before[n]` are the inputs of node n.
 
-    The order depends on the file alone: the same file gives the same order. Raises ProfileError, with the cycle and the
-    file's `name`, where there is none.
+    The order is deterministic for a file. Raises ProfileError, with the cycle and the file's `name`, for a cyclic
+    graph.
     """
     try:
         return list(TopologicalSorter(before).static_order())
     except CycleError as error:
-        # The first and last node of the cycle are the same one.
+        # The first and the last node of the cycle are the same.
         cycle = " -> ".join(str(node) for node in error.args[1])
         raise ProfileError(f"{name!r} has a cycle ({cycle}): a pipeline needs an acyclic graph") from error

@@ -4,7 +4,7 @@
     node2 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=64.0
         node1 -- node2
 
-Times are milliseconds and sizes are bytes. A node with several outputs has a list of sizes, `[8.0; 4.0]`.
+Times are in ms, sizes in bytes. A node with several outputs has a list of sizes, `[8.0; 4.0]`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fxsplit.formats.profiles.foreign import Profile, sort_topologically
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
 from fxsplit.system.figures import AMOUNT, SHOWN, is_amount
 
-# The order of a node's figures, which `_read_node` relies on.
+# The order of a node's figures, on which `_read_node` relies.
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
 
 
 def parse(text: str, name: str) -> Profile:
-    """Return the profile in `text`, the contents of the file called `name`; raises ProfileError with line and value.
+    """Return the profile in `text`, the contents of the file `name`. Raises ProfileError with line and value.
 
-    As in PipeDream, nodes described as Input are what the model is given: they cost nothing and lie in the first stage.
+    As in PipeDream, nodes described as Input are inputs of the model: they cost nothing and lie in the first stage.
     """
     nodes, edges = _lines(text, name)
     makers: dict[str, list[str]] = {n: [] for n in nodes}
@@ -37,8 +37,8 @@ def parse(text: str, name: str) -> Profile:
     own = [n for n in order if n not in set(given)]
     if not own:
         raise ProfileError(f"{name!r} has no nodes: a PipeDream profile has lines like 'node1 -- ReLU -- ...'")
-    # A result that nobody reads and that costs nothing, such as a tuple's unused item, stays with the node that makes
-    # it: by itself it would be free to move, and double the states to search for nothing.
+    # Keep an unused result without cost, such as an unused item of a tuple, with the node that makes it. By itself it
+    # could lie in any stage, and would double the states for nothing.
     free = {n for n in own if not (nodes[n].forward_ms or nodes[n].backward_ms or nodes[n].parameter_bytes)} - read
     idle = [n for n in own if n in free and len(makers[n]) == 1]
     costs = Costs(
@@ -46,7 +46,7 @@ def parse(text: str, name: str) -> Profile:
         inputs=tuple(InputCost(n, nodes[n].output_bytes, 0) for n in given),
         outputs=(),
         together=tuple((makers[n][0], n) for n in idle if makers[n][0] not in set(given)),
-        rows=1,  # the file does not say how many rows were measured
+        rows=1,  # the file does not state the number of rows
         device_kind="cuda",
     )
     costs.check()
@@ -54,7 +54,7 @@ def parse(text: str, name: str) -> Profile:
 
 
 def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, str]]]:
-    """Return the nodes by their ids, without what they read, and each edge once.
+    """Return the nodes by id, without their inputs, and each edge once.
 
     Raises ProfileError for a line that is neither.
     """
@@ -65,19 +65,19 @@ def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, s
             continue
         parts = line.strip().split(" -- ")
         where = f"{name!r}, line {number}"
-        # A node's description may hold the separator, so a node is told by three parts or more.
+        # A description may contain the separator, so a line with three or more parts is a node.
         if line[0].isspace() and len(parts) == 2:
             edges.setdefault((parts[0], parts[1]), number)
         elif len(parts) >= 3:
             if parts[0] in nodes:
-                raise ProfileError(f"{where}: node {parts[0]!r} stands twice: ids must be unique")
+                raise ProfileError(f"{where}: node {parts[0]!r} appears twice: ids must be unique")
             nodes[parts[0]] = _read_node(parts[0], " -- ".join(parts[1:-1]), parts[-1], where)
         else:
             raise ProfileError(
                 f"{where} is neither a node ('id -- description -- times') nor an indented edge ('id -- id'): "
                 f"{line.strip()[:60]!r}; is this a profile, and whole?"
             )
-    # Edges may stand before their nodes, so ids are looked up at the end.
+    # An edge may come before its nodes, so look up the ids at the end.
     for (a, b), number in edges.items():
         for end in (a, b):
             if end not in nodes:
@@ -88,7 +88,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, s
 
 
 def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
-    """Return a node without inputs; raises ProfileError unless `text` has its four figures.
+    """Return a node without inputs. Raises ProfileError unless `text` has its four figures.
 
     A list of sizes counts as its sum.
     """
@@ -97,7 +97,7 @@ def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
     for figure in FIGURES:
         if figure not in found:
             raise ProfileError(f"{where}: {figure}= is missing; is the file cut off?")
-        # PipeDream writes the sizes of a node with several outputs as a list.
+        # PipeDream writes the sizes of several outputs as a list.
         words = found[figure].strip("[]").replace(";", " ").split()
         try:
             value = sum(float(word) for word in words)
@@ -106,7 +106,7 @@ def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
         if not is_amount(value):
             raise ProfileError(f"{where}: {figure}={found[figure][:SHOWN]}: give {AMOUNT}")
         figures.append(value)
-    # The file has one size: of the output, of its gradient, and of what backward needs of it.
+    # The file has one size, for the output, its gradient, and the activation kept for the backward.
     forward, backward, size, parameters = figures
     return NodeCost(
         name=name,

@@ -1,1 +1,1 @@
-"""Files of weights: safetensors, by themselves or in folders of checkpoints, their names, and JSON beside them."""
+"""Files of weights: safetensors in one or several files, checkpoint folders, names, and typed JSON."""

@@ -1,18 +1,22 @@
-"""Folders of checkpoints: `step-7` and so on, each complete or not there.
+"""Checkpoint folders `step-7` and so on, each either complete or absent.
 
-A checkpoint is written under another name and moved to its own when all of it is on the disk. It consists of
+A checkpoint is written under a temporary name, and renamed once all its files are on disk:
 
-    checkpoint.json                  what follows: the step, the options of the optimizer, names of tied weights
-    model.safetensors                weights by the names of the model's state_dict, as Hugging Face reads them; of
-                                     several ranks model-00001-of-00002.safetensors and so on, with their index
-    training-00001-of-00002.safetensors   what the optimizer keeps of each weight, and the state of random numbers
-    plan.json, costs.json            the plan, and the profile that it was made of
+    folder/
+      step-7/
+        checkpoint.json         step, optimizer options, names of tied weights
+        model.safetensors       weights by the names of the model's state_dict, as Hugging Face reads them;
+                                several ranks write model-00001-of-00002.safetensors and so on, with an index
+        training-00001-of-00002.safetensors     optimizer state of each weight, and states of random generators
+        plan.json, costs.json   the plan, and the profile it was made from
+      .fxsplit-step-8-TOKEN       a checkpoint being written, with a lock file
+      .fxsplit-step-7-TOKEN-old   an old checkpoint being replaced
 
-All of it is data: nothing in it is pickled.
+All of it is data: there is no pickle in it.
 
-Several threads and processes may save to one folder. Whoever changes the names in it holds a lock on the folder
-meanwhile, and whoever writes a checkpoint holds a lock on that checkpoint. What nobody has locked was left by a writer
-that is gone.
+Several threads and processes may save to one folder. A process that changes names in the folder holds the folder's lock
+meanwhile; a process that writes a checkpoint holds that checkpoint's lock. An unlocked temporary folder is left over
+from a writer that has died.
 """
 
 from __future__ import annotations
@@ -40,16 +44,16 @@ MANIFEST, PLAN, COSTS = "checkpoint.json", "plan.json", "costs.json"
 FORMAT, VERSION = "fxsplit checkpoint", 1
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 LEFT_OVER = re.compile(re.escape(BEING_WRITTEN) + r"(step-[0-9]+)-[0-9a-f]+(-old)?")
-"""Names of folders that are being written, and of old checkpoints on their way out (-old)."""
+"""Temporary folders: checkpoints being written, and old checkpoints being removed (-old)."""
 FOLDER_LOCK, WRITER_LOCK = f"{BEING_WRITTEN}lock", "writing.lock"
-"""The file by which a folder of checkpoints is locked, and the one by which a checkpoint is that is being written."""
+"""The lock file of a folder of checkpoints, and the lock file of a checkpoint being written."""
 LOCK_LIMIT_S = 600.0
-"""How long a thread waits for the lock of a folder: others hold it while they move and remove checkpoints."""
+"""The longest wait for a folder's lock, which other writers hold while they move and remove checkpoints."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of an optimizer: the names of its parameters, and its options, as JSON has them."""
+    """A parameter group of an optimizer: the names of its parameters, and its options in JSON types."""
 
     parameters: list[str]
     options: dict[str, Any]
@@ -59,11 +63,13 @@ class Group:
 class Manifest:
     """The contents of a checkpoint, except its tensors.
 
-    step: the user's number. files: names of the safetensors files. tied: a tied weight is stored under one of its
-    names; this maps its other names to that name. optimizer: the name of its class, or None without one. extra,
-    extra_notes: the user's extra=, as `typed_json` encodes it. gradient_hook: the hook that added gradients over ranks,
-    if it keeps state from step to step. training: dtype and shape of every tensor beside the weights, by name; older
-    checkpoints have None.
+    - step: the user's step number
+    - files: names of the safetensors files
+    - tied: the other names of a tied weight, mapped to the name it is stored under
+    - optimizer: the name of its class, or None
+    - extra, extra_notes: the user's extra=, as encoded by `typed_json`
+    - gradient_hook: the hook that reduced gradients over ranks, if it keeps state from step to step
+    - training: dtype and shape by name of every tensor that is not a weight; None in older checkpoints
     """
 
     step: int
@@ -78,11 +84,11 @@ class Manifest:
     training: dict[str, str] | None = None
 
     def to_text(self) -> str:
-        """Return it as JSON."""
+        """Return the manifest as JSON."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     def make_extra(self) -> dict[Any, Any]:
-        """Return the user's own as it was given; raises ValueError for what is no dict."""
+        """Return the user's extra= as it was given. Raises ValueError if it is no dict."""
         found = decode(self.extra, self.extra_notes)
         if not isinstance(found, dict):
             raise ValueError(f"extra is {show(found)}, which is no dict")
@@ -90,7 +96,7 @@ class Manifest:
 
 
 def identify(folder: Path) -> tuple[int, int] | None:
-    """Return the number and the time of a checkpoint's manifest, which tell it from its successor; None without one."""
+    """Return inode and time of a checkpoint's manifest, to tell it from its successor; None without a manifest."""
     try:
         found = os.stat(folder / MANIFEST)
     except OSError:
@@ -99,7 +105,7 @@ def identify(folder: Path) -> tuple[int, int] | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what a checkpoint says of itself; raises InputError for a folder that is no complete checkpoint."""
+    """Return the manifest of a checkpoint. Raises InputError for a folder without a complete checkpoint."""
     path = folder / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -112,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{str(path)!r} cannot be read as a checkpoint: {explain_unreadable(error)}") from error
-    # A name with a folder in it could lead anywhere, and a checkpoint may come from others.
+    # A checkpoint may be untrusted: a name with a folder in it could lead anywhere.
     for name in manifest.files:
         if os.path.basename(name) != name or not (folder / name).is_file():
             raise InputError(
@@ -122,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Raise ValueError unless everything in it is of its type."""
+    """Raise ValueError unless all values have their types."""
     groups = [(group.parameters, group.options) for group in manifest.groups]
     fine = (
         is_count(manifest.step)
@@ -149,7 +155,7 @@ def _is_dict_of_texts(value: Any) -> bool:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete checkpoints in a folder, the newest last; none for a folder that is not there."""
+    """Return the complete checkpoints in a folder, newest last; none if the folder does not exist."""
     try:
         found = [(int(m[1]), path) for path in Path(folder).iterdir() if (m := STEP.fullmatch(path.name))]
     except FileNotFoundError:
@@ -160,31 +166,31 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def put_back(folder: str | os.PathLike[str]) -> None:
-    """Put old checkpoints back if their writers were killed while they replaced them, and this process may do so."""
+    """Restore old checkpoints from writers that died while replacing them, if this process has permission."""
     try:
         found = [LEFT_OVER.fullmatch(name) for name in os.listdir(folder)]
-    except OSError:  # whoever lists the checkpoints says why
+    except OSError:  # list_checkpoints reports the reason
         return
     if any(m and m[2] and not os.path.lexists(Path(folder, m[1])) for m in found):
-        # Who replaces one just now has the lock.
+        # A writer that is replacing one right now holds the lock.
         with suppress(FileError), _hold_folder(Path(folder)):
             _clear_left_over(Path(folder))
 
 
 class NewCheckpoint:
-    """A checkpoint that is being written; it is in its place, whole, after `complete`.
+    """A checkpoint being written. After `complete`, it is in its place as a whole.
 
-    token: what tells it from others that are being written; all ranks that write it have the same.
+    token: distinguishes it from other checkpoints being written. All ranks that write it use the same token.
     """
 
     def __init__(self, folder: Path, step: int, token: str) -> None:
         self.path = folder / f"step-{step}"
         self.beside = folder / f"{BEING_WRITTEN}step-{step}-{token}"
-        # Any thread may let go of it.
+        # Another thread may release the lock.
         self._lock = FileLock(self.beside / WRITER_LOCK, thread_local=False)
 
     def begin(self) -> None:
-        """Make the folder to write in, and lock it; one rank does this before all ranks write. Raises FileError."""
+        """Create and lock the temporary folder. One rank does this before all ranks write. Raises FileError."""
         make_folder(self.path.parent)
         with _hold_folder(self.path.parent):
             make_folder(self.beside)
@@ -194,11 +200,11 @@ class NewCheckpoint:
                 raise explain_unwritable(f"cannot lock {str(self.beside)!r}", error) from error
 
     def join(self) -> None:
-        """Make the folder on this host, unless it is there; raises FileError."""
+        """Create the temporary folder on this host if it does not exist. Raises FileError."""
         make_folder(self.beside)
 
     def check_place(self) -> None:
-        """Raise FileError unless nothing is at the place of the checkpoint, or one that it replaces."""
+        """Raise FileError unless the checkpoint's place is free or holds a checkpoint to replace."""
         if not os.path.lexists(self.path) or _is_checkpoint(self.path):
             return
         with suppress(OSError):
@@ -210,9 +216,9 @@ class NewCheckpoint:
         )
 
     def complete(self, manifest: Manifest, keep: int | None) -> None:
-        """Write the manifest, and move everything to its place; raises FileError.
+        """Write the manifest and move the checkpoint to its place. Raises FileError.
 
-        Afterwards leftovers of other writers are removed, and older checkpoints, so that `keep` of them stay.
+        Then remove leftovers of dead writers, and the oldest checkpoints until `keep` remain.
         """
         missing = [name for name in manifest.files if not (self.beside / name).is_file()]
         if missing:
@@ -236,8 +242,9 @@ class NewCheckpoint:
                 _remove_older(self.path, keep)
 
     def _take_place(self) -> None:
-        """Move the folder to its place, whole; what stands there is removed."""
-        # A folder with contents is not replaced in one step. A writer that is gone between leaves the one before.
+        """Move the temporary folder to its place, and remove the previous checkpoint."""
+        # A non-empty folder cannot be replaced in one step. If the writer dies in between, the previous checkpoint
+        # remains.
         old = self.beside.with_name(self.beside.name + "-old")
         if os.path.lexists(self.path):
             os.rename(self.path, old)
@@ -251,30 +258,30 @@ class NewCheckpoint:
             _remove_moved(old)
 
     def _note_time(self) -> None:
-        """Note when this is saved, later than all that are there, whatever their clocks said."""
+        """Set the manifest's time to now, but later than all other checkpoints, even if clocks disagree."""
         others = [_get_time(path) for path in list_checkpoints(self.path.parent)]
         now = max([time.time_ns(), *(other + 1 for other in others)])
         os.utime(self.beside / MANIFEST, ns=(now, now))
 
     def _let_go(self) -> None:
-        """Let go of the lock, whose file is no part of the checkpoint."""
+        """Release the lock and remove its file, which is no part of the checkpoint."""
         self._lock.release()
         (self.beside / WRITER_LOCK).unlink(missing_ok=True)
 
     def abandon(self) -> None:
-        """Remove what has been written."""
+        """Remove everything written so far."""
         self._lock.release()
         shutil.rmtree(self.beside, ignore_errors=True)
 
 
 def make_token() -> str:
-    """Return a new token for a checkpoint that is to be written."""
+    """Return a new random token for a checkpoint."""
     return secrets.token_hex(8)
 
 
 @contextmanager
 def _hold_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder for the block, after waiting for other threads and processes; raises FileError."""
+    """Hold the lock of a folder during the block, after waiting for other holders. Raises FileError."""
     lock = FileLock(folder / FOLDER_LOCK)
     try:
         lock.acquire(timeout=LOCK_LIMIT_S)
@@ -287,14 +294,14 @@ def _hold_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Before it is let go of: whoever waits for it then notices that the file is gone, and makes another one.
+        # Unlink before releasing: a waiting process then notices the missing file and creates a new one.
         with suppress(OSError):
             os.unlink(lock.lock_file)
         lock.release()
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a folder has a manifest of this format; other tools may have files of the same name."""
+    """Return whether a folder has a manifest of this format. Other tools may use the same file name."""
     try:
         return bool(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -302,7 +309,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _clear_left_over(folder: Path) -> None:
-    """Remove leftovers of writers that are gone, or put them back. The caller holds the folder's lock."""
+    """Remove or restore leftovers of dead writers. The caller holds the folder's lock."""
     for path in sorted(folder.iterdir()):
         found = LEFT_OVER.fullmatch(path.name)
         if found is None or not path.is_dir():
@@ -310,8 +317,8 @@ def _clear_left_over(folder: Path) -> None:
         if not found[2]:
             if not _is_being_written(path):
                 shutil.rmtree(path, ignore_errors=True)
-        # A writer holds the folder's lock while it replaces a checkpoint. This thread has that lock now, so the writer
-        # is gone. Without a checkpoint at its place, the old one is the only one: it goes back.
+        # A writer holds the folder's lock while it replaces a checkpoint. This thread holds it now, so the writer is
+        # dead. If the checkpoint's place is empty, the old checkpoint is the only copy: restore it.
         elif _is_checkpoint(path) and not os.path.lexists(folder / found[1]):
             with suppress(OSError):
                 os.rename(path, folder / found[1])
@@ -320,11 +327,11 @@ def _clear_left_over(folder: Path) -> None:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether a thread or process has a lock on a checkpoint."""
+    """Return whether another thread or process holds a checkpoint's lock."""
     lock = FileLock(path / WRITER_LOCK)
     try:
         lock.acquire(timeout=0)
-    # It is locked, or this process may not lock it: leave it alone.
+    # It is locked, or this process has no permission: leave it.
     except OSError:
         return True
     lock.release()
@@ -332,8 +339,8 @@ def _is_being_written(path: Path) -> bool:
 
 
 def _remove_older(new: Path, keep: int) -> None:
-    """Remove all but `keep` checkpoints of a folder: the new one stays, and so do those that were saved last before."""
-    # By their times and not their steps: a new run counts from 0 again, and may share the folder of an earlier run.
+    """Remove the oldest checkpoints until `keep` remain. The new checkpoint always stays."""
+    # Order by time, not by step: a new run counts from 0 again, and may share the folder with an earlier run.
     others = [path for path in list_checkpoints(new.parent) if path != new]
     others.sort(key=_get_time)
     for path in others[: max(len(others) - keep + 1, 0)]:
@@ -356,18 +363,18 @@ def _get_time(path: Path) -> int:
 
 def _remove_moved(path: Path) -> None:
     """Remove a checkpoint that was moved out of its place."""
-    if path.is_symlink():  # what it leads to is elsewhere, and the user's
+    if path.is_symlink():  # its target is elsewhere, and belongs to the user
         path.unlink(missing_ok=True)
         return
-    # Without its manifest nobody puts it back.
+    # Remove the manifest first: without it, no process restores the folder.
     with suppress(OSError):
         (path / MANIFEST).unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush_folder(path: Path) -> None:
-    """Let the names in a folder reach the disk, where the system can do so."""
-    if os.name == "nt":  # folders cannot be opened there
+    """Flush the names in a folder to disk, if the system supports it."""
+    if os.name == "nt":  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Which weights of a model a checkpoint must hold, and what becomes of tensors that the model does not have."""
+"""Check the tensor names of a checkpoint against a model: missing weights, and tensors that the model lacks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxsplit.torch_internals.autograd.leaves import list_gradient_hooks
 from fxsplit.torch_internals.user_lines import warn_user
 
 NAMED = 8
-"""How many tensors a warning names."""
+"""The number of tensors that a warning lists."""
 
 
 class Extra(Enum):
-    """What becomes of a tensor of a checkpoint that the model does not have."""
+    """How to treat a tensor of a checkpoint that the model does not have."""
 
     REFUSE = "refuse"
     WARN = "warn"
@@ -27,9 +27,9 @@ class Extra(Enum):
 
 
 def name_weights(state: Mapping[str, Tensor]) -> dict[int, list[str]]:
-    """Return the names of each tensor of a state_dict, by its id.
+    """Return the names of each tensor of a state_dict, by id.
 
-    A tied weight is one object with several names, of which files may hold one or all.
+    A tied weight is one object with several names; a file may use one or all of them.
     """
     names: dict[int, list[str]] = {}
     for name, weight in state.items():
@@ -40,11 +40,11 @@ def name_weights(state: Mapping[str, Tensor]) -> dict[int, list[str]]:
 def check_names(model: nn.Module, state: Mapping[str, Tensor], held: Collection[str], extra: Extra, path: Path) -> None:
     """Raise InputError unless the files hold a tensor for each weight of the model.
 
-    held: the names of what the files hold, as the model would name it. Among `state`, the model's state_dict, may be
-    buffers that the model says may be missing: they keep their values. For a tensor that the model does not have, and
-    does not say to ignore, this raises InputError as well, or warns, or leaves it at that, as `extra` says.
+    - `held`: the names of tensors in the files, as the model names them
+    - `state`: the model's state_dict; buffers that the model permits to be missing keep their values
+    - `extra`: for a tensor that the model neither has nor ignores, raise InputError, warn, or do nothing
     """
-    # state_dict() hooks may make tensors that no file can be loaded into.
+    # A state_dict() hook may add tensors that no file can be loaded into.
     held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
     made = next((name for name, w in state.items() if id(w) not in held_by_model), None)
     if made is not None:
@@ -62,7 +62,7 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], held: Collection[
         )
     if extra is not Extra.IGNORE:
         _report_extra(model, _list_unasked(model, held - state.keys()), extra, path)
-    # What is not persistent is in no checkpoint, and must have its values already.
+    # Non-persistent buffers are in no checkpoint, so they must have values already.
     named = [*model.named_parameters(), *model.named_buffers()]
     lost = next((name for name, w in named if w.is_meta and id(w) not in names), None)
     if lost is not None:
@@ -73,7 +73,7 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], held: Collection[
 
 
 def _report_extra(model: nn.Module, names: Sequence[str], extra: Extra, path: Path) -> None:
-    """Raise InputError, or warn, of tensors of these names, which the model does not have."""
+    """Raise InputError or warn, as `extra` says, about tensors `names` that the model lacks."""
     kind = type(model).__name__
     if names and extra is Extra.REFUSE:
         raise InputError(
@@ -90,10 +90,10 @@ def _report_extra(model: nn.Module, names: Sequence[str], extra: Extra, path: Pa
 
 
 def _list_unasked(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return which of the names of extra tensors the model does not say to ignore, sorted.
+    """Return the sorted names of extra tensors that the model does not ignore.
 
-    A model of transformers has patterns of names. And what was a buffer in the files of an earlier version, and is
-    computed now, no file needs to hold.
+    A transformers model has patterns of names to ignore. Buffers that the model computes itself, and that earlier
+    versions saved, are ignored too.
     """
     patterns = [re.compile(text) for text in _read_patterns(model, "_keys_to_ignore_on_load_unexpected")]
     saved = model.state_dict(keep_vars=True).keys()
@@ -108,35 +108,37 @@ def _list_unasked(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _may_lack(model: nn.Module, name: str, weight: Tensor) -> bool:
-    """Return whether a checkpoint may lack a weight: a buffer with values, of which the model says so."""
+    """Return whether a checkpoint may lack a weight: a buffer that has values and that the model permits
+    to be missing.
+    """
     if weight.is_meta or isinstance(weight, nn.Parameter):
         return False
     return any(re.search(text, name) for text in _read_patterns(model, "_keys_to_ignore_on_load_missing"))
 
 
 def _read_patterns(model: nn.Module, attribute: str) -> list[str]:
-    """Return the regular expressions that models of transformers have in an attribute; none for other models."""
+    """Return the regular expressions in an attribute of a transformers model; none for other models."""
     found = getattr(model, attribute, None) if _is_of_transformers(model) else None
     return sorted(text for text in found or () if isinstance(text, str))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    # Nobody has a model of a module that is not imported. To import it takes seconds, and may fail where a package that
-    # it wants is broken.
+    # If transformers is not imported, the model is not of transformers. Importing it takes seconds, and may fail
+    # because of a broken dependency.
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return isinstance(kind, type) and isinstance(model, kind)
 
 
 def check_free(name: str, weight: Tensor) -> None:
-    """Raise InputError for a weight without values that cannot get any and stay the same object.
+    """Raise InputError for a weight without values that cannot receive values and stay the same object.
 
-    What torch keeps behind the object is exchanged. An autograd graph would go on reading what is taken away.
+    Loading exchanges the tensor behind the Python object, but an autograd graph would go on reading the old one.
     """
     if not weight.is_meta:
         return
     if any(list_gradient_hooks(weight)):
         raise InputError(f"{name!r} has gradient hooks and no values yet: register hooks after its weights are loaded")
-    # Weak references mean the object, as those of a pipeline over ranks to its parameters do.
+    # Weak references, like those of a pipeline over ranks to its parameters, refer to the Python object.
     if weight._use_count() > 1:  # type: ignore[attr-defined]
         raise InputError(
             f"{name!r} has no values yet, and a weak reference or an autograd graph holds on to it: drop that first"

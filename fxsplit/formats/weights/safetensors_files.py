@@ -1,7 +1,7 @@
-"""Checkpoints in safetensors files: one file, or several with an index. Tensors are read one at a time.
+"""Load checkpoints from safetensors: one file, or several with an index, one tensor at a time.
 
-The index of a checkpoint in several files is JSON beside them: {"weight_map": {"layer.weight": "model-1.safetensors"}}.
-Each tensor is read once and goes straight to its device, so that no more than one of them is in host memory at a time.
+The index is a JSON file in the same folder: {"weight_map": {"layer.weight": "model-1.safetensors"}}. Each tensor is
+read once and moved straight to its device, so that host memory holds at most one tensor.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ INDEX = ".index.json"
 
 
 class WeightFiles:
-    """The files of a checkpoint: which of them holds each tensor.
+    """The files of a checkpoint, and the file of each tensor.
 
-    `path` is a .safetensors file, an index (.safetensors.index.json) beside its files, or a folder with either.
-    dtype: that of the weights to be loaded, for tensors of other floating-point dtypes to be converted to it.
+    - `path`: a .safetensors file, an index (.safetensors.index.json), or a folder with one of them
+    - `dtype`: convert tensors of other floating-point dtypes to this dtype of the model's weights
 
-    Raises InputError for a path that is not there, or is none of these, and for what is no dtype of weights.
+    Raises InputError for a missing or different path, and for an invalid dtype.
     """
 
     def __init__(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -58,30 +58,33 @@ class WeightFiles:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield a function that returns a file, open; each file is opened once, and closed after the block."""
+        """Yield a function that opens a file. Each file is opened once, and closed after the block."""
         with ExitStack() as stack:
             yield cache(lambda file: stack.enter_context(TensorFile(file)))
 
     @torch.inference_mode(False)
     def load(self, model: nn.Module, places: Sequence[tuple[Tensor, torch.device]], extra: Extra) -> None:
-        """Give each weight of the model its value from the files, on its device, in the order of `places`.
+        """Load each weight of the model from the files to its device, in the order of `places`.
 
-        `places` are pairs of a weight and its device. Other weights stay where they are, or go to host memory where
-        they have no values yet. Weights are found by the names of the model's state_dict, of which a tied
-        weight has several, or as transformers finds them. A tied weight that the files hold several times comes first.
-        extra: what becomes of a tensor that the model does not have, and does not name as one to be ignored.
-        Raises InputError, before anything is loaded, naming a weight that no file holds, or holds in another shape or
-        dtype; a tensor that the model does not have, if `extra` says so; and a dtype that no weight of the model has.
+        - `places`: pairs of a weight and its device. Other weights stay on their devices, or go to host memory if they
+          have no
+          values yet.
+        - `extra`: how to treat a tensor that the model neither has nor ignores
+
+        Weights are found by the names of the model's state_dict (a tied weight has several), or by transformers' rules.
+        Tied weights that the files hold several times are loaded first. Raises InputError before any weight changes:
+        for a weight that is missing or differs in shape or dtype, for an extra tensor if `extra` refuses it, and for a
+        `dtype` that no weight of the model has.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
         self._check_dtype(model, state)
         names = name_weights(state)
         with self._opened() as files, torch.no_grad():
-            # All checks come before the first weight changes: a model is loaded whole or not at all.
+            # Check everything before the first weight changes: a model is loaded whole or not at all.
             recipe_of, parts_of = self._find_recipes(files, model, state)
             check_names(model, state, recipe_of, extra, self.path)
             stored = {k: found for k, known in names.items() if (found := [n for n in known if n in recipe_of])}
-            # Each weight once, in the order of the stages, so that devices fill up one after another.
+            # List each weight once, in the order of stages, so that devices fill up one after another.
             listed = [w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored and not is_away(w)]
             waiting = {stored[id(w)][0]: w for w in listed}
             for name, weight in waiting.items():
@@ -93,17 +96,17 @@ class WeightFiles:
                 for first in track([*held, *(name for name in waiting if name not in held)], "loading weights"):
                     if first in held:
                         _give(waiting.pop(first), held.pop(first), homes[first])
-                    # One recipe may have made several weights at once.
+                    # An earlier recipe may have made this weight too.
                     elif first in waiting:
                         self._follow(files, recipe_of[first], parts_of.get(first), waiting, homes)
 
     def _find_recipes(
         self, files: Any, model: nn.Module, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Recipe], dict[str, dict[str, Parts]]]:
-        """Return how each weight that the files hold is made of their tensors, and of which parts, by its name.
+        """Return by name the recipe of each weight in the files, and the parts of weights that can be filled part by
+        part.
 
-        Among the first are tensors that the model does not have. Among the second are only weights that can be filled
-        part by part. Raises InputError for a weight of another shape or dtype.
+        The recipes include tensors that the model lacks. Raises InputError for a weight of another shape or dtype.
         """
         recipe_of: dict[str, Recipe] = {}
         kind_of: dict[str, Tensor] = {}
@@ -132,7 +135,7 @@ class WeightFiles:
         waiting: dict[str, Tensor],
         homes: Mapping[str, torch.device],
     ) -> None:
-        """Give the weights that a recipe makes, of those that wait, their values, and take them off the list."""
+        """Run a recipe: load its waiting weights, and remove them from `waiting`."""
         if parts is None or recipe.whole:
             found = recipe.make(partial(self._read, files))
             for name in found.keys() & waiting.keys():
@@ -140,7 +143,7 @@ class WeightFiles:
             return
         ours = {name: waiting.pop(name) for name in parts.keys() & waiting.keys()}
         filled = {name: _make_room(weight, homes[name]) for name, weight in ours.items()}
-        # One part is in memory besides what it becomes a part of.
+        # Read one part at a time, so that memory holds one part and the weight.
         for source in recipe.sources:
             uses = [(filled[name], part) for name in ours for part in parts[name] if part.source == source]
             if uses:
@@ -150,14 +153,14 @@ class WeightFiles:
                 exchange(weight, dress_like(weight, filled.pop(name)))
 
     def _read(self, files: Any, name: str) -> Tensor:
-        """Return a tensor of the files, in memory of its own."""
+        """Return a tensor of the files in newly allocated memory."""
         tensor: Tensor = files(self._file_of[name]).read(name)
         return tensor
 
     def _try(self, recipe: Recipe, kinds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Parts] | None]:
-        """Return what a recipe makes of tensors on the meta device, and of which parts, if it is made of parts.
+        """Return the result of a recipe on meta tensors, and the parts of each weight if it is made of parts.
 
-        Raises InputError where it makes nothing.
+        Raises InputError if the recipe fails.
         """
         try:
             return trace_copies(recipe.make, kinds)
@@ -168,7 +171,7 @@ class WeightFiles:
             ) from error
 
     def _read_kind(self, files: Any, name: str) -> Tensor:
-        """Return a tensor on the meta device with the shape and the dtype that a file says; raises InputError."""
+        """Return a meta tensor with the stored shape and dtype. Raises InputError if the file lacks the tensor."""
         file = self._file_of[name]
         try:
             kind: Tensor = files(file).read_kind(name)
@@ -179,9 +182,9 @@ class WeightFiles:
     def _read_tied(
         self, files: Any, stored: Iterable[Sequence[str]], recipe_of: Mapping[str, Recipe]
     ) -> dict[str, Tensor]:
-        """Return the values of weights that the files hold under several names, by the first; each is read once.
+        """Return the values of weights that the files hold under several names, by first name. Each is read once.
 
-        Raises InputError where the files hold different values for one weight.
+        Raises InputError if the files hold different values for one weight.
         """
         read = partial(self._read, files)
         held: dict[str, Tensor] = {}
@@ -197,7 +200,9 @@ class WeightFiles:
         return held
 
     def _check_dtype(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Raise InputError for a dtype to convert to that no weight of the model has: weights keep their own."""
+        """Raise InputError if no weight of the model has the requested dtype: loading never changes a
+        weight's dtype.
+        """
         own = sorted({str(w.dtype) for w in state.values() if _is_convertible(w.dtype)})
         if self._dtype is not None and own and str(self._dtype) not in own:
             raise InputError(
@@ -206,9 +211,9 @@ class WeightFiles:
             )
 
     def _check_kind(self, recipe: Recipe, name: str, found: Tensor, weight: Tensor) -> None:
-        """Raise InputError unless what the files hold is of the weight's shape, and of its dtype or convertible to it.
+        """Raise InputError unless the stored weight has the model's shape, and its dtype or one convertible to it.
 
-        `found` is what is made of the files' tensors, without values.
+        `found` is a meta tensor of the result.
         """
         file = self._file_of[recipe.sources[0]].name
         what = f"{name!r} is {found.dtype} {tuple(found.shape)} in {file} and {weight.dtype} {tuple(weight.shape)}"
@@ -226,15 +231,15 @@ class WeightFiles:
 
 
 def _is_convertible(dtype: torch.dtype) -> bool:
-    """Return whether weights of a dtype may be converted to another while they are read."""
-    # Numbers of one byte are parts of a quantised weight, whose scales are other tensors.
+    """Return whether loading may convert weights of this dtype to another."""
+    # One-byte numbers are part of a quantised weight, with scales in other tensors.
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _find_file(path: Path) -> Path:
-    """Return the .safetensors file or the index that a path means; raises InputError where that is not clear."""
+    """Return the .safetensors file or index at a path. Raises InputError if the path is ambiguous or missing."""
     if path.is_dir():
-        # An index comes first: beside it lie the files that it names, several of the other kind.
+        # Prefer an index: its folder also contains the files that it lists.
         kinds = ("*.safetensors" + INDEX, "*.safetensors")
         found = next((files for kind in kinds if (files := sorted(path.glob(kind)))), [])
         if len(found) != 1:
@@ -247,44 +252,43 @@ def _find_file(path: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor that an index names; raises InputError for files that are not beside it."""
+    """Return the file of each tensor in an index. Raises InputError for files outside the index's folder."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = dict(held.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = explain_unreadable(error)
         raise InputError(f"{str(path)!r} is no index of safetensors files (no weight_map): {what}") from error
-    # A name with a folder in it could lead anywhere, and an index comes from others.
+    # An index is untrusted: a name with a folder in it could lead anywhere.
     for file in files.values():
         if not isinstance(file, str) or PurePosixPath(file).name != file or not os.path.isfile(path.parent / file):
-            raise InputError(
-                f"{path.name} names {show(file)}, which is no file in {str(path.parent)!r}: it must lie beside"
-            )
+            raise InputError(f"{path.name} names {show(file)}, which is no file in {str(path.parent)!r}: move it there")
     return {name: path.parent / file for name, file in files.items()}
 
 
 def _make_room(weight: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a weight on a device: its own, where it has values."""
+    """Return memory for a weight on a device: the weight itself if it has values."""
     if not weight.is_meta:
         return weight
     return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=_choose_place(weight, device))
 
 
 def _fill(uses: Iterable[tuple[Tensor, Part]], value: Tensor) -> None:
-    """Copy what is read from the files to its places in weights."""
+    """Copy a stored tensor to its places in weights."""
     for weight, part in uses:
         part.place(weight).copy_(part.take(value))
 
 
 def _choose_place(weight: Tensor, device: torch.device) -> torch.device:
-    """Return the device for a weight: host memory, where it has no values yet and no stage has it."""
+    """Return the device for a weight; host memory if it has no values and belongs to no stage."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def _give(weight: Tensor, value: Tensor, device: torch.device) -> None:
-    """Give a weight a value that is nobody else's. It stays the same object, which optimizers may hold.
+    """Set a weight to `value`, which the weight may take over. The weight stays the same object, since optimizers may
+    hold it.
 
-    The value's memory becomes the weight's, where it is of its dtype and on its device; it is copied otherwise.
+    The value's memory becomes the weight's if dtype, device and strides agree; otherwise the value is copied.
     """
     if not weight.is_meta:
         weight.copy_(value)

@@ -1,4 +1,4 @@
-"""How safetensors checkpoints of several files name these, and their index, as Hugging Face does."""
+"""Hugging Face's file names for safetensors checkpoints of several files, and the contents of their index."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def name_file(kind: str, number: int, n: int) -> str:
-    """Return the name of file `number`, from 0, of n with tensors of a kind, such as "model"."""
+    """Return the name of file `number` (from 0) of `n` files of a kind, such as "model"."""
     return f"{kind}.safetensors" if n == 1 else f"{kind}-{number + 1:05d}-of-{n:05d}.safetensors"
 
 
 def render_index(sizes: Mapping[str, int], file_of: Mapping[str, str]) -> str:
-    """Return the text of an index: how large all tensors are together, and which file holds each."""
+    """Return the text of an index: `sizes` of all tensors together, and the file of each tensor."""
     return json.dumps({"metadata": dict(sizes), "weight_map": dict(file_of)}, indent=2, sort_keys=True) + "\n"

@@ -1,6 +1,6 @@
 """Read one safetensors file, a tensor at a time, into memory of its own.
 
-The file is read and not mapped: pages of a mapped file count as memory of the process until all of the file is let go.
+The file is read instead of mapped: pages of a mapped file count as memory of the process until the mapping ends.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ MORE = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | MORE
-"""The dtype of what the format calls so."""
+"""The dtype of each name in the format."""
 
 
 class TensorFile:
-    """A safetensors file that is open for reading, until it is closed.
+    """An open safetensors file.
 
-    Raises InputError for a file that is none, or that cannot be read.
+    Raises InputError for a file that is not safetensors or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            # Refuses headers that do not fit the file: sizes, offsets, overlaps.
+            # safe_open refuses headers that do not fit the file: sizes, offsets, overlaps.
             with safe_open(str(path), framework="pt") as checked:
                 names = list(checked.keys())
-            # Open until the file is closed: a block would end before tensors are read.
+            # A `with` block would close the file before tensors are read; `__exit__` closes it.
             self._file = path.open("rb")
             length = int.from_bytes(self._file.read(8), "little")
             header = json.loads(self._file.read(length))
@@ -56,16 +56,16 @@ class TensorFile:
         return list(self._entries)
 
     def read_kind(self, name: str) -> Tensor:
-        """Return a tensor on the meta device, of the shape and the dtype that a tensor of the file has.
+        """Return a tensor on the meta device with the shape and dtype of a tensor in the file.
 
-        Raises KeyError for a name that is not in the file, and InputError for a dtype that torch does not have.
+        Raises KeyError for an unknown name, and InputError for a dtype that torch lacks.
         """
         return self._make(name, "meta")
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor of the file, in memory of its own.
+        """Return a tensor of the file in newly allocated memory.
 
-        Raises as `read_kind` does, and InputError where the file has fewer bytes than it says.
+        Raises like `read_kind`, and InputError if the file is too short.
         """
         tensor = self._make(name, "cpu")
         if tensor.numel():

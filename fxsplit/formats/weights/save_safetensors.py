@@ -1,7 +1,8 @@
-"""Checkpoints written: safetensors files as Hugging Face names them, one tensor after another, all of them or none.
+"""Write checkpoints as safetensors files with Hugging Face's names: either all tensors are written or no file changes.
 
-A safetensors file is eight bytes with the length of its header, the header in JSON, and the bytes of the tensors.
-Each tensor is copied to host memory when its turn comes, so that no more than one of them is there besides the weights.
+    | 8 bytes: length of header | header (JSON): name -> dtype, shape, offsets | bytes of the tensors |
+
+Tensors are copied to host memory one at a time, so the additional memory is one tensor.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from fxsplit.torch_internals.scopes.undo import undo_after
 
 ONE_FILE = name_file("model", 0, 1)
 OF_A_CHECKPOINT = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors")
-"""Names of files that a checkpoint consists of, which the next one in the same folder takes the place of."""
+"""The files of a checkpoint. The next checkpoint in the same folder replaces them."""
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
-"""What the format calls a dtype."""
+"""The name of each dtype in the format."""
 
 
 Fetch = Callable[[str, Tensor], Tensor]
-"""Returns a tensor, which has a name, with its values: these may be in another process."""
+"""Returns the values of a named tensor, which may live in another process."""
 Together = Callable[[Mapping[str, Tensor], Callable[[Fetch], None]], None]
-"""Calls a function that writes tensors, in one of the processes that have them."""
+"""Calls a function that writes tensors, in one of the processes that have the tensors."""
 
 
 def save_checkpoint(
     model: nn.Module, folder: str | os.PathLike[str], max_shard_bytes: int, together: Together | None = None
 ) -> None:
-    """Write the tensors of a model's state_dict to a folder, in files of at most so many bytes of tensors.
+    """Write the tensors of a model's state_dict to a folder, in files of at most `max_shard_bytes` bytes of tensors.
 
-    together: how several processes do so, which each have some of the tensors (default: this one has all).
+    together: writes from several processes that each have some of the tensors (default: this process has all).
 
-    A tensor that is larger has a file of its own. A tied weight is written once, under the first of its names. The
-    folder holds the whole checkpoint afterwards, in place of one that it held before, or it is as it was. Other files
-    in it stay. Raises InputError for a model whose state no such file can hold, and FileError.
+    A larger tensor gets its own file. A tied weight is written once, under its first name. Afterwards the folder
+    contains the whole checkpoint instead of an earlier one, or is unchanged after an error. Other files in the folder
+    stay. Raises InputError if the format cannot express the model's state, and FileError if writing fails.
     """
     if not is_count(max_shard_bytes, least=1):
         raise InputError(f"max_shard_bytes={show(max_shard_bytes)}: give a number of bytes, such as 5_000_000_000")
@@ -87,13 +88,13 @@ def _take(name: str, tensor: Tensor) -> Tensor:
 
 
 def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's state_dict by name, each object once; raises InputError for what is none."""
+    """Return the tensors of a model's state_dict by name, each object once. Raises InputError for other values."""
     held: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise InputError(
                 f"state_dict() of {type(model).__name__} holds {name!r}, a {type(value).__name__}, and safetensors "
-                "files hold tensors alone: save it with torch.save(pipe.state_dict(), path)"
+                "files hold only tensors: save it with torch.save(pipe.state_dict(), path)"
             )
         if is_lazy(value) or value.is_meta:
             raise InputError(f"{name!r} has no values yet: load its weights first, with pipe.load_weights(path)")
@@ -107,7 +108,7 @@ def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _cut(state: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Return the names of the tensors of each file, in order, as Hugging Face cuts them."""
+    """Return the tensor names of each file, in order, with Hugging Face's rule for shards."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, tensor in state.items():
@@ -120,16 +121,16 @@ def _cut(state: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Sequence[str]], fetch: Fetch) -> None:
-    """Write the files beside their place, and move them there once all are whole."""
+    """Write the files to a temporary folder, and move them to their place once all are complete."""
     there = folder.is_dir()
-    # On the same disk as the folder, so that nothing is copied when it is moved.
+    # On the same disk, so that moving does not copy.
     beside = (folder if there else folder.absolute().parent) / f"{BEING_WRITTEN}{secrets.token_hex(8)}"
     change = _Change(beside)
     with undo_after(change.settle):
         made = beside / "new"
         made.mkdir(parents=True)
         names = [name_file("model", number, len(shards)) for number in range(len(shards))]
-        # Asked for the next tensor, it tells that the one before has been written.
+        # Asking for the next tensor reports the previous one as written.
         turns = track(list(state), "saving weights")
         for file, shard in zip(names, shards, strict=True):
             write_tensors(made / file, {name: state[name] for name in shard}, partial(next, turns, None), fetch)
@@ -142,8 +143,8 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
             return
         before = sorted(p.name for p in folder.iterdir() if OF_A_CHECKPOINT.fullmatch(p.name))
         (beside / "old").mkdir()
-        # The old index goes first and the new one comes last: a computer that stops between leaves no index that names
-        # files of two checkpoints.
+        # Remove the old index first and add the new one last. If the computer stops in between, no index mixes two
+        # checkpoints.
         change.make(
             [
                 *((folder / name, beside / "old" / name) for name in sorted(before, key=lambda name: name != INDEX)),
@@ -153,7 +154,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
 
 
 class _Change:
-    """Files that are moved, all of them or none, and the folder that holds them meanwhile."""
+    """Files to move, all or none, and the temporary folder that holds them."""
 
     def __init__(self, beside: Path) -> None:
         self._beside = beside
@@ -161,14 +162,14 @@ class _Change:
         self._complete = False
 
     def make(self, moves: list[tuple[Path, Path]]) -> None:
-        """Move each file to its place, in order; no file is in the way there when its turn comes."""
+        """Move each file to its place, in order. No other file may be in the way when its turn comes."""
         self._moves = moves
         for source, target in moves:
             os.rename(source, target)
         self._complete = True
 
     def settle(self) -> None:
-        """Put the files back that were moved, unless all were, and remove the folder beside; may be called again."""
+        """Undo the moves unless all succeeded, and remove the temporary folder. May be called repeatedly."""
         if not self._complete:
             for source, target in reversed(self._moves):
                 if not source.exists() and target.exists():
@@ -177,7 +178,7 @@ class _Change:
 
 
 def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, Sequence[str]]) -> None:
-    """Write which file holds each tensor, and how many bytes they have together."""
+    """Write the index: the file of each tensor, and the total size."""
     sizes = {
         "total_parameters": sum(t.numel() for t in state.values()),
         "total_size": sum(t.nbytes for t in state.values()),
@@ -189,8 +190,8 @@ def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, S
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object] = lambda: None, fetch: Fetch = _take
 ) -> None:
-    """Write one safetensors file, down to the disk; `tick` is called before each tensor. Raises OSError."""
-    # The largest numbers first, so that each tensor begins at a multiple of its numbers' size.
+    """Write one safetensors file and flush it to disk. Calls `tick` before each tensor. Raises OSError."""
+    # Sort by item size, largest first, so that each tensor is aligned to its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -209,18 +210,18 @@ def write_tensors(
 
 
 def _read_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, row by row, from host memory."""
+    """Return the bytes of a tensor in host memory, row by row."""
     here = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     plain = torch.view_as_real(here) if here.is_complex() else here
-    numbers: Any = plain.reshape(-1).view(torch.uint8).numpy()  # mypy does not take an array for a buffer
+    numbers: Any = plain.reshape(-1).view(torch.uint8).numpy()  # mypy does not accept an array as a buffer
     return memoryview(numbers)
 
 
 def _flush(path: Path, parts: Sequence[Callable[[], bytes | memoryview]]) -> None:
-    """Write a new file of these parts, each asked for in its turn, down to the disk."""
+    """Write a new file from these parts, each computed in its turn, and flush it to disk."""
     with open(path, "xb") as file:
         for part in parts:
             file.write(part())
         file.flush()
-        # Without this a computer that stops could be left with the new name and none of the contents.
+        # Without fsync, a crash could leave the new name without contents.
         os.fsync(file.fileno())

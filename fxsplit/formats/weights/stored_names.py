@@ -1,7 +1,8 @@
-"""How a checkpoint's tensors become a model's weights: by name, or by the rules of transformers.
+"""From a checkpoint's tensors to a model's weights: by name, or by the rules of transformers.
 
-transformers 5 joins what its checkpoints hold apart. The weights of a layer's experts are one parameter of the model,
-and two or three tensors for each expert in the files. transformers keeps a table of such rules; this module asks it.
+transformers 5 joins tensors that its checkpoints store separately: the weights of a layer's experts are one parameter
+of the model, but two or three tensors for each expert in the files. This module reads transformers' table of such
+rules.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from typing import Any
 from torch import Tensor, nn
 
 Read = Callable[[str], Tensor]
-"""Returns the tensor of a name in the files."""
+"""Reads the tensor of a name from the files."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are made of stored tensors: `make` gets a function that reads one, and returns weights by name.
+    """A recipe makes weights from stored tensors: `make` takes a function that reads a tensor, and returns weights by
+    name.
 
-    target: the name of the weight; some rules make several, of which it is the first.
-    sources: the names of these tensors in the files.
-    whole: whether the weight is one tensor of the files as it is.
+    - target: the name of the weight, or of the first if a rule makes several
+    - sources: the names of the stored tensors
+    - whole: the weight is one stored tensor, unchanged
     """
 
     target: str
@@ -34,9 +36,9 @@ class Recipe:
 
 
 def list_recipes(model: nn.Module, stored: Collection[str], names: Collection[str]) -> list[Recipe]:
-    """Return how the tensors of these stored names become weights of the model, whose `state_dict` has `names`.
+    """Return recipes from the `stored` tensors to weights of the model; `names` are its state_dict keys.
 
-    A tensor that no rule is for keeps its name.
+    A tensor without a rule keeps its name.
     """
     other = [name for name in stored if name not in names]
     rules = _find_rules(model) if other else None
@@ -46,27 +48,27 @@ def list_recipes(model: nn.Module, stored: Collection[str], names: Collection[st
 
 
 def _take(source: str, target: str) -> Recipe:
-    """Return the recipe of a weight that is one tensor of the files."""
+    """Return the recipe of a weight that is one stored tensor."""
     return Recipe(target, (source,), lambda read: {target: read(source)}, whole=True)
 
 
 def _find_rules(model: nn.Module) -> Any:
-    """Return transformers' table of how it stores a model of its own; None for other models, and for other versions."""
-    # Nobody has a model of a module that is not imported. To import it takes seconds, and may fail where a package that
-    # it wants is broken.
+    """Return transformers' conversion rules for the model, or None for other models and versions before 5."""
+    # If transformers is not imported, the model is not of transformers. Importing it takes seconds, and may fail
+    # because of a broken dependency.
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if not isinstance(kind, type) or not isinstance(model, kind):
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before version 5, models were made of what is stored
+    except ImportError:  # before version 5, parameters matched the stored tensors
         return None
     found: Any = get_model_conversion_mapping
     return found(model)
 
 
 def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, bool]) -> list[Recipe]:
-    """Return the recipes of those stored tensors that a rule turns into weights of the model."""
+    """Return the recipes of the stored tensors that a rule turns into weights of the model."""
     from transformers import core_model_loading as loading
 
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -74,7 +76,7 @@ def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, 
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parts: dict[str, list[tuple[str, str]]] = {}
     made = []
-    # Experts in the order of their numbers: "10" comes after "9".
+    # Natural order of experts: "10" after "9".
     for source in sorted(stored, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(source, renamings, converters, model.base_model_prefix, dict(names))
         if target not in names:
@@ -89,12 +91,12 @@ def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, 
 
 
 def _convert(model: Any, target: str, sources: list[tuple[str, str]], rule: Any) -> Recipe:
-    """Return the recipe that follows a rule of transformers; `sources` are stored names with the pattern of each."""
+    """Return the recipe for a rule of transformers. `sources` are stored names, each with its pattern."""
 
     def make(read: Read) -> dict[str, Tensor]:
         converter = copy.deepcopy(rule)
         for source, pattern in sources:
-            # Read when the rule comes to it.
+            # Read lazily, when the rule needs the tensor.
             converter.add_tensor(target, source, pattern, lambda source=source: read(source))
         found = converter.convert(target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}

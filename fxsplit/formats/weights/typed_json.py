@@ -1,8 +1,8 @@
-"""JSON with types: a tree of plain JSON, and notes that say which values of the tree were of another type.
+"""JSON with types: a tree of plain JSON, plus notes with the original types of values.
 
-JSON allows only texts as keys, and has no tuples. So `{"milestones": Counter({3: 1})}` becomes the tree
-`{"milestones": [[3, 1]]}` with the note `[["milestones"], "Counter"]`. The notes lie beside the tree. So no value of
-the user's can be taken for a note, and values that JSON knows are plain JSON.
+JSON has only text keys and no tuples. So `{"milestones": Counter({3: 1})}` becomes the tree `{"milestones": [[3, 1]]}`
+with the note `[["milestones"], "Counter"]`. Notes are stored separately from the tree: no user value can be mistaken
+for a note, and values of JSON types remain plain JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fxsplit.formats.weights.save_safetensors import NAMES
 from fxsplit.system.figures import show
 
 LARGEST = 1_000_000
-"""How many numbers a tensor may have: JSON takes some 20 bytes for each."""
+"""The most numbers in a tensor: JSON takes about 20 bytes for each."""
 Notes = list[list[Any]]
-"""A pair for each value of another type: the keys that lead to it in the tree, and the name of the type."""
+"""One pair for each value of another type: the path of keys to it in the tree, and the name of its type."""
 PLAIN = (str, int, float, bool, type(None))
 PAIRS: dict[type, str] = {dict: "dict", Counter: "Counter", OrderedDict: "OrderedDict"}
-"""Dicts that are kept as lists of pairs, by type; a dict whose keys are texts is an object of JSON."""
+"""Dict types that are stored as lists of pairs. A dict with only text keys is a JSON object."""
 FACTORIES: dict[str, Any] = {"none": None} | {made.__name__: made for made in (int, float, str, list, dict, set, tuple)}
-"""What makes the missing values of a defaultdict, by the word after "defaultdict" in a note."""
+"""The factories of a defaultdict, by the word after "defaultdict" in a note."""
 NUMBERS = {f"numpy {name}": np.dtype(name).type for name in ("bool", "float16", "float32", "float64")} | {
     f"numpy {kind}{bits}": np.dtype(f"{kind}{bits}").type for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
@@ -39,13 +39,13 @@ TENSORS = {
     for dtype, name in NAMES.items()
     if not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
 }
-"""Dtypes whose numbers are given back by JSON bit for bit."""
+"""Dtypes that JSON reproduces bit for bit."""
 
 
 def encode(value: Any, what: str) -> tuple[Any, Notes]:
-    """Return the tree and the notes of a value; later changes of the value do not reach them.
+    """Return the tree and the notes of a value, independent of later changes to the value.
 
-    what: the name of the value in errors. Raises InputError for a part that would not come back as it was, by name.
+    what: the value's name in errors. Raises InputError, with the name, for a part that JSON cannot reproduce.
     """
     notes: Notes = []
     try:
@@ -59,7 +59,7 @@ def encode(value: Any, what: str) -> tuple[Any, Notes]:
 
 
 def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
-    """Return the tree of a value that the keys of `path` lead to."""
+    """Return the tree of the value at `path`."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -97,7 +97,7 @@ def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
 
 
 def _name_factory(value: defaultdict[Any, Any], what: str) -> str:
-    """Return the word for what makes the missing values of a defaultdict."""
+    """Return the word for a defaultdict's factory."""
     name = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
     if name is None:
         raise InputError(
@@ -108,15 +108,15 @@ def _name_factory(value: defaultdict[Any, Any], what: str) -> str:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return whether the numbers are all that there is to a tensor."""
+    """Return whether a tensor consists of its numbers only: strided, with values, without gradients."""
     return value.layout == torch.strided and not value.is_meta and not value.requires_grad
 
 
 def decode(tree: Any, notes: Iterable[Any]) -> Any:
-    """Return the value of a tree and its notes, which are not changed; raises ValueError if they do not fit."""
+    """Return the value of a tree and its notes, without changing them. Raises ValueError if the notes do not fit."""
     box = [copy.deepcopy(tree)]
     try:
-        # What is inside comes first: a tuple is not changed any more.
+        # Convert inner values first, since a tuple cannot change later.
         for path, kind in sorted(notes, key=lambda note: -len(note[0])):
             parent: Any = box
             keys = [0, *path]
@@ -130,7 +130,7 @@ def decode(tree: Any, notes: Iterable[Any]) -> Any:
 
 
 def _check_key(parent: Any, key: Any) -> Any:
-    """Return a key of a list or of a dict; raises ValueError for one that it does not have."""
+    """Return a key of a list or dict. Raises ValueError if the key is missing or invalid."""
     fits = isinstance(parent, dict) if type(key) is str else isinstance(parent, list) and type(key) is int
     if not fits or (type(key) is int and key < 0):
         raise ValueError(f"a note of a type leads to {show(key)}, which is not there")
@@ -138,7 +138,7 @@ def _check_key(parent: Any, key: Any) -> Any:
 
 
 def _find_maker(kind: Any) -> Callable[[Any], Any]:
-    """Return the function that makes a value of a type from its tree; raises ValueError for an unknown type."""
+    """Return the function that makes a value of a type from its tree. Raises ValueError for an unknown type."""
     for known, name in PAIRS.items():
         if kind == name:
             return lambda tree: known(_make_dict(tree))
