@@ -1,12 +1,14 @@
-"""The passes, a file or folder each; the only list of them.
+"""The passes, one file or folder each, and the list of all passes.
 
-A pass takes an IR (a graph and the facts known of it) and returns another. compile() runs a chain of them: measure the
-nodes (profile), enumerate where the graph can be cut (augment, order), choose the cuts (partition), cut (emit), and put
-aside what batch norms write (batch-norm).
+A pass takes an IR (a graph and the facts known about it) and returns another IR. compile() runs a chain of passes:
+
+    profile -> augment -> order -> partition -> emit -> batch-norm
+    measure    enumerate  sum up   choose       cut     defer running statistics
+    nodes      ideals     states   the cuts
 """
 
-# The root of the checkout is on the path wherever the checkout is installed. A pass imported under two names would be
-# two classes, and what asks for one of them would not see the other.
+# The root of the checkout may be on sys.path, as `passes`. A pass imported under two names would be two classes, and a
+# lookup by one class would miss the other.
 if __name__ != "fxsplit.passes":
     raise ImportError("import fxsplit.passes: passes is only the folder that it lies in")
 
@@ -20,12 +22,12 @@ from fxsplit.passes.order import Order
 from fxsplit.passes.partition import Partition
 from fxsplit.passes.profile.profile import Profile
 
-# The names by which text chains know them; a user names a pass of their own `package.module:attribute`.
+# Text chains use these names; users name their own passes `package.module:attribute`.
 PASSES = {p.name: p for p in (Leaf, Profile, Cut, Augment, Order, Partition, Emit, BatchNorm, CarryTensors)}
-"""Every pass that comes with fxsplit, by its name in chains."""
+"""Every pass of fxsplit, by its name in chains."""
 
 DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit(), BatchNorm())
-"""The chain that compile() runs unless told otherwise."""
+"""The default chain of compile()."""
 
 __all__ = [
     "DEFAULT",

@@ -1,6 +1,6 @@
 """augment: enumerate the ideals of the graph, named by their augmented antichains; learns Antichains.
 
-The first pass of planning: from the costs that `profile` measured to the states that `order` sums and `partition` cuts.
+The first pass of planning: `profile` measured the costs, `order` then sums them over the ideals, and `partition` cuts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxsplit.planner.lattice.lattice import enumerate_ideals
 
 @dataclass(frozen=True)
 class Augment:
-    """Enumerate every ideal, up to `max_states` of them.
+    """Enumerate every ideal, at most `max_states`.
 
-    Nodes that cost nothing join a neighbour first, where the devices are interchangeable: that needs fewer ideals, and
-    loses no plan that `partition` would not find again. `free` states that partition{free=true} follows, which takes
-    the devices in any order. In a graph with too many ideals light nodes join what they follow, or the prefixes of one
-    topological order take the place of all ideals. The plan then has a gap instead of a proof.
+    If the devices are interchangeable, nodes without cost first join a neighbour. This needs fewer ideals, and loses no
+    plan that `partition` would not recover. `free` announces partition{free=true}, which takes the devices in any
+    order. If there would be too many ideals, light nodes join the nodes they follow, or only one topological order is
+    enumerated. The plan then has a gap instead of a proof.
     """
 
     max_states: int = 1_000_000
@@ -40,6 +40,6 @@ class Augment:
         """Learn Antichains from Costs."""
         costs, machine, pins = ir[Costs], ir.get(Machine), ir.get(Pins)
         pinned = pins.nodes(costs) if pins else {}
-        # Joined nodes may empty a stage, so that later stages move up a device: devices must be interchangeable.
+        # Joining may empty a stage and so move later stages up one device: devices must be interchangeable.
         join = machine is not None and (self.free or (machine.uniform and not pinned))
         return ir.learn(enumerate_ideals(costs, machine, pinned, self.max_states, join=join))

@@ -1,8 +1,8 @@
-"""batch-norm: let batch norms note their running statistics, where they may not write them as microbatches pass.
+"""batch-norm: let batch norms defer their running statistics if microbatches may not update them.
 
-The last pass of a chain. Without it, each microbatch changes the running statistics when it passes the layer, as the
-unsplit model would do for that microbatch. That is wrong in two cases: the statistics are to change once a batch, or
-several devices run the stage at the same time, so that microbatches pass in no fixed order.
+The last pass of a chain. Without it, each microbatch updates the running statistics when it passes the layer, as in the
+unsplit model. That is wrong in two cases: the statistics must change once per batch, or several devices run the stage
+at the same time, so that microbatches pass in no fixed order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fxsplit.torch_internals.nn.batch_norm import Calls, Noted, is_batch_norm
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """Let batch norms note their running statistics: all if `deferred`, otherwise those in stages with several devices.
+    """Defer running statistics: in all stages if `deferred`, otherwise only in replicated stages.
 
-    Where neither asks for it, the IR stays as it is.
+    Returns the IR unchanged if no stage needs it.
     """
 
     deferred: bool = False
@@ -35,32 +35,32 @@ class BatchNorm:
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Stages anew; raises PlanError for a replicated stage that writes a buffer of another kind."""
+        """Learn new Stages. Raises PlanError for a replicated stage that writes a buffer of another kind."""
         replicated = _list_replicated(ir)
         if not (self.deferred or any(replicated)):
             return ir
         stages, noted = [], dict[nn.Module, Calls]()
-        # `noted` is shared by all stages: a layer that two of them call notes its calls in one place.
+        # All stages share `noted`, so that a layer in two stages records its calls in one place.
         for stage, several in zip(ir[Stages].stages, replicated, strict=True):
             if several:
                 _check_writes(ir[CallEffects], stage)
             stages.append(_note_statistics(stage, self.deferred, noted) if several or self.deferred else stage)
         made = Stages(tuple(stages), ir[Stages].result)
-        # The graph calls the stages' modules, so it is made again with the new ones. What else is known of it holds.
+        # The graph calls the stages' modules, so rebuild it with the new ones. All other facts still hold.
         return ir.rewrite(made.call_in_turn(type(ir.gm).__name__), *ir.facts).learn(made)
 
 
 def _list_replicated(ir: IR) -> list[bool]:
     """Return, for each stage of the plan, whether several devices run it."""
     several = [len(stage.devices) > 1 for stage in ir[Plan].stages]
-    # A plan that gives a stage several devices overrides the schedule, which may place every stage twice (Chimera).
+    # Replicas in the plan override the schedule, which may replicate every stage itself (Chimera).
     return several if any(several) else [ir[Workload].replicated] * len(several)
 
 
 def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls]) -> Stage:
-    """Return the stage with a Noted in place of every batch norm that it calls; itself if it calls none.
+    """Return the stage with deferred batch norms, or the same stage if it calls none.
 
-    at_once: whether the statistics change once a batch. noted: where the calls of each layer are noted, for all stages.
+    at_once: the statistics change once per batch. noted: the recorded calls of each layer, over all stages.
     """
     module = stage.module
     graph = fx.Graph()
@@ -72,19 +72,19 @@ def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls])
             continue
         target = find_target(module, node)
         if is_batch_norm(target):
-            # A layer that is called twice changes its statistics twice a batch, but once for each microbatch in turn.
+            # A layer that is called twice updates its statistics twice per batch, but in turn for each microbatch.
             target = Noted(target, at_once, {} if at_once else noted.setdefault(target, {}))
             copy.target = f"noted_{node.name}"
         held[str(copy.target)] = target
-    # A stage without batch norms stays itself, so that what is compiled or copied of it need not be made again.
+    # Return an unchanged stage as the same object, so that compiled code and copies of it stay valid.
     if not any(isinstance(target, Noted) for target in held.values()):
         return stage
     return replace(stage, module=fx.GraphModule(held, graph, class_name=type(module).__name__))
 
 
 def _check_writes(effects: CallEffects, stage: Stage) -> None:
-    """Raise PlanError if a stage with several devices writes a buffer that is no batch norm's."""
-    # Stages hold the model's own buffers, so they are told by identity: a graph may know them by other paths.
+    """Raise PlanError if a replicated stage writes a buffer that is not of a batch norm."""
+    # Stages hold the model's own buffers. Compare identity, since the graph may use other paths.
     written = {id(b): path for path, b in effects.written_buffers.items()}
     path = next((written[id(b)] for b in stage.module.buffers() if id(b) in written), None)
     if path is not None:

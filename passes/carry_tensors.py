@@ -1,9 +1,13 @@
-"""carry-tensors: let tensors alone cross from stage to stage, as torch's own pipeline runtime wants it.
+"""carry-tensors: let only tensors cross between stages, as torch's own pipeline runtime requires.
 
-A model may compute a size in one stage and use it in a later one: `rows = x.shape[0]`. fxsplit's runtime hands such a
-number on like a tensor. After this pass the later stage computes it anew, from a tensor that it is given. Where no such
-tensor arrives, the size that the example has is written into the stage: torch's runtime keeps to the shapes that it
-begins with.
+A model may compute a size in one stage and use it in a later one. fxsplit's runtime passes such a number on like a
+tensor. After this pass the later stage computes it again, from a tensor that it receives:
+
+    before:  stage 0: rows = x.shape[0]; h = f(x)    -- h, rows -->    stage 1: h.expand(rows, ...)
+    after:   stage 0: h = f(x)                       -- h -->          stage 1: rows = h.shape[0]; h.expand(rows, ...)
+
+If no such tensor arrives, the example's size is written into the stage: torch's runtime keeps the shapes of the first
+microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from fxsplit.torch_internals.fx.shape_reads import reads_shape
 from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
 
 CONSTANTS = (bool, int, float, complex, str, slice, type(None), torch.dtype, torch.Size)
-"""What may be written into a graph: all but tensors, and devices, of which each stage has another."""
+"""Types that may be written into a graph. Devices may not, since each stage has another."""
 
 
 class Place(NamedTuple):
@@ -35,18 +39,18 @@ class Place(NamedTuple):
 
 
 class _Unknown(Exception):
-    """A value does not follow from what is known where it is asked for."""
+    """The value cannot be computed from the tensors that have arrived."""
 
 
 @dataclass(frozen=True)
 class CarryTensors:
-    """Let each stage compute the numbers, sizes and dtypes anew that it was given."""
+    """Let each stage compute the numbers, sizes and dtypes that it used to receive."""
 
     name: ClassVar[str] = "carry-tensors"
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Stages anew; raises NotExportable, naming the value, where one can be computed in no other stage."""
+        """Learn new Stages. Raises NotExportable, with the value's name, if no other stage can compute the value."""
         stages = ir[Stages]
         values = record_values([stage.module for stage in stages.stages], ir[Example].tensors)
         writer = _Writer(stages, values)
@@ -57,7 +61,7 @@ class CarryTensors:
 
 
 class _Writer:
-    """Writes stages without numbers among their inputs and outputs; `values` is what each node made of the example."""
+    """Writes stages with only tensors as inputs and outputs. `values` are the nodes' values for the example."""
 
     def __init__(self, stages: Stages, values: list[Mapping[fx.Node, Any]]) -> None:
         self._recorded = values
@@ -67,7 +71,7 @@ class _Writer:
         odd = next((name for name in last.outputs if not self._is_tensor(name)), None)
         if odd is not None:
             raise NotExportable(
-                f"the model returns {odd!r}, {self._describe(odd)}, and torch's stages return tensors alone: return "
+                f"the model returns {odd!r}, {self._describe(odd)}, and torch's stages return only tensors: return "
                 "tensors, and compute the rest from them outside of the model"
             )
         for number, names in enumerate(self._crossing):
@@ -78,7 +82,7 @@ class _Writer:
                 )
 
     def write(self, stage: Stage) -> Stage:
-        """Return a stage with tensors alone as inputs and outputs; itself where it has no others."""
+        """Return a stage with only tensors as inputs and outputs; the same stage if it already is one."""
         takes = stage.inputs if stage.index == 0 else self._keep_tensors(stage.inputs)
         gives = self._keep_tensors(stage.outputs)
         if (takes, gives) == (stage.inputs, stage.outputs):
@@ -88,7 +92,7 @@ class _Writer:
         copies: dict[fx.Node, Any] = {}
         arrived: dict[str, fx.Node] = {}
         places = [n for n in old.graph.nodes if n.op == "placeholder"]
-        # Placeholders come first, whatever is computed from them.
+        # Placeholders must come first, before the computations on them.
         for node in places:
             if node.name in takes:
                 copies[node] = arrived[node.name] = graph.node_copy(node)
@@ -117,7 +121,9 @@ class _Writer:
         return f"a {type(self._value(self._makers[name])).__name__}"
 
     def _compute(self, name: str, stage: int, graph: fx.Graph, arrived: Mapping[str, fx.Node]) -> Any:
-        """Return a node of `graph` that computes a value from the tensors that have arrived, or the value itself."""
+        """Return a node of `graph` that computes a value from the arrived tensors, or the value itself
+        as a constant.
+        """
         value = self._value(self._makers[name])
         holds = pytree.tree_leaves(value)
         if any(isinstance(leaf, Tensor) for leaf in holds):
@@ -125,35 +131,35 @@ class _Writer:
                 f"value {name!r}, {self._describe(name)} of tensors, crosses into stage {stage}, and torch's runtime "
                 "sends single tensors: keep together what makes and what reads it, with fxsplit.leaf or pins"
             )
-        # Nothing is computed from no value.
+        # None needs no computation.
         if value is None:
             return None
         made: dict[fx.Node, fx.Node] = {}
         try:
             return self._follow(self._makers[name], arrived, made, graph)
         except _Unknown:
-            # What was written so far is of no use.
+            # Remove the nodes written so far.
             for node in reversed(made.values()):
                 graph.erase_node(node)
         if self._follows_from_shapes(self._makers[name]) and all(isinstance(leaf, CONSTANTS) for leaf in holds):
             return value
         raise NotExportable(
             f"value {name!r}, {self._describe(name)}, crosses into stage {stage}, and it is computed there from no "
-            "tensor's shape: torch's runtime sends tensors alone; make it a tensor in the model, or pin what makes it "
+            "tensor's shape: torch's runtime sends only tensors; make it a tensor in the model, or pin what makes it "
             "and what reads it to one stage"
         )
 
     def _follow(
         self, place: Place, arrived: Mapping[str, fx.Node], made: dict[fx.Node, fx.Node], graph: fx.Graph
     ) -> fx.Node:
-        """Return a node of `graph` with the value of a node of an earlier stage; raises _Unknown where there is none.
+        """Return a node of `graph` with the value of an earlier stage's node. Raises _Unknown if that is impossible.
 
-        `made` are the nodes that were written for it so far.
+        `made` maps nodes to the nodes already written for this value.
         """
         stage, node = place
         if node in made:
             return made[node]
-        # By their places: a value that arrives has the name of what made it, and other stages may have such a name too.
+        # Compare origins, not names: an arriving value has its maker's name, which another stage may use as well.
         if isinstance(self._value(place), Tensor):
             name = next((n for n in arrived if self._find_source(self._makers[n]) == self._find_source(place)), None)
             if name is None:
@@ -170,7 +176,7 @@ class _Writer:
         return made[node]
 
     def _find_source(self, place: Place) -> Place:
-        """Return the node that made a value which a stage was given."""
+        """Return the node that made a value which a stage receives."""
         while place.node.op == "placeholder" and place.stage > 0:
             place = self._makers[place.node.name]
         return place
@@ -184,19 +190,19 @@ class _Writer:
         return all(isinstance(self._value(read), Tensor) or self._follows_from_shapes(read) for read in reads)
 
     def _is_pure(self, place: Place) -> bool:
-        """Return whether a node computes from numbers, or from what no values of tensors change."""
+        """Return whether a node reads only numbers, or only shapes of tensors."""
         stage, node = place
         reads_tensors = any(isinstance(self._recorded[stage][read], Tensor) for read in node.all_input_nodes)
         return node.op in ("call_function", "call_method") and (not reads_tensors or reads_shape(node))
 
 
 def _find_makers(stages: Stages) -> dict[str, Place]:
-    """Return where each value is made that crosses stages, enters the first, or leaves the last."""
+    """Return the node that makes each value which crosses stages, enters the first, or leaves the last."""
     first = stages[0].module.graph.find_nodes(op="placeholder")
     makers = {node.name: Place(0, node) for node in first}
     for stage in stages.stages:
         for name, node in zip(stage.outputs, list_outputs(stage.module), strict=True):
-            # What a stage only hands on was made by an earlier one.
+            # A stage that only passes a value on is not its maker.
             if node.op != "placeholder":
                 makers[name] = Place(stage.index, node)
     return makers

@@ -1,4 +1,4 @@
-"""cut: say where cuts may lie, and how what crosses them is compressed; stands between profile and augment."""
+"""cut: restrict the places of cuts, and compress the values that cross them; runs between profile and augment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxsplit.planner.problem.borders import ANYWHERE, check_modules, check_place
 
 @dataclass(frozen=True)
 class Cut:
-    """Let cuts lie anywhere, or only at the borders of modules: `profile,cut{at=modules},augment,order,...`.
+    """Allow cuts anywhere, or only at the borders of modules: `profile,cut{at=modules},augment,order,...`.
 
-    `at` is "anywhere"; "modules" for the model's own parts; "modules=2" for their parts, and so on down; or a pattern
-    of paths, such as "model.layers.*", for the borders of the modules that match it (see planner/problem/borders.py).
+    `at` is "anywhere"; "modules" for the parts at the top of the model; "modules=2" for their parts, and so on; or a
+    pattern of paths, such as "model.layers.*", for the borders of matching modules (see planner/problem/borders.py).
 
-    `compress` is how values and gradients that cross are compressed: "bf16" or "int8" (see ir/facts/costs/compress.py),
-    which changes what the pipeline computes. Raises ChainError for what is none of these.
+    `compress` compresses crossing values and gradients with "bf16" or "int8" (see ir/facts/costs/compress.py), which
+    changes the results of the pipeline. Raises ChainError for other options.
     """
 
     at: str = ANYWHERE
@@ -39,9 +39,9 @@ class Cut:
             raise ChainError(f"cut{{compress={self.compress}}}: give {' or '.join(HOW)}{suggest(self.compress, HOW)}")
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Costs anew, which price compressed cuts, and whose modules no cut parts.
+        """Replace Costs by costs that price compressed cuts and keep modules whole.
 
-        Raises PlanError for a model with too few modules, or without one that matches the pattern.
+        Raises PlanError if the model has too few modules, or no module matches the pattern.
         """
         if self == Cut():
             return ir

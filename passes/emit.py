@@ -1,6 +1,9 @@
-"""emit: cut the graph into one GraphModule for each stage, as the plan says; learns Stages.
+"""emit: cut the graph into one GraphModule for each stage of the plan; learns Stages.
 
-The graph becomes calls of the stages one after another. Modules and parameters in the stages are the user's own.
+    graph:  x -> a -> b -> c -> d -> output          plan: {a, b}, {c, d}
+    after:  x -> Stage0(a, b) -> Stage1(c, d) -> output
+
+The graph becomes a sequence of calls of the stages. Their modules and parameters are the user's own objects.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from fxsplit.torch_internals.random.draws import Draw
 
 EMPTY = inspect.Signature.empty
 Names = tuple[str, ...]
-"""Names of values, in the order in which a stage takes or gives them."""
+"""Names of values, in the order of a stage's inputs or outputs."""
 
 
 @dataclass(frozen=True)
 class Emit:
-    """Cut the graph where the plan says, at any set of its edges.
+    """Cut the graph according to the plan, at any set of its edges.
 
-    A value goes only from a stage to the next. One that a later stage reads is handed on by the stages between.
+    A value goes only from a stage to the next one. If a later stage reads it, the stages in between pass it on.
     """
 
     name: ClassVar[str] = "emit"
@@ -42,8 +45,8 @@ class Emit:
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into calls of its stages; keep Plan and learn Stages.
 
-        Raises PlanError for a plan that takes the devices out of order, or that lacks a node of the graph; ChainError
-        for a graph that has been cut already.
+        Raises PlanError for a plan that takes the devices out of order or lacks a node of the graph, and ChainError for
+        a graph that has been cut already.
         """
         if ir.get(Stages) is not None:
             raise ChainError("the graph is cut into stages already: the chain has two passes that do so, drop one")
@@ -52,10 +55,10 @@ class Emit:
         if taken != list(range(len(taken))):
             names = ", ".join(machine.devices[d].name for d in taken)
             raise PlanError(
-                f"this plan takes devices {taken}, out of order or with gaps, which can be planned and not run yet: "
-                f"compile for these devices alone, in this order ({names}), or use partition{{use_all=true,free=false}}"
+                f"this plan takes devices {taken}, out of order or with gaps, which can be planned but not run yet: "
+                f"compile for only these devices, in this order ({names}), or use partition{{use_all=true,free=false}}"
             )
-        # A pass behind `partition` may change what nodes call. Nodes that it adds are in no stage.
+        # A pass after `partition` may change the targets of nodes, but new nodes are in no stage.
         planned = {*plan.stage_of(), *(n.name for n in ir.gm.graph.nodes if n.op in ("placeholder", "output"))}
         added = next((n.name for n in ir.gm.graph.nodes if n.name not in planned), None)
         if added is not None:
@@ -63,7 +66,7 @@ class Emit:
                 f"node {added!r} is in no stage of the plan: add nodes before 'profile', which plans for them"
             )
         places = machine.torch_devices()
-        # Constants of the graph, such as torch.zeros(device=...), name the device that the model was captured on.
+        # Constants of the graph, such as torch.zeros(device=...), name the device of the capture.
         captured_on = ir[Example].tensors[0].device
         effects = find_effects(ir)
         leaving = _list_leaving_values(ir.gm.graph, plan)
@@ -71,12 +74,12 @@ class Emit:
         stages = []
         for index, (stage_plan, gives) in enumerate(zip(plan.stages, leaving, strict=True)):
             module = _build_stage_module(ir.gm, index, set(stage_plan.nodes), effects, takes, gives)
-            # Replicas of a stage are copies that the runtime makes of the stage on the first device.
+            # The runtime copies the stage on the first device to make replicas.
             number = stage_plan.devices[0]
             move_constants(module, captured_on, places[number])
             stages.append(Stage(index, machine.devices[number].name, places[number], module, takes, gives))
             takes = gives
-        # The model's containers stay as they are, with a place among the last stage's outputs for each tensor.
+        # Keep the model's output containers, with an index into the last stage's outputs for each tensor.
         result = rebuild(
             ir.gm.graph.output_node().args[0], lambda v: Ref(takes.index(v.name)) if isinstance(v, fx.Node) else v
         )
@@ -85,14 +88,14 @@ class Emit:
 
 
 def _list_leaving_values(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
-    """Return, for each stage, the values made in it or before and read after it, in graph order."""
+    """Return, for each stage, the values that are made in or before it and read after it, in graph order."""
     stage_of = plan.stage_of()
     last = len(plan.stages) - 1
     leaving: list[list[str]] = [[] for _ in plan.stages]
     for node in graph.nodes:
         if node.op == "output":
             continue
-        # An input of the model is in no stage, and enters with the first one.
+        # An input of the model is in no stage, and enters the first.
         born = stage_of.get(node.name, 0)
         readers = [last + 1 if u.op == "output" else stage_of[u.name] for u in node.users]
         for stage in range(born, max(readers, default=born)):
@@ -103,13 +106,13 @@ def _list_leaving_values(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:
 def _build_stage_module(
     gm: fx.GraphModule, index: int, nodes: set[str], effects: Effects, takes: Names, gives: Names
 ) -> fx.GraphModule:
-    """Return a GraphModule of `nodes`, from the values `takes` to the values `gives`, with the modules of `gm`.
+    """Return a GraphModule of `nodes` with inputs `takes` and outputs `gives`, which uses the modules of `gm`.
 
-    The calls of nodes that may draw are wrapped, so that their draws do not depend on the other stages.
+    Nodes that may draw random numbers are wrapped, so that their draws do not depend on other stages.
     """
     graph = fx.Graph()
     held: dict[str, Any] = {}
-    # A number that is an input has a default, with which the first stage runs on tensors alone.
+    # A number input has a default, so that the first stage also runs on tensors only.
     defaults = {n.name: n.args[0] for n in list_number_nodes(gm.graph)} if index == 0 else {}
     copies: dict[str, fx.Node] = {name: graph.placeholder(name, None, defaults.get(name, EMPTY)) for name in takes}
     for node in gm.graph.nodes:
@@ -119,7 +122,7 @@ def _build_stage_module(
         if node.name in effects.drawing:
             copy.op, copy.target = "call_module", f"draw_{node.name}"
             held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node), drew=node.name in effects.drew)
-        # What a node calls or fetches keeps its path, by which the user finds it in the model.
+        # Modules and attributes keep their paths in the user's model.
         elif node.op in ("call_module", "get_attr"):
             held[str(node.target)] = find_target(gm, node)
     graph.output(tuple(copies[name] for name in gives))

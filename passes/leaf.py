@@ -1,8 +1,7 @@
-"""leaf: keep a submodule whole, as one node of the graph.
+"""leaf: keep a submodule as one node of the graph.
 
-A *leaf* is a submodule that is called in the graph and whose inside is not in it: with `leaf{path=encoder.attn}` the
-graph has one node `encoder.attn(x)`. Front ends look for the pass in the chain before any pass runs, because they make
-the graph. The pass itself checks that they did.
+With `leaf{path=encoder.attn}` the graph has one node `encoder.attn(x)`, without the operators inside. Front ends look
+for this pass in the chain before any pass runs, because they capture the graph. The pass itself checks the result.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from fxsplit.ir.graph import IR
 
 @dataclass(frozen=True)
 class Leaf:
-    """Keep the submodule under `path` whole: it is one call in the graph, and lies in one stage.
+    """Keep the submodule at `path` as one call in the graph, and so in one stage.
 
-    Raises ChainError for a path that is no text, or an empty one.
+    Raises ChainError unless the path is a non-empty text.
     """
 
     path: str = ""
@@ -31,10 +30,10 @@ class Leaf:
             raise ChainError(f"leaf{{path={self.path!r}}}: give the path of a submodule, such as 'encoder.attn'")
 
     def __call__(self, ir: IR) -> IR:
-        """Return the graph as it is; raises TraceError where only the inside of the submodule is in it."""
-        # A graph without the submodule is none's fault: a mode may do without it, or call it inside another leaf.
+        """Return the IR unchanged. Raises TraceError if the graph has the submodule's operators instead of its call."""
+        # A graph without the submodule is fine: this mode may not use it, or another leaf calls it.
         called = {str(n.target) for n in ir.gm.graph.nodes if n.op == "call_module"}
-        # With its inside in the graph and no call of it, the submodule could be cut.
+        # If its operators are in the graph without its call, the submodule could be cut.
         if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(
                 f"the inside of submodule {self.path!r} is in the graph, and no call of it: forward() calls its parts "
@@ -44,5 +43,5 @@ class Leaf:
 
 
 def leaf(path: str) -> Leaf:
-    """Return a pass that keeps the submodule under `path` whole: `passes=[fxsplit.leaf("encoder.attn"), *DEFAULT]`."""
+    """Return a pass that keeps the submodule at `path` whole: `passes=[fxsplit.leaf("encoder.attn"), *DEFAULT]`."""
     return Leaf(path)

@@ -1,6 +1,6 @@
-"""order: sum what is measured over each ideal, which makes the state sequence; learns States.
+"""order: sum the measured figures over each ideal, which gives the state sequence; learns States.
 
-Between `augment`, which enumerates the ideals, and `partition`, which cuts their sequence into stages.
+It runs between `augment`, which enumerates the ideals, and `partition`, which cuts their sequence into stages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fxsplit.planner.lattice.sequence import sequence_states
 
 @dataclass(frozen=True)
 class Order:
-    """Sum every measured figure over each state and list the states just below it."""
+    """Sum every measured figure over each state, and list the states just below it."""
 
     name: ClassVar[str] = "order"
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""
-        # The ideals are numbered after their subsets, so their order is a state sequence already.
+        # An ideal has a larger number than its subsets, so the numbers already form a state sequence.
         return ir.learn(sequence_states(ir[Costs], ir[Antichains]))

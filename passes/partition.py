@@ -1,6 +1,6 @@
-"""partition: cut the state sequence into stages so that the slowest is as fast as possible; learns Plan.
+"""partition: cut the state sequence into stages with the smallest bottleneck; learns Plan.
 
-The last pass of planning: `emit` then makes a module of each stage.
+The last pass of planning: `emit` then builds a module for each stage.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from fxsplit.torch_internals.user_lines import warn_user
 
 @dataclass(frozen=True)
 class Partition(Options):
-    """Minimise the largest stage load by dynamic programming over the states, under every device's memory."""
+    """Minimise the largest stage load by dynamic programming over the states, within the memory of every device."""
 
     name: ClassVar[str] = "partition"
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Plan from States; raises PlanError when none fits, saying by how much and where.
+        """Learn Plan from States. Raises PlanError if no plan fits, with the stage that lacks memory and by how much.
 
-        Where the graph cannot be cut into as many stages as there are to be, some have no node and only pass values on.
+        If the graph cannot be cut into enough stages, some stages have no nodes and only pass values on.
         """
         costs, pins = ir[Costs], ir.get(Pins)
         pinned = pins.nodes(costs) if pins else {}
         task = Task(costs, ir[Machine], ir[Workload], self, pinned)
         chains = ir[Antichains]
 
-        # `augment` has joined nodes that need no stage of their own, and does not know which plans are asked for.
+        # `augment` joined nodes that need no stage of their own, before this pass's options were known.
         def enumerate_again(whole: bool) -> tuple[Antichains, States]:
             rate = task.reduce_ms_per_byte
             found = enumerate_ideals(costs, task.machine, pinned, chains.max_states, join=not whole, ms_per_byte=rate)
             return found, sequence_states(costs, found)
 
-        # The time limit is for this pass alone: the ideals were enumerated before.
+        # The time limit covers only this pass, not the enumeration of ideals before it.
         clock = Clock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
@@ -63,7 +63,7 @@ class Partition(Options):
 
 
 def _note_rows(plan: Plan, ir: IR) -> Plan:
-    """Return the plan with the sizes of microbatches that the graph is for, if it is for these only."""
+    """Add to a plan the microbatch sizes that the graph is restricted to, if it is."""
     scope = ir.get(Scope)
-    # Proven as it was: the sizes are no part of what is proven.
+    # Keep the proof, which does not depend on these sizes.
     return replace(plan, fixed_rows=scope.fixed_sizes).prove(plan.proof) if scope and scope.fixed_sizes else plan

@@ -1,1 +1,1 @@
-"""profile: measure what every node takes, makes and keeps; learns Costs."""
+"""profile: measure the time and memory of every node; learns Costs."""

@@ -1,10 +1,14 @@
-"""Clocks: how long a piece of work takes on its device, and how long its host is busy with launching it.
+"""Clocks: the time of a piece of work on its device, and the time its host takes to launch it.
 
-A CPU has done the work when the call returns. An accelerator does it later: the wall clock would show the launch, or,
-with a wait after each node, the launch and the wait. There a sweep is queued ahead instead. While the accelerator is
-kept busy with a kernel that does nothing else, the host launches one node after the other without ever waiting, with an
-event before and an event behind each. When the accelerator gets to the nodes, nothing holds it up between them, so the
-events tell its own time of each. The wall clock around the launches tells the host's.
+On a CPU the work is done when the call returns. An accelerator works asynchronously: the wall clock would show the
+launch, or, with a synchronisation after each node, the launch and the wait. So queue the work ahead:
+
+    host    | busy kernel | event node 1 event | event node 2 event | ...     launches without waiting
+    device  |============ busy ============|ev node 1 ev|ev node 2 ev| ...     then runs without gaps
+
+While a dummy kernel keeps the accelerator busy, the host launches one node after another, with an event before and an
+event after each. When the accelerator reaches the nodes, nothing holds it up between them, so the events give its own
+time for each node. The wall clock around the launches gives the host's time.
 """
 
 from __future__ import annotations
@@ -18,22 +22,24 @@ import torch
 from fxsplit.torch_internals.tensors import accelerators
 
 PORTION = 64
-"""Nodes that are queued at once. A GPU takes about 1,024 launches, with the events; then the host has to wait."""
+"""The number of nodes queued at once. A GPU queues about 1,024 launches, including events, before the
+host must wait.
+"""
 EMPTY = 4
-"""Measurements of no work at all, at the beginning of each portion: the least that a measurement shows."""
+"""Measurements of empty work at the beginning of each portion: the overhead of a measurement."""
 SPARE_MS = 1.0
-"""The accelerator is kept busy for twice as long as the host took for a portion, and for this long besides."""
+"""The dummy kernel runs for twice the host's time for a portion, plus this."""
 CYCLES = 2_000_000
-"""Cycles of the kernel that tells how many cycles a millisecond has: about one millisecond."""
+"""Cycles of the kernel that calibrates cycles per millisecond: about one millisecond."""
 MOST_SWEEPS = 8
-"""Sweeps after which the portions are taken as they are."""
+"""After this number of sweeps, use the portions as they are."""
 
 
 @dataclass
 class Span:
-    """What a piece of work took: `device_ms` on its device, and `launch_ms` of its host, which is 0 on a CPU.
+    """The time of a piece of work: `device_ms` on its device, `launch_ms` on its host (0 on a CPU).
 
-    On an accelerator both are known once the sweep has ended. `calls` is how many calls of autograd are in it.
+    On an accelerator both are valid after the end of the sweep. `calls` is the number of calls of autograd in it.
     """
 
     device_ms: float
@@ -43,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Begin:
-    """Where a span begins: on the wall clock, in milliseconds, and on an accelerator at an event."""
+    """The beginning of a span: in ms on the wall clock, and as events on an accelerator."""
 
     ms: float
     events: tuple[torch.Event, torch.Event] | None = None
@@ -53,41 +59,42 @@ class Clock:
     """The wall clock, for a CPU."""
 
     queues = False
-    """Whether work is queued, so that sweeps have to be settled before they count."""
+    """Whether work is queued, so that sweeps must settle before they count."""
 
     def now(self) -> float:
         """Return milliseconds from an arbitrary start."""
         return time.perf_counter() * 1000.0
 
     def enter(self, name: str) -> None:
-        """Say that the node `name` comes next; a graph's forward and backward have names of their own."""
+        """Announce the node `name`. A node's forward and backward have different names."""
 
     def start(self) -> Begin:
         """Return the beginning of a span."""
         return Begin(self.now())
 
     def stop(self, begin: Begin, calls: int = 0) -> Span:
-        """Return the span from `begin` to now, with so many calls of autograd.grad in it."""
+        """Return the span from `begin` to now, which contains `calls` calls of autograd.grad."""
         return Span(self.now() - begin.ms)
 
     def end_sweep(self) -> bool:
-        """Make the spans of a sweep known, and return whether they can be trusted."""
+        """Complete the spans of a sweep, and return whether they can be trusted."""
         return True
 
 
 class AcceleratorClock(Clock):
-    """The clock of an accelerator: events for the device, the wall clock for the host, no wait inside of a portion.
+    """The clock of an accelerator: events for the device, the wall clock for the host, without waiting inside a
+    portion.
 
-    The first sweep is queued without a busy accelerator: it loads the kernels, and tells how long the host takes. Later
-    ones are checked at each node: if the busy kernel has ended by then, the host has waited, because it was held up by
-    the node before. That node begins a portion of its own from then on, since the queue may have been full. If the host
-    is held up again, the node waits for the device by itself, as `nonzero` does: it is measured without the busy
-    kernel, and what its events show includes the time in which nothing was launched.
+    The first sweep runs without the dummy kernel. It loads the kernels and shows the host's time. Later sweeps check at
+    each node whether the dummy kernel is still running. If it has ended, the previous node held up the host, perhaps
+    because the queue was full: from then on that node begins a portion of its own. If it holds up the host again, the
+    node itself waits for the device, as `nonzero` does: it is then measured without the dummy kernel, and its events
+    include time without launches.
 
-    What no work at all shows is taken off: the distance of two events from each span of the device, and a call of
-    autograd that finds nothing to do from each of the host's spans that has such calls. The runtime makes one call for
-    a whole stage, and not one for each node. Other work of this measurement, such as cutting the graph between nodes,
-    lies outside of all spans.
+    The overhead of a measurement is subtracted: the distance of two events from each span of the device, and an empty
+    call of autograd for each call in a span of the host, because the runtime makes one call for a whole stage instead
+    of one for each node. Other work of the measurement, such as cutting the graph between nodes, is outside of all
+    spans.
     """
 
     queues = True
@@ -101,11 +108,11 @@ class AcceleratorClock(Clock):
         self._spans: list[tuple[Span, torch.Event, torch.Event]] = []
         self._empty: list[Span] = []
         self._calls_ms: list[float] = []
-        # How long the device is kept busy for each portion; nothing in the first sweep.
+        # The time to keep the device busy for each portion; 0 in the first sweep.
         self._busy_ms = 0.0
         self._longest_ms = 0.0
         self._trusted = False
-        # Nodes that held the host up: 1 begins a portion, 2 is measured without the busy kernel.
+        # Nodes that held up the host: 1 begins a portion, 2 is measured without the dummy kernel.
         self._apart: dict[str, int] = {}
         self._first: str | None = None
         self._last = ""
@@ -114,7 +121,7 @@ class AcceleratorClock(Clock):
         self._busy: torch.Event | None = None
 
     def enter(self, name: str) -> None:
-        """Say that the node `name` comes next, which may begin a portion."""
+        """Announce the node `name`, which may begin a portion."""
         self._look()
         alone = self._apart.get(self._last, 0) > 1
         if self._first is None or self._count >= PORTION or name in self._apart or alone:
@@ -125,22 +132,22 @@ class AcceleratorClock(Clock):
 
     def start(self) -> Begin:
         """Return the beginning of a span."""
-        # Both events are made before the host's time begins.
+        # Create both events before the host's time begins.
         events = accelerators.make_timer(self._device), accelerators.make_timer(self._device)
         events[0].record(self._stream)
         return Begin(self.now(), events)
 
     def stop(self, begin: Begin, calls: int = 0) -> Span:
-        """Return the span from `begin` to now, which is known at the end of the sweep."""
+        """Return the span from `begin` to now, which becomes valid at the end of the sweep."""
         span = Span(0.0, self.now() - begin.ms, calls)
-        assert begin.events is not None  # this clock's own start() has made it
+        assert begin.events is not None  # this clock's own start() created it
         first, last = begin.events
         last.record(self._stream)
         self._spans.append((span, first, last))
         return span
 
     def end_sweep(self) -> bool:
-        """Wait for the device, make all spans known, and return whether the host was ahead throughout."""
+        """Wait for the device, complete all spans, and return whether the host stayed ahead throughout."""
         self._look()
         self._end_portion()
         for span, first, last in self._spans:
@@ -157,7 +164,7 @@ class AcceleratorClock(Clock):
         return trusted
 
     def _begin_portion(self, name: str) -> None:
-        """Keep the device busy, and measure what no work shows."""
+        """Keep the device busy, and measure empty work."""
         self._first, self._count, self._busy = name, 0, None
         if self._busy_ms and self._apart.get(name, 0) < 2:
             accelerators.occupy(self._device, int(self._busy_ms * self._cycles_per_ms))
@@ -171,28 +178,28 @@ class AcceleratorClock(Clock):
             self._calls_ms.append(self.now() - begin)
 
     def _end_portion(self) -> None:
-        """Wait for the device, so that its queue is empty."""
+        """Wait until the device's queue is empty."""
         if self._first is None:
             return
-        # A host that was held up says nothing of how long it takes by itself.
+        # If the host was held up, its time for the portion is not its own.
         if self._busy is not None or not self._busy_ms:
             self._longest_ms = max(self._longest_ms, self.now() - self._begun_ms)
         accelerators.synchronize(self._device)
         self._first, self._busy = None, None
 
     def _look(self) -> None:
-        """Note the last node if the device is not busy any more: the rest of its portion is not queued ahead."""
+        """If the device is no longer busy, note the last node: the rest of its portion was not queued ahead."""
         if self._busy is None or not self._busy.query():
             return
         self._apart[self._last] = 2 if self._last == self._first else 1
         self._trusted, self._busy = False, None
-        # Without a busy kernel, this portion's time is that of a host that waits.
+        # Without the dummy kernel, the portion's time includes waiting: start again from here.
         self._begun_ms = self.now()
 
     def _find_cycles_per_ms(self) -> float:
-        """Return how many cycles of the busy kernel take a millisecond."""
+        """Return how many cycles of the dummy kernel take a millisecond."""
         first, last = accelerators.make_timer(self._device), accelerators.make_timer(self._device)
-        # The first kernel is loaded, and the clock rises.
+        # The first call loads the kernel and raises the clock frequency.
         accelerators.occupy(self._device, CYCLES)
         first.record(self._stream)
         accelerators.occupy(self._device, CYCLES)
@@ -202,10 +209,10 @@ class AcceleratorClock(Clock):
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return the clock of a device, whose accelerator's current stream is where the work will go."""
+    """Return the clock of a device. On an accelerator, the work must go to the current stream."""
     return AcceleratorClock(device) if accelerators.is_accelerator(device) else Clock()
 
 
 def call_autograd(leaf: torch.Tensor, seed: torch.Tensor) -> None:
-    """Call autograd where there is nothing to do: the gradient of a leaf for itself is what one begins with."""
+    """Call autograd without work: the gradient of a leaf with respect to itself is the given gradient."""
     torch.autograd.grad([leaf], [leaf], [seed], allow_unused=True)

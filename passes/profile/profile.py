@@ -1,4 +1,4 @@
-"""profile: measure what every node takes, makes and keeps, at microbatch size; learns Effects and Costs."""
+"""profile: measure the time and memory of every node, at microbatch size; learns Effects and Costs."""
 
 from __future__ import annotations
 
@@ -47,24 +47,26 @@ from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 TIED = ("replicated", "together")
-"""What may be asked of parameters with several users: copies in several stages, or all users in one stage."""
+"""Treatment of a parameter with several users: copies in several stages, or all users in one stage."""
 
 
 NOTHING = Measured(0.0, 0.0, 0.0, None, forward_peak_bytes=0.0)
-"""What a node takes that only fetches an attribute."""
+"""The measurements of a node that only fetches an attribute."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measure the graph on the kind of device it will run on, with the threads each device will have.
+    """Measure the graph on the kind of device and with the number of threads that the pipeline will use.
 
-    repeats: of the operators with the same signature one is measured, as the median of so many steps after a warm-up.
-        Where the weights are not in memory, or need more of it than the device has, operators are measured one by one.
-    tied: whether a parameter with several users may be in several stages ("replicated"), which share it or have copies
-        and sum its gradients, or keeps its users together in one stage ("together").
+    - repeats: the number of steps after a warm-up; the median counts, and one operator of each signature is measured.
+      If
+      the weights are not in memory or exceed the device, operators are measured one by one.
+    - tied: "replicated" lets a parameter with several users be in several stages, which share it or sum the gradients
+      of
+      copies; "together" keeps its users in one stage
 
-    For inference forwards alone are measured. Buffers, random generators and gradients are afterwards as they were.
-    Raises ChainError for other options.
+    Inference measures only forwards. Buffers, random generators and gradients are restored afterwards. Raises
+    ChainError for other options.
     """
 
     repeats: int = 5
@@ -82,9 +84,9 @@ class Profile:
             raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}{suggest(self.tied, TIED)}")
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Costs and Effects, with the times of KnownCosts where it has them.
+        """Learn Costs and Effects, with the times of KnownCosts if available.
 
-        Raises ProfileError where the known costs are of another model or another kind of device.
+        Raises ProfileError if the known costs are of another model or another kind of device.
         """
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
@@ -95,19 +97,19 @@ class Profile:
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
-            # Arguments are kept only where they are needed: of a large model they would fill the memory.
+            # Keep arguments only if they are needed: those of a large model would fill the memory.
             if one_by_one:
                 calls[node.name] = Call(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
-        # What an operator allocates backward depends on the order of memory in which its gradient arrives.
+        # A backward's allocations depend on the memory order in which its gradient arrives.
         signatures = {name: key + _describe_gradient(effects.nodes[name]) for name, key in signatures.items()}
-        # Times measured before are used by signature, whichever node they were measured at.
+        # Earlier measurements apply by signature, whichever node was measured.
         times = dict(known.times) if known else {}
         complete = known is not None and known.complete
         chosen = known.find_chosen(_list_observed(ir, effects, signatures)) if known and complete else {}
         times |= {signatures[name]: times[cost.signature] for name, cost in chosen.items() if name in signatures}
-        # Reversed, so that the first node with a signature is the one that is kept.
+        # Iterate in reverse, to keep the first node of each signature.
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         device = machine.torch_devices()[0]
         if known is not None:
@@ -124,12 +126,12 @@ class Profile:
                 turns = len(list_turns(self.repeats, trains=trains))
                 measured = _measure(ir.gm, machine, turns, steps, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
-        # Where nothing is measured, the figures are of the accelerator that the known ones are of.
+        # If nothing is measured, the figures come from the accelerator of the known costs.
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
         costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
         if chosen:
-            # Plans are priced by them: of ranks whose masks choose other entries, too.
+            # Use them for prices too, so that ranks with different random masks get the same plan.
             costs = replace(costs, nodes=tuple(chosen.get(node.name, node) for node in costs.nodes))
         loss = ir.get(Loss)
         if trains and loss is not None and len(costs.outputs) == 1:
@@ -139,7 +141,7 @@ class Profile:
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:
-    """Yield what was seen of each operator."""
+    """Yield the observation of each operator."""
     for node in ir.gm.graph.nodes:
         if node.name in signatures:
             inputs = [read.name for read in node.all_input_nodes]
@@ -147,23 +149,23 @@ def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> I
 
 
 def _describe_gradient(seen: Observation) -> str:
-    """Return what a signature says of how the gradient of a value arrives; nothing where it is as the value is."""
+    """Return the gradient's part of a signature, or "" if the gradient arrives in the value's own layout."""
     return ", gradient turned" * seen.is_read_turned + ", gradient in parts" * seen.is_read_joined
 
 
 def _tell_effects(call: Call, seen: Observation) -> Call:
-    """Return a call with what is known of its effects, and of its gradient."""
+    """Return a call with its known effects and the layout of its gradient."""
     return replace(call, writes=bool(seen.mutates), turned=seen.is_read_turned, joined=seen.is_read_joined)
 
 
 def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, trains: bool) -> None:
-    """Raise ProfileError if known costs are of another kind of device, or are to be complete and lack something.
+    """Raise ProfileError if known costs are of another kind of device, or lack something although complete.
 
-    They may lack a signature, or backwards where the plan is for training.
+    They may lack a signature, or the backwards for a training plan.
     """
     if trains and known.costs.inference:
         raise ProfileError(
-            "the saved profile is of forwards alone, as measured for inference: leave costs= out to measure backwards "
+            "the saved profile has only forwards, as measured for inference: leave costs= out to measure backwards "
             "too, or compile with inference=True"
         )
     if known.costs.device_kind != kind:
@@ -171,7 +173,7 @@ def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, train
             f"the saved profile was measured on {known.costs.device_kind!r} and the devices are {kind!r}: leave "
             "costs= out to measure here"
         )
-    # The other mode's costs need not be complete: what they lack is measured.
+    # Costs of another mode may be incomplete; the rest is measured.
     if unknown and known.complete:
         key, name = next(reversed(unknown.items()))
         raise ProfileError(
@@ -183,28 +185,28 @@ def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, train
 def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes], *, trains: bool
 ) -> NodeTimes:
-    """Return the times that `run` measures; it is given a function to call in each of its `turns`, for progress.
+    """Return the times that `run` measures. `run` gets a function to report progress in each of its `turns`.
 
     Without `trains` it runs without gradients.
     """
-    # Timing runs operators for real, so it must leave no trace, and needs gradients whatever the caller's mode is.
+    # Timing runs real operators, so restore all state afterwards. It needs gradients in any mode of the caller.
     tick = partial(next, track(range(turns), "profiling"))
     device = machine.torch_devices()[0]
-    # Memory that the profile's stream had is of no use to the streams of the workers.
+    # The workers' streams cannot reuse memory cached by this stream: release it.
     freed = undo_after(accelerators.release_cached_memory) if accelerators.is_accelerator(device) else nullcontext()
     with preserve(gm, [device]), torch.set_grad_enabled(trains), freed:
         return run_in_worker_thread(partial(run, tick), machine.intraop_threads(), device)
 
 
 def _is_too_big(gm: fx.GraphModule, machine: Machine, *, trains: bool) -> bool:
-    """Return whether weights that are elsewhere do not fit, with gradients if any, on the device to measure on.
+    """Return whether the weights, with gradients if it trains, exceed the memory of the device to measure on.
 
-    Those of other ranks never do: each rank has the memory of its own stages.
+    Weights on other ranks always do: each rank has memory only for its own stages.
     """
     device = machine.devices[0]
     if any(map(is_away, list_weights(gm))):
         return True
-    # Weights that are on the device already need no room besides what they have.
+    # Weights already on the device need no further memory, except for gradients.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
     return (1.0 + trains) * sum(count_bytes(w) for w in elsewhere) > device.memory_bytes
 
@@ -217,7 +219,9 @@ def _build_costs(
     tied: str,
     hardware: Mapping[str, str],
 ) -> Costs:
-    """Return what was observed and measured as Costs; `times` are by signature, `hardware` is the accelerator's."""
+    """Return Costs from observations and measurements. `times` are by signature, `hardware` describes
+    the accelerator.
+    """
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
@@ -232,11 +236,11 @@ def _build_costs(
         elif node.op == "output":
             outputs = tuple(dict.fromkeys(n.name for n in node.all_input_nodes))
         else:
-            # A node that only fetches an attribute has no signature and takes no time.
+            # A node that only fetches an attribute has no signature and no time.
             key = signatures.get(node.name, f"get_attr {seen.text}")
             held = [w for w in list_node_weights(ir.gm, node) if get_storage_id(w) not in counted]
-            # Users that are in one stage have the weight once, as those of a buffer always are. In several stages, each
-            # has it.
+            # Users in one stage share one copy of a weight, as users of a buffer always do. In several stages, each has
+            # its own.
             counted |= {get_storage_id(w) for w in held if tied == "together" or not isinstance(w, nn.Parameter)}
             for weight in held:
                 holders[get_storage_id(weight)].append(node.name)
@@ -244,7 +248,7 @@ def _build_costs(
             cost = _build_node_cost(node, held, seen, key, times.get(key, NOTHING))
             cost = replace(cost, lies_in=find_owner(effects.nodes, node.name))
             if find_slot(node.target) is not None:
-                # What the operator returns of a microbatch, its stage keeps of every one.
+                # The stage keeps the operator's result for every microbatch.
                 cost = replace(cost, buffer_bytes=cost.output_bytes * n_microbatches)
             nodes.append(cost)
     machine = ir[Machine]
@@ -267,7 +271,7 @@ def _build_costs(
 
 
 def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[str]]) -> Iterator[Tie]:
-    """Yield the weights that several nodes hold and count; `holders` are their names, by the weight's memory."""
+    """Yield the weights that several nodes use and count. `holders` are the nodes' names, by the weight's storage."""
     for key, weight in weight_of.items():
         names = tuple(dict.fromkeys(holders[key]))
         size = float(count_bytes(weight))
@@ -276,7 +280,7 @@ def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[s
 
 
 def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Measured) -> NodeCost:
-    """Return the cost of one node, which holds the weights `held`."""
+    """Return the cost of one node, which uses the weights `held`."""
     return NodeCost(
         name=node.name,
         op=name_operator(node),
@@ -289,7 +293,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
         kept_for=seen.kept_for,
         kept_for_bytes=seen.kept_for_bytes,
         written_bytes=seen.written_bytes,
-        # A frozen parameter gets no gradient and no optimizer state, as a buffer.
+        # A frozen parameter counts as a buffer: it has no gradient and no optimizer state.
         parameter_bytes=sum(count_bytes(w) for w in held if w.requires_grad),
         buffer_bytes=sum(count_bytes(w) for w in held if not w.requires_grad),
         draws=seen.draws,
@@ -302,14 +306,16 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
 
 
 def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
-    """Return the node in whose tensor's memory all of a value lies, as a view does; empty for a value of its own."""
+    """Return the node with the tensor whose memory contains all of a value, such as a view; "" for
+    memory of its own.
+    """
     owners = nodes[name].owners
-    # Of several tensors that a node has made, each has memory of its own.
+    # If a node made several tensors, each has memory of its own.
     if len(owners) != 1 or owners[0] == name or nodes[owners[0]].is_container:
         return ""
     return owners[0]
 
 
 def find_path(node: fx.Node) -> str:
-    """Return the path of what a node calls or fetches, or of the innermost submodule that it was traced in."""
+    """Return the path of a node's module or attribute, or of the innermost submodule in which it was traced."""
     return str(node.target) if node.op in ("call_module", "get_attr") else find_module_path(node)

@@ -1,4 +1,4 @@
-"""The thread of a measurement: set up like the runtime's workers, and ended when the caller is interrupted."""
+"""The thread of a measurement: set up like the runtime's workers, and stopped if the caller is interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class _Measurement(threading.local):
-    """What the thread of a measurement knows: whether it has been told to stop."""
+    """State of a measurement's thread: whether it must stop."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -31,16 +31,16 @@ _measurement = _Measurement()
 
 
 def check_stop() -> None:
-    """Raise InterruptedError once the thread that waits for the measurement has been interrupted."""
+    """Raise InterruptedError if the caller of the measurement was interrupted."""
     if _measurement.stop.is_set():
         raise InterruptedError("profiling was interrupted")
 
 
 @contextmanager
 def use_own_stream(device: torch.device) -> Iterator[None]:
-    """Let the calling thread queue the block's work on a new stream of an accelerator; on a CPU do nothing.
+    """Run the block on a new stream of an accelerator; on a CPU do nothing.
 
-    The block begins after, and what follows it after the block, all that is queued on the device.
+    Work queued before the block finishes before it begins, and the block's work finishes before later work.
     """
     if not accelerators.is_accelerator(device):
         yield
@@ -52,25 +52,24 @@ def use_own_stream(device: torch.device) -> Iterator[None]:
 
 
 def run_in_worker_thread(run: Callable[[], R], intraop_threads: int, device: torch.device) -> R:
-    """Return what `run` returns in a thread set up like the runtime's workers on `device`, with the caller's modes.
+    """Run `run` in a thread set up like the runtime's workers on `device`, with the caller's modes; return its result.
 
-    Operators then use as many threads, and memory comes from the same kind of pool, as when the pipeline runs. Raises
-    what `run` raises; an interrupt ends the thread first.
+    Operators then use the same number of threads and the same kind of memory pool as in the pipeline. Raises the
+    exception of `run`; an interrupt ends the thread first.
     """
-    # A user's hooks on saved tensors are for the user's own graph, not for one that is measured.
+    # A user's hooks on saved tensors are for the user's own graph, not for a measured one.
     context = replace(ThreadModes.read(), hooks=None)
-    # Each measurement has a flag of its own: the next one must not revive a thread that was told to stop.
+    # Each measurement has its own flag: the next one must not revive a thread that was stopped.
     done, stop = Future[R](), threading.Event()
 
     def work() -> None:
         _measurement.stop = stop
         try:
-            # The interrupt may have come before this thread was known to run.
+            # The interrupt may have come before this thread was registered.
             check_stop()
-            torch.get_num_threads()  # sets up torch in a new thread, without which the next line has no effect
+            torch.get_num_threads()  # sets up torch in a new thread, otherwise the next line has no effect
             torch.set_num_threads(intraop_threads)
-            # The gradients are of no batch.
-            # Autograd must run in this thread: in one of its own, the host's time would be another's.
+            # These gradients belong to no batch. Autograd must run in this thread, so that its host time is measured.
             own_thread = torch.autograd.set_multithreading_enabled(False)
             with context.enter(), mute(()), own_thread, use_own_stream(device):
                 done.set_result(context.variables.run(run))
@@ -80,8 +79,8 @@ def run_in_worker_thread(run: Callable[[], R], intraop_threads: int, device: tor
     thread = threading.Thread(target=work, name="fxsplit-profile", daemon=True)
 
     def end() -> None:
-        # Ctrl-C: the callers restore buffers, and the thread must have ended before. It is waited for, never joined:
-        # where an interrupt ends a join, the next join returns at once.
+        # On Ctrl-C the callers restore buffers, so the thread must end first. Wait for the future instead of joining:
+        # after an interrupted join, the next join returns at once.
         stop.set()
         if thread.is_alive():
             wait([done])

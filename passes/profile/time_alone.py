@@ -1,6 +1,6 @@
-"""Time operators one by one, each on values that are made up for it: for a model that is never in memory as a whole.
+"""Time operators one by one on made-up values, for a model that never fits in memory as a whole.
 
-The peak of memory is that of the largest operator. Caches are warmer than in the real step that time_in_step times.
+The memory peak is that of the largest operator. Caches are warmer than in a real step, which time_in_step measures.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fxsplit.torch_internals.nn.copies import copy_module
 
 @dataclass(frozen=True)
 class Call:
-    """What a node calls (a module, a function, or the name of a method), on tensors that may have shapes alone.
+    """A node's target (module, function, or name of a method) and arguments; tensors may have shapes without values.
 
-    writes: whether the call writes to its arguments in place. turned: whether the gradient of what it returns arrives
-        in another order of memory (see Observation.is_read_turned). joined: whether it arrives as a part of another.
+    writes: the call writes to its arguments in place. turned: its result's gradient arrives in another memory order
+    (see Observation.is_read_turned). joined: that gradient arrives as a part of another.
     """
 
     target: Any
@@ -50,11 +50,10 @@ class Call:
 def time_alone(
     calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object], *, trains: bool = True
 ) -> NodeTimes:
-    """Return the median times of each call, by the node's name; `tick` is called once for each call.
+    """Return the median times of each call, by the node's name. Calls `tick` once for each call.
 
-    trains: whether there are backwards, as there are none where gradients are off.
-
-    Raises ProfileError, naming the node, for a call that does not run on made-up values.
+    trains: measure backwards too; with gradients off there are none. Raises ProfileError, with the node, for a call
+    that fails on made-up values.
     """
     times = {}
     for name, call in calls.items():
@@ -70,7 +69,7 @@ def time_alone(
 
 
 def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
-    """Return the median times of one call, whose backward runs in halves in some `turns`."""
+    """Return the median times of one call. Its backward runs in halves in the `turns` that are true."""
     target, args, kwargs, leaves = _make_up_call(call, device)
     clock = make_clock(device)
     forward: list[Span] = []
@@ -80,11 +79,11 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
     def run(halved: bool = False, weight: Weight | None = None) -> bool:
         """Run the call forward and backward, and return whether its times can be trusted.
 
-        halved: run the backward in two halves. weight: where to note what is allocated, in place of times.
+        halved: run the backward in two halves. weight: record allocations here instead of times.
         """
         check_stop()
         clock.enter("forward")
-        # Each turn gets lists of its own, and copies of what it writes to: autograd refuses to write to a leaf.
+        # Each run gets its own containers, and copies of tensors that are written: autograd refuses to write to a leaf.
         given, named = pytree.tree_map_only(Tensor, lambda t: t.clone() if call.writes else t, (args, kwargs))
         with weight.note_forward() if weight is not None else nullcontext():
             begin = clock.start()
@@ -100,7 +99,7 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
             with ignore_missing_backward():
                 halves.append(time_halves(outputs, leaves, seeds, None, clock))
         elif outputs and leaves:
-            # The clock starts anew: making the seeds is no part of a backward.
+            # Begin after the seeds are made, which is no part of a backward.
             begin = clock.start()
             with ignore_missing_backward():
                 _ = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
@@ -121,11 +120,11 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
 
 
 def _make_up_call(call: Call, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    """Return what a call calls with which arguments, all on made-up values, and the leaves of its backward."""
+    """Return a call's target and arguments with made-up values, and the leaves of its backward."""
     made: dict[int, Tensor] = {}
 
     def make(tensor: Tensor) -> Tensor:
-        # A tensor that is given twice, as in x * x, is one tensor there too.
+        # A tensor given twice, as in x * x, stays one tensor.
         if id(tensor) not in made:
             made[id(tensor)] = make_up_tensor(tensor, device)
         return made[id(tensor)]
@@ -133,7 +132,7 @@ def _make_up_call(call: Call, device: torch.device) -> tuple[Any, tuple[Any, ...
     args, kwargs = pytree.tree_map_only(Tensor, make, (call.args, call.kwargs))
     _spread_offsets(call.target, args, kwargs)
     target = _make_up_weights(call.target, device) if isinstance(call.target, nn.Module) else call.target
-    # A real node's backward gives gradients to its arguments and to its module's parameters.
+    # The node's backward gives gradients to its arguments and to its module's parameters.
     leaves = [t for t in made.values() if t.requires_grad]
     if isinstance(target, nn.Module):
         leaves += [p for p in target.parameters() if p.requires_grad]
@@ -141,14 +140,14 @@ def _make_up_call(call: Call, device: torch.device) -> tuple[Any, tuple[Any, ...
 
 
 def run_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what a module, a function or the method of the first argument returns."""
+    """Call a module, a function, or the method `target` of the first argument."""
     return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
 
 
 def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Deal out the rows evenly where a call has an argument `offs`: where the rows of each expert end.
+    """Fill an argument `offs`, the end of each expert's rows, with an even division of the rows.
 
-    Made up as zeros, they would leave all experts of a mixture without rows, and so without work to measure.
+    With zeros, all experts of a mixture would have no rows, and so no work to measure.
     """
     schema = getattr(target, "_schema", None)
     named = dict(zip([a.name for a in schema.arguments], args, strict=False)) if schema is not None else {}
@@ -156,27 +155,28 @@ def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not (isinstance(ends, Tensor) and ends.dim() == 1 and len(args) > 1):
         return
     rows, weights = args[:2]
-    # One group of rows for each matrix of weights; between matrices, what the offsets cut is no rows.
+    # One group of rows for each weight matrix. If both arguments are matrices, the offsets divide another dimension.
     if isinstance(rows, Tensor) and isinstance(weights, Tensor) and (rows.dim(), weights.dim()) == (2, 3):
         ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * len(rows) // len(ends))
 
 
 def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module whose weights are made up, on `device`."""
-    # The copy takes the made-up weights from its memo, and copies no weight of the module itself.
+    """Return a copy of a module on `device` with made-up weights."""
+    # The copy takes the made-up weights from its memo, so the module's own weights are not copied.
     made: dict[int, Any] = {id(w): make_up_tensor(w, device) for w in (*module.parameters(), *module.buffers())}
     return copy_module(module, made)
 
 
 def make_up_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like another one, with its shape, strides, dtype and wish for a gradient, on `device`.
+    """Return a tensor on `device` with the same shape, strides, dtype and requires_grad as `tensor`, and made-up
+    values.
 
-    Its values are normal numbers. Integers are zeros, which are valid indices of any table, and booleans are true.
+    Floating-point values are normal numbers. Integers are 0, a valid index of any table, and booleans are true.
     """
     with torch.no_grad():
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        # An expanded tensor has several elements in one place, and torch refuses to fill it: fill its memory instead.
+        # torch refuses to fill an expanded tensor, which has several elements in one place: fill its memory instead.
         memory = made.as_strided((last + 1 if tensor.numel() else 0,), (1,))
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             memory.normal_()

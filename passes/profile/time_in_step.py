@@ -1,6 +1,6 @@
-"""Time operators in a training step: in the order and among the neighbours that they run with, forward and backward.
+"""Time operators within a training step, in their real order and among their real neighbours, forward and backward.
 
-The usual way to measure; time_alone is for models that are too large for it. What is measured goes into Costs.
+This is the default measurement for Costs; time_alone is for models too large for it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ from fxsplit.torch_internals.nn.copies import copy_module
 R = TypeVar("R")
 Tensors = Sequence[Tensor]
 WARM_UP = 1
-"""Steps that are run first and not counted: kernels are loaded, memory is allocated."""
+"""Steps that run first without counting: they load kernels and allocate memory."""
 HALVED = 2
-"""Further steps whose backwards run in two halves, to know what share of a backward the gradients of weights take."""
+"""Additional steps with backwards in two halves, to measure the share of weight gradients."""
 Halves = tuple[Span, Span]
-"""What a backward's two halves took: the gradients of inputs, and those of weights left for later."""
+"""The times of the two halves of a backward: input gradients, and delayed weight gradients."""
 NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
 
 
 class Sweep(Interpreter):
-    """Runs a graph forward, then backward node by node in reverse, timing the nodes in `timed`.
+    """Runs a graph forward, then backward node by node in reverse, and times the nodes in `timed`.
 
-    Each node's inputs are detached from the nodes that made them, so that its backward can run by itself. The caches
-    are as cold or warm for it as in a real step, which a loop over one operator would not show. A node that writes in
-    place gets copies, which are not timed, and what it wrote is copied back. Cutting the graph, and all else that is
-    not the node's own call, lies outside of what is timed.
+    Each node's inputs are detached from their makers, so that its backward can run by itself. Caches are as cold or
+    warm as in a real step, unlike in a loop over one operator. A node that writes in place gets copies, and its writes
+    are copied back. This, and cutting the graph, are not timed: only the node's own call is.
 
-    seen: what every node did when the graph was observed. timed: names of the nodes to time.
+    seen: the observed effects of every node. timed: names of the nodes to time.
     """
 
     def __init__(
         self, gm: fx.GraphModule, seen: Mapping[str, Observation], timed: set[str], device: torch.device
     ) -> None:
         super().__init__(gm)
-        # By node, what it took in each step; backwards of nodes without one are missing.
+        # By node, the times of each step; nodes without a backward have no entry.
         self.forwards: dict[str, list[Span]] = defaultdict(list)
         self.backwards: dict[str, list[Span]] = defaultdict(list)
         self.halves: dict[str, list[Halves]] = defaultdict(list)
@@ -66,11 +65,12 @@ class Sweep(Interpreter):
         self._written = {owner for node in seen.values() for owner in node.mutates}
         self._clock = make_clock(device)
         self._device = device
-        self._pending: list[tuple[str, list[Tensor], list[Tensor]]] = []  # (node, leaves, outputs), backward to be run
+        # (node, leaves, outputs) of each backward still to run
+        self._pending: list[tuple[str, list[Tensor], list[Tensor]]] = []
         self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
 
     def settle(self, *inputs: Tensor) -> None:
-        """Run steps that do not count until they can be trusted: on an accelerator a few, on a CPU none."""
+        """Run steps that do not count until times can be trusted: a few on an accelerator, none on a CPU."""
         settle(self._clock, lambda: self.run_step(*inputs))
         for spans in (self.forwards, self.backwards):
             spans.clear()
@@ -78,9 +78,9 @@ class Sweep(Interpreter):
     def run_step(self, *inputs: Tensor, halved: bool = False) -> bool:
         """Run one step, forward and backward, and return whether its times can be trusted.
 
-        halved: run backwards in two halves, which are timed instead.
+        halved: run backwards in two halves, and time the halves.
         """
-        # Clones, because a graph may write to its inputs.
+        # Clone the inputs, because a graph may write to them.
         self.run(*(t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs))
         while self._pending:
             name, leaves, outputs = self._pending.pop()
@@ -89,14 +89,14 @@ class Sweep(Interpreter):
         return self._clock.end_sweep()
 
     def weigh(self, *inputs: Tensor) -> None:
-        """Run more steps, and note what each node allocates."""
+        """Run more steps and record the memory that each node allocates."""
         self._weighing = True
         self.run_step(*inputs)
         while any(weight.is_unfinished for weight in self.weights.values()):
             self.run_step(*inputs)
 
     def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
-        """Run the backward of one node, and note its time, or what it allocates."""
+        """Run the backward of one node, and record its time or its allocations."""
         self._clock.enter(f"{name} backward")
         if self._weighing:
             self.weights[name].note_backward(outputs, leaves)
@@ -105,14 +105,14 @@ class Sweep(Interpreter):
         if halved:
             self.halves[name].append(time_halves(outputs, leaves, seeds, self._totals, self._clock))
             return
-        # autograd.grad and not backward(): gradients must not reach the `.grad` of the user's parameters.
+        # Use autograd.grad instead of backward(), to leave the `.grad` of the user's parameters unchanged.
         begin = self._clock.start()
         _accumulate(self._totals, leaves, torch.autograd.grad(outputs, leaves, seeds, allow_unused=True))
         self.backwards[name].append(self._clock.stop(begin, calls=1))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; if it is to be timed, time its forward and keep what its backward needs."""
-        # A model may take minutes, and Ctrl-C ends it within one operator.
+        """Run one node. If it is timed, record its forward and keep the tensors for its backward."""
+        # A step may take minutes; this lets Ctrl-C end it within one operator.
         check_stop()
         if not n.op.startswith("call"):
             return super().run_node(n)
@@ -120,8 +120,8 @@ class Sweep(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.name not in self._timed:
             return self._run_untimed(n, args, kwargs)
-        # A view of memory that is written to must go on sharing it, and be no part of a graph then: one of several
-        # parts of a tensor, as chunk() makes them, has no backward any more once the tensor is written to.
+        # A view of memory that is written later must share that memory, outside of any autograd graph: after the write,
+        # one of several views, as chunk() makes them, has no backward.
         shared = self._run_untimed(n, args, kwargs) if self._is_view_of_written(n) else None
         leaves: list[Tensor] = []
         given = pytree.tree_leaves((args, kwargs))
@@ -130,7 +130,7 @@ class Sweep(Interpreter):
             begin = self._clock.start()
             value = getattr(self, n.op)(n.target, args, kwargs)
             self.forwards[n.name].append(self._clock.stop(begin))
-        # Nodes that read this memory later must see what was written to the copies.
+        # Later readers of this memory must see the writes to the copies.
         if self._seen[n.name].mutates:
             for original, copied in zip(given, pytree.tree_leaves((args, kwargs)), strict=True):
                 if isinstance(original, Tensor) and copied._version:
@@ -140,7 +140,7 @@ class Sweep(Interpreter):
             leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
         if outputs and leaves:
             self._pending.append((n.name, leaves, outputs))
-        # This node's backward runs after the nodes that write to its memory: they get a copy.
+        # This node's backward runs after later nodes write to its memory, so the later nodes get a copy.
         if shared is not None:
             return shared
         if n.name in self._written:
@@ -148,7 +148,7 @@ class Sweep(Interpreter):
         return value
 
     def _run_untimed(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value of a node that is not timed; it requires a gradient if the observed one did."""
+        """Return the value of a node that is not timed, with requires_grad as observed."""
         with torch.no_grad():
             value = getattr(self, n.op)(n.target, args, kwargs)
         wanted = self._seen[n.name].gradient_bytes > 0
@@ -157,24 +157,26 @@ class Sweep(Interpreter):
         )
 
     def _list_written(self, n: fx.Node) -> set[str]:
-        """Return the owners of the memory that a node reads and that some node writes to."""
+        """Return the owners of memory that a node reads and that any node writes."""
         return {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners} & self._written
 
     def _needs_copies(self, n: fx.Node) -> bool:
-        """Return whether a node gets copies of its arguments: it writes to them, or may save what is written to."""
+        """Return whether a node gets copies of its arguments: it writes to them, or may save memory that is written
+        later.
+        """
         return bool(self._seen[n.name].mutates) or bool(self._list_written(n))
 
     def _is_view_of_written(self, n: fx.Node) -> bool:
-        """Return whether a node makes a view of memory that some other node writes to."""
+        """Return whether a node makes a view of memory that another node writes."""
         seen = self._seen[n.name]
         return not seen.mutates and bool(self._list_written(n) & set(seen.owners))
 
     def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a leaf of an argument, notes it in `leaves`, and copies it if `copies`."""
+        """Return a function that turns an argument into a leaf, records it in `leaves`, and copies it if `copies`."""
 
         def cut(value: Tensor) -> Tensor:
             leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
-            # One tensor that is given twice is one leaf, and `in` would compare values.
+            # A tensor given twice is one leaf. Compare identity, since `in` would compare values.
             if leaf.requires_grad and all(leaf is not known for known in leaves):
                 leaves.append(leaf)
             return leaf.clone() if copies else leaf
@@ -183,7 +185,7 @@ class Sweep(Interpreter):
 
 
 def settle(clock: Clock, run: Callable[[], bool]) -> None:
-    """Call `run`, a sweep that returns whether it can be trusted, until it can; not at all for a CPU's clock."""
+    """Repeat the sweep `run` until it returns that its times can be trusted; a CPU's clock needs no sweep."""
     for _ in range(MOST_SWEEPS if clock.queues else 0):
         if run():
             return
@@ -191,10 +193,10 @@ def settle(clock: Clock, run: Callable[[], bool]) -> None:
 
 @contextmanager
 def ignore_missing_backward() -> Iterator[None]:
-    """Take no time for a backward that torch refuses to run by itself.
+    """Record no time for a backward that torch refuses to run by itself.
 
-    The gradients of the whole graph are the model's, which was checked, so nothing waits for such a backward. For
-    example, `x.bernoulli().detach()` has an operator without a derivative, and none is asked for.
+    No gradient depends on it, since the whole graph's gradients have been checked. For example,
+    `x.bernoulli().detach()` has an operator without a derivative, and needs none.
     """
     try:
         yield
@@ -205,21 +207,21 @@ def ignore_missing_backward() -> Iterator[None]:
 
 
 def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock) -> Halves:
-    """Return what a backward's two halves take: the gradients of inputs, and those of weights left for later.
+    """Return the times of the two halves of a backward: input gradients, and delayed weight gradients.
 
-    outputs: where the backward starts, with the gradients `seeds`. leaves: where it ends. totals: what gradients of
-        weights are added to, if given. The second half is 0 where no gradient can be left for later.
+    outputs: the roots of the backward, with the gradients `seeds`. leaves: its ends. totals: where to add weight
+    gradients, if given. The second half is 0 if no gradient can be delayed.
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     nodes, _ = find_branch_nodes(outputs, weights)
     late = {id(weight) for branch in nodes.values() for weight in branch.weights}
     first = [leaf for leaf in leaves if id(leaf) not in late]
-    # Nothing can wait. Any positive time says so, as only the halves' ratio counts.
+    # Nothing can be delayed. Any positive time will do, since only the ratio of the halves counts.
     if not nodes:
         return Span(1.0), Span(0.0)
     ends: list[Any] = [*first, *(edge for branch in nodes.values() for edge in branch.edges)]
     begin = clock.start()
-    # The second half starts from the same graph, so the first one may not free it.
+    # The second half starts from the same graph, so keep it.
     found = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     _accumulate(totals, first, found[: len(first)])
     early = clock.stop(begin)
@@ -232,7 +234,7 @@ def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums 
 
 def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor | None]) -> None:
     """Add the gradients of parameters to `totals`, if given."""
-    # A real step adds as well, so the time counts. The first gradient of each is copied, which the warm-up does.
+    # A real step adds gradients as well, so the time counts. The warm-up copies each first gradient.
     if totals is not None:
         found = make_shares(leaves, gradients, [False] * len(leaves))
         totals.add(share for share in found if isinstance(share[0], nn.Parameter))
@@ -249,14 +251,12 @@ def time_nodes(
     *,
     trains: bool = True,
 ) -> NodeTimes:
-    """Return what the nodes in `timed` allocate, and their median times over `repeats` steps on `device`.
+    """Return the allocations of the nodes in `timed`, and their median times over `repeats` steps on `device`.
 
-    `tick` is called every step.
-
-    seen: what every node did when the graph was observed. inputs: the tensors of the example. trains: whether there are
-        backwards, as there are none where gradients are off.
+    seen: the observed effects of every node. inputs: the tensors of the example. tick: called in every step. trains:
+    measure backwards too; with gradients off there are none.
     """
-    # Weights may be on several devices: one kind of device is measured, and on it all of the graph.
+    # Weights may be on several devices; measure the whole graph on one.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
         gm = copy_module(gm).to(device)
         move_constants(gm, inputs[0].device, device)
@@ -265,7 +265,7 @@ def time_nodes(
     for halved in list_turns(repeats, trains=trains):
         sweep.run_step(*inputs, halved=halved)
         tick()
-    # Last of all, since counting takes time.
+    # Count allocations last, since counting takes time.
     sweep.weigh(*inputs)
     medians = {
         name: take_medians(sweep.forwards[name], sweep.backwards[name], sweep.halves[name], repeats) for name in timed
@@ -274,17 +274,17 @@ def time_nodes(
 
 
 def list_turns(repeats: int, *, trains: bool) -> list[bool]:
-    """Return, for each step of a measurement, whether its backwards are to run in halves."""
-    # These have steps of their own: they take longer, and must not blur the times of whole ones.
+    """Return, for each step of a measurement, whether its backwards run in halves."""
+    # Halved backwards take longer, so they have steps of their own.
     return [False] * (WARM_UP + repeats) + [True] * (HALVED * trains)
 
 
 def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves], repeats: int) -> Measured:
-    """Return the median times forward and backward, the part of backward that is for weights alone, and the spread.
+    """Return the median times of forward and backward, the weight gradients' part of backward, and the spread.
 
-    forward, backward: the spans of all steps, of which `repeats` after the warm-up count. halves: the spans of the
-        backward's two halves, whose ratio says how large that part is. A node without a backward has none of either.
-    The spread is that of the device's times.
+    forward, backward: the spans of all steps, of which `repeats` count after the warm-up. halves: the spans of the
+    backward's halves, which determine the weight gradients' part. A node without a backward has neither. The spread is
+    of device times.
     """
     counted = slice(WARM_UP, WARM_UP + repeats)
     forward, backward = forward[counted], backward[counted]
@@ -293,7 +293,7 @@ def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves]
     backward_ms = median([span.device_ms for span in backward] or [0.0])
     late_ms = backward_ms * late / both if both else 0.0
     steps = [span.device_ms for span in forward]
-    # A node whose backward torch refused to run has none of them, or not in every step.
+    # torch may have refused the node's backward in some or all steps.
     if len(backward) == len(steps):
         steps = [a + b.device_ms for a, b in zip(steps, backward, strict=True)]
     return Measured(
@@ -307,9 +307,9 @@ def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves]
 
 
 def find_spread(samples: Sequence[float]) -> float | None:
-    """Return half the distance between the quartiles of some times, None for a single one.
+    """Return half the distance between the quartiles of some times, or None for a single time.
 
-    One slow step of five does not count, since it does not move the median either; two do.
+    One slow step of five does not count, and does not move the median either; two do.
     """
     if len(samples) < 2:
         return None
@@ -318,15 +318,15 @@ def find_spread(samples: Sequence[float]) -> float | None:
 
 
 def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return a text that two operators share exactly if they do the same work on the same shapes.
+    """Return a text that two operators share if and only if they do the same work on the same shapes.
 
-    call: a module, a function, or the name of a method. path: where a module is in the model. For example
-    `Tensor.view(float32[4, 8]g, 32)`, where g says that the tensor requires a gradient.
+    call: a module, a function, or the name of a method. path: the path of a module in the model. For example
+    `Tensor.view(float32[4, 8]g, 32)`; g means requires_grad.
     """
     if isinstance(call, nn.Module):
         kind = type(call)
         weights = ",".join(f"{describe_tensor(p)}{'g' if p.requires_grad else ''}" for p in call.parameters())
-        # A module from outside torch may do anything, and two of its kind different things.
+        # A module from outside torch may do anything, and each instance may differ: include its path.
         own = "" if kind.__module__.startswith("torch.nn") else f"@{path}"
         mode = "train" if call.training else "eval"
         head = f"{kind.__module__}.{kind.__qualname__}{own}<{' '.join(repr(call).split())};{weights};{mode}>"
@@ -339,7 +339,7 @@ def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _describe_argument(leaf: Any) -> str:
-    """Return an argument's part of an operator's description; `~` precedes strides other than the usual ones."""
+    """Return an argument's part of an operator's description; `~` precedes unusual strides."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, (int, float, str, bool, torch.dtype, type(None))) else type(leaf).__name__
     layout = "" if leaf.is_contiguous() else f"~{list(leaf.stride())}"

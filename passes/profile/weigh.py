@@ -1,6 +1,6 @@
-"""Weigh operators: the most that each allocates at once, forward and backward, which a stage needs room for besides.
+"""Weigh operators: the peak of memory that each allocates, forward and backward, in addition to its result.
 
-What an operator allocates is more than what it returns: its gradients, copies in other layouts, workspaces.
+An operator allocates more than it returns: gradients, copies in other layouts, workspaces.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from fxsplit.torch_internals.tensors.layouts import list_parts
 Tensors = Sequence[Tensor]
 REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"
 Layout = torch.memory_format | str
-"""In which order of memory a gradient arrives: its output's, contiguous, with its dimensions turned, or as a part."""
+"""The memory layout in which a gradient arrives: as the output, contiguous, reversed, channels last, or part of a
+larger tensor.
+"""
 
 
 @dataclass
 class Weight:
-    """What one operator allocates, in bytes; see the fields of NodeCost with these names."""
+    """The memory that one operator allocates, in bytes; see the fields of NodeCost with these names."""
 
     forward_peak_bytes: float | None = None
     backward_peak_bytes: float = 0.0
@@ -38,57 +40,57 @@ class Weight:
     is_joined: InitVar[bool] = False
 
     def __post_init__(self, is_turned: bool, is_joined: bool) -> None:
-        # Whether its gradient arrives in another order of memory than it has itself, as from what reads it transposed.
+        # The gradient arrives in another memory order than the value's, for example from a reader that transposes.
         self._is_turned = is_turned
-        # Whether it arrives as a part of a larger one, as from what is joined of several.
+        # The gradient arrives as a part of a larger one, for example from a concatenation.
         self._is_joined = is_joined
-        # The ways in which the backward is still to be run: with gradients of a layout, in halves or whole. None before
-        # the first is seen.
+        # The backwards that are still to run: (layout of the gradient, in halves or whole). None before the first
+        # backward.
         self._ways: list[tuple[Layout, bool]] | None = None
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the operator is to run once more, as its backward was not yet noted in all ways."""
+        """Whether the operator must run again, for a remaining kind of backward."""
         return bool(self._ways)
 
     @contextmanager
     def note_forward(self) -> Iterator[None]:
-        """Note what the block allocates, which is the operator's forward."""
+        """Record the allocations of the block, the operator's forward."""
         with count_allocations() as found:
             yield
         self.forward_peak_bytes = found.peak_bytes
 
     def note_backward(self, outputs: Tensors, leaves: Tensors) -> None:
-        """Run the operator's backward in the next of its ways, if one is left, and note what that allocates.
+        """Run the next kind of the operator's backward, if one is left, and record its allocations.
 
-        A graph runs backward once, since that of an autograd.Function may refuse to do so again.
+        Each run needs a new graph, since an autograd.Function may refuse a second backward.
 
-        outputs: where the backward starts. leaves: where it ends.
+        outputs: the roots of the backward. leaves: its ends.
         """
         if self._ways == []:
             return
         nodes, _ = find_branch_nodes(outputs, [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
         if self._ways is None:
-            # Gradients that arrive are usually contiguous, also where the output is a view that is not.
+            # An arriving gradient is usually contiguous, even if the output is a non-contiguous view.
             layouts: list[Layout] = [torch.preserve_format, torch.contiguous_format]
             layouts = layouts if not all(t.is_contiguous() for t in outputs) else layouts[:1]
             layouts += [REVERSED, CHANNELS_LAST] if self._is_turned else []
             layouts += [PART] if self._is_joined else []
-            # Where no gradient can be left for later, the first half is all of the backward.
+            # If no gradient can be delayed, the first half is the whole backward.
             self._ways = [(layout, halved) for layout in layouts for halved in ([True, False] if nodes else [True])]
         layout, halved = self._ways.pop()
         if halved and nodes:
             self._note_halves(outputs, leaves, nodes, layout)
             return
         made = self._note_whole(outputs, leaves, layout)
-        # Where no gradient can be left for later, this is the first half too.
+        # If no gradient can be delayed, this is also the first half.
         if not nodes:
             self._note_early(made, made.gradients, layout)
 
     def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> Counted:
-        """Run the operator's backward whole; note what it allocates, and what it returns in memory that it was given.
+        """Run the whole backward. Record its allocations, and the bytes it returns in memory that it was given.
 
-        Of several layouts, what is returned so in all of them counts.
+        Over several layouts the smallest such number counts.
         """
         made = count_backward(outputs, leaves, layout)
         self.backward_peak_bytes = max(self.backward_peak_bytes, made.peak_bytes)
@@ -100,21 +102,23 @@ class Weight:
         return made
 
     def _note_early(self, made: Counted, first: Sequence[Tensor | None], layout: Layout) -> None:
-        """Note what a first half allocates, and what is held until the second; `first` are gradients of inputs."""
-        # What one branch waits with may be a view of what another one does.
+        """Record the allocations of a first half, and the memory held until the second; `first` are gradients of
+        inputs.
+        """
+        # One branch may wait with a view of another branch's memory: count each storage once.
         waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
-        # Where a gradient is a part of a larger one, as that of a value that was concatenated, it keeps all of that.
+        # A gradient that is a part of a larger one, as of a concatenated value, keeps the whole storage.
         waiting += [t for t in first if t is not None and is_part(t)]
         storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in waiting}
-        # Of which larger gradient one is a part, the graph of the stage tells.
+        # The graph of the stage determines the larger gradient of a part.
         if layout != PART:
             self.waiting_bytes = max(self.waiting_bytes, sum(storages.values()))
         self.halved_peak_bytes = max(self.halved_peak_bytes, made.peak_bytes)
 
     def _note_halves(self, outputs: Tensors, leaves: Tensors, nodes: Mapping[Any, Branch], layout: Layout) -> None:
-        """Run the operator's backward in two halves; note what each allocates, and what the second waits with.
+        """Run the backward in two halves. Record the allocations of each, and the memory that waits for the second.
 
-        nodes: those that compute gradients of weights alone, which are left for later.
+        nodes: autograd nodes that compute only weight gradients, which are delayed.
         """
         late = {id(weight) for branch in nodes.values() for weight in branch.weights}
         first = [leaf for leaf in leaves if id(leaf) not in late]
@@ -123,25 +127,25 @@ class Weight:
         self._note_early(made, made.gradients[: len(first)], layout)
         for left in collect_weight_backwards(dict(nodes), made.gradients[len(first) :]):
             with torch.no_grad(), count_allocations() as later:
-                # Activations are kept, as in the first half: what was allocated before is not to be freed meanwhile.
-                # torch's profiler would warn of such a block, whose size it does not know.
+                # Keep the activations, as in the first half, so that no older memory is freed during the count. torch's
+                # profiler would warn about such a block of unknown size.
                 gradients = left.run(retain_graph=True)
             self.late_peak_bytes = max(self.late_peak_bytes, later.peak_bytes or 0)
             del gradients
 
     def add_to(self, times: Measured) -> Measured:
-        """Return what was measured of the operator: its times, and this."""
+        """Return the measurements of the operator: its times, with these figures."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return times._replace(**found | {"lent_bytes": self.lent_bytes or 0})
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in memory that is larger than it."""
+    """Return whether a tensor lies in larger memory than it needs."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class Counted(NamedTuple):
-    """What a backward allocates at most, at once, the gradients that it returns, and those that it starts from."""
+    """A counted backward: its peak of allocated bytes, the gradients it returns, and the gradients it starts from."""
 
     peak_bytes: int
     gradients: Sequence[Tensor | None]
@@ -149,12 +153,12 @@ class Counted(NamedTuple):
 
 
 def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Counted:
-    """Run a backward from `outputs` to `ends` and count what it allocates.
+    """Run a backward from `outputs` to `ends` and count its allocations.
 
-    Activations are kept meanwhile. Where there are several outputs the gradients that it starts from count too:
-    those that do not arrive in a step are made inside of the operator.
+    Activations are kept. With several outputs, the initial gradients count too: in a step, the operator itself makes
+    the gradients that do not arrive.
     """
-    # One that is given is there before, and is counted as such.
+    # A single output's gradient exists before the backward, and counts elsewhere.
     seeds = [_make_seed(t, layout) for t in outputs] if len(outputs) == 1 else None
     with count_allocations() as found:
         seeds = seeds or [_make_seed(t, layout) for t in outputs]
@@ -163,16 +167,16 @@ def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Cou
 
 
 def _make_seed(output: Tensor, layout: Layout) -> Tensor:
-    """Return a gradient of ones for an output."""
+    """Return a gradient of ones for an output, in a memory layout."""
     if isinstance(layout, torch.memory_format):
         return torch.ones_like(output, memory_format=layout)
     if layout == PART and output.ndim:
-        # Joined with another one, and along a dimension in which a part does not lie in one piece.
+        # Concatenate two outputs along a dimension that leaves a part non-contiguous.
         dim = min(1, output.ndim - 1)
         return torch.ones_like(torch.cat([output.detach()] * 2, dim)).narrow(dim, 0, output.shape[dim])
-    # A number has no order.
+    # A scalar has no memory order.
     dims = list(range(output.ndim))
-    # For each dimension of the memory, the one of the output that lies there.
+    # For each dimension in memory, the dimension of the output.
     order = dims[::-1] if layout == REVERSED else dims[:1] + dims[2:] + dims[1:2]
     made = torch.ones_like(output.detach().permute(order), memory_format=torch.contiguous_format)
     return made.permute([order.index(dim) for dim in dims])

@@ -1,7 +1,7 @@
-"""Weigh the loss: what it keeps of the model's outputs, and what it and its backward allocate.
+"""Weigh the loss: the memory it keeps of the model's outputs, and the peaks of its forward and backward.
 
-No target is known when a model is compiled, and to call a function of the user's on made-up ones might do anything. So
-torch's own losses are weighed, on outputs and targets of the right shapes, and nothing is found out about others.
+At compile time there is no target, and calling a user's function on made-up targets might have any effect. So only
+torch's own losses are weighed, on outputs and targets of the right shapes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.torch_internals.tensors.allocations import count_allocations
 
 MOST_BYTES = 1 << 28
-"""Of larger outputs some rows are weighed, and what that finds is multiplied."""
+"""For larger outputs, weigh some of the rows and scale the result."""
 _TENSOR = re.compile(r"(float\w*|bfloat16)\[([\d, ]+)\]")
 
 
 def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> LossCost | None:
-    """Return what a loss takes of the output of a graph, `made` such as `float32[8, 10]`; None where nobody knows.
+    """Return the memory of a loss for the graph's output, described by `made` (`float32[8, 10]`); None if unknown.
 
-    That is so of a loss that is not torch's own, and of several outputs. Nothing of it is left behind.
+    It is unknown for losses outside torch and for several outputs. The call has no side effects.
     """
     found = _TENSOR.fullmatch(made)
     if found is None or not isinstance(gm.graph.output_node().args[0], fx.Node) or not is_of_torch(function):
@@ -46,7 +46,7 @@ def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> L
     weighed = [one for one in tried if one is not None]
     if not weighed:
         return None
-    # A cross entropy takes classes and probabilities, and the one that is given may need more.
+    # A cross entropy takes classes or probabilities, and the user's targets may be of the more expensive kind.
     return LossCost(
         times * max(one.kept_bytes for one in weighed),
         times * max(one.forward_peak_bytes for one in weighed),
@@ -56,7 +56,7 @@ def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> L
 
 
 def is_of_torch(function: Callable[..., Any]) -> bool:
-    """Return whether a loss is a function or a module of torch's own, without hooks; perhaps with some arguments."""
+    """Return whether a loss is torch's own function or module without hooks, perhaps with bound arguments."""
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, nn.Module):
@@ -66,14 +66,14 @@ def is_of_torch(function: Callable[..., Any]) -> bool:
 
 
 def _list_targets(shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield targets that losses take beside outputs of a shape: like these, or of classes."""
+    """Yield targets for outputs of a shape: of the same shape, and class indices."""
     yield torch.rand(shape)
     if len(shape) > 1:
         yield torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
 
 
 def _try_target(function: Callable[..., Any], outputs: Tensor, target: Tensor) -> LossCost | None:
-    """Return what a loss takes of some outputs and a target; None where it does not take such a target."""
+    """Return the memory of a loss for outputs and a target, or None if it rejects such a target."""
     outputs, saved = outputs.requires_grad_(), dict[int, UntypedStorage]()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -84,12 +84,12 @@ def _try_target(function: Callable[..., Any], outputs: Tensor, target: Tensor) -
     try:
         with torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept), count_allocations() as forward:
             loss = function(outputs, target)
-        # Its own memory is kept too: what mse_loss returns has room for all elements.
+        # The result's own memory is kept too: mse_loss returns a number in a buffer for all elements.
         keep(loss)
-        # What it keeps counts beside, so it is not to be freed meanwhile.
+        # Kept memory counts separately, so keep it allocated here.
         with count_allocations() as backward:
             torch.autograd.grad(loss, outputs, retain_graph=True)
-    except Exception:  # a loss may raise anything at a target that it is not made for
+    except Exception:  # a loss may raise anything for an unsuitable target
         return None
     if forward.peak_bytes is None or backward.peak_bytes is None or loss.ndim:
         return None
