@@ -1,1 +1,1 @@
-"""The `fxsplit` command, one file for each subcommand; each loads only what it needs."""
+"""The `fxsplit` command, with one file for each subcommand; each imports only the modules it needs."""

@@ -1,4 +1,6 @@
-"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and show that results are the model's."""
+"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and compare the results
+with the model's.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,17 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """Return the images, every fifth of them for testing; raises FxsplitError where scikit-learn is missing."""
+        """Load the images, with every fifth for testing. Raises FxsplitError without scikit-learn."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise FxsplitError("the demo needs scikit-learn: pip install 'fxsplit[demo]'") from error
         data = load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
-        # ResNet-18 halves an image five times, so 8 pixels are too few; it wants three colours.
+        # ResNet-18 halves an image five times, so 8 pixels are too few. It takes three channels.
         x = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
         y = torch.tensor(data.target, dtype=torch.int64)
-        # The same split each time, so that accuracies of two runs compare.
+        # Use a fixed split, so that the accuracies of two runs are comparable.
         test = torch.arange(len(y)) % 5 == 0
         return cls(x[~test], y[~test], x[test], y[test])
 
@@ -65,14 +67,14 @@ class Digits:
 
 
 def main(console: Console) -> int:
-    """Run the demo; return 0 if the accuracy is reached and the pipeline equals the unsplit model, else 1."""
+    """Run the demo. Return 0 if it reaches the accuracy and the pipeline equals the unsplit model, else 1."""
     torch.manual_seed(0)
     digits = Digits.load()
     model = _resnet18()
     x, y = digits.train_x[:BATCH], digits.train_y[:BATCH]
     console.print(f"ResNet-18 on {len(digits.train_y)} training and {len(digits.test_y)} test images, 2 CPU devices")
     begin = time.perf_counter()
-    # The demo says so itself, in a line.
+    # The demo prints its own line about noise.
     warnings.simplefilter("ignore", UnsteadyProfileWarning)
     with compile(
         model, ["cpu", "cpu"], example_inputs=x, n_microbatches=MICROBATCHES, schedule=SCHEDULE, loss_fn=F.cross_entropy
@@ -87,14 +89,14 @@ def main(console: Console) -> int:
         console.print(time_steps(pipe, model, x, y))
         accuracy = train(pipe, digits, console)
     reached = accuracy > GOAL
-    # In float64 other orders of summation differ by far less than this.
+    # In float64, a different order of summation causes a far smaller difference than this.
     equal = proof.largest < 1e-10
     console.print(f"test accuracy {accuracy:.2%} ({'over' if reached else 'NOT over'} the goal of {GOAL:.0%})")
     return 0 if reached and equal else 1
 
 
 def _resnet18() -> nn.Module:
-    """Return torchvision's ResNet-18 for ten classes, with random weights; raises FxsplitError without torchvision."""
+    """Return torchvision's ResNet-18 for ten classes, with random weights. Raises FxsplitError without torchvision."""
     declare_detection_operators()
     try:
         from torchvision import models
@@ -105,12 +107,12 @@ def _resnet18() -> nn.Module:
 
 
 def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
-    """Return how one training step in float64 differs from the unsplit model's, on copies of `model`.
+    """Compare one training step in float64 with the unsplit model's, on copies of `model`.
 
     x is [rows, 3, height, width], y [rows]; 16 rows are used.
     """
     split, unsplit = copy.deepcopy(model).double(), copy.deepcopy(model).double()
-    # In double precision a whole batch takes long, and fewer rows prove as much.
+    # Double precision is slow, and a few rows prove as much as the whole batch.
     x = x[:16].double()
     y = y[:16]
     expected = run_unsplit_step(unsplit, [x], y, F.cross_entropy, MICROBATCHES)
@@ -119,7 +121,7 @@ def prove(model: nn.Module, x: Tensor, y: Tensor) -> Differences:
 
 
 def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
-    """Train until the goal or the last epoch is reached; return the accuracy on the test images, from 0 to 1."""
+    """Train until the goal or the last epoch, and return the test accuracy, from 0 to 1."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     accuracy = 0.0
     for epoch in range(1, MAX_EPOCHS + 1):
@@ -133,15 +135,15 @@ def train(pipe: Pipeline, digits: Digits, console: Console) -> float:
         with torch.no_grad():
             accuracy = float((pipe(digits.test_x).argmax(1) == digits.test_y).float().mean())
         console.print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}, test accuracy {accuracy:.2%}")
-        if accuracy > GOAL:  # what comes after shows nothing new
+        if accuracy > GOAL:  # further epochs show nothing new
             break
     return accuracy
 
 
 def time_steps(pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> str:
-    """Return, for people, what steps on a whole batch take, of the pipeline and of a copy of `model`.
+    """Return a text with the times of steps on a whole batch, of the pipeline and of a copy of `model`.
 
-    Both are timed in turn, so that a busy machine slows down both; of each the median is told.
+    The two are timed in turns, so that a busy machine slows down both. The medians count.
     """
     unsplit = copy.deepcopy(model)
     threads, everything = pipe.ir[Machine].intraop_threads(), torch.get_num_threads()
@@ -153,17 +155,17 @@ def time_steps(pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> str:
     samples = []
     for _ in range(TIMED_STEPS):
         split_s = timeit(lambda: pipe.step(x, target=y), number=1)
-        # The model alone has as many threads as one stage has, and then as many as both stages have together.
+        # Time the unsplit model with the threads of one stage, then with the threads of both stages.
         torch.set_num_threads(threads)
         unsplit_s = timeit(whole, number=1)
         torch.set_num_threads(everything)
         samples.append((split_s, unsplit_s, timeit(whole, number=1)))
-    # The timed steps have changed the statistics of batch norm.
+    # The timed steps have changed the running statistics of batch norms.
     pipe.load_state_dict(state)
     pipe.zero_grad()
     # The first step of each warms up.
     split_s, unsplit_s, all_threads_s = (median(column[1:]) for column in zip(*samples, strict=True))
-    # The prediction of the plan's own measured costs, beside which the measured step is told.
+    # The prediction from the plan's own measured costs, to print with the measurement.
     predicted_s = (
         Candidate(Scheduler(SCHEDULE, len(pipe.plan.stages)), MICROBATCHES).predict_step_ms(pipe.plan) / 1000.0
     )

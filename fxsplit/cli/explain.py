@@ -1,4 +1,6 @@
-"""`fxsplit explain`: what fills each stage of the best plan, what crosses each cut, and what plans without it cost."""
+"""`fxsplit explain`: the contents of each stage of the best plan, the traffic of each cut, and the cost of leaving it
+out.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
 
 SHOWN = 3
-"""How many nodes of a stage, values of a cut, and idle devices are named."""
+"""The number of nodes of a stage, values of a cut, and idle devices to list."""
 MOST_TIMES, PATIENCE_S = 1024.0, 2.0
-"""How many times as fast links are tried, in steps of two, and for how long, to say when an idle device would pay."""
+"""Try links up to MOST_TIMES as fast, doubling each time, for at most PATIENCE_S seconds, to find when an idle device
+would pay.
+"""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what decides the best plan; as text or JSON. Raises InputError for a range of devices."""
+    """Explain the best plan, as text or JSON. Raises InputError for a range of devices."""
     question = Question(arguments)
     counts = question.counts()
     if len(counts) > 1:
@@ -62,12 +66,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
-    """Return what fills a stage: the shares of its largest modules and nodes, and what of its load is transfers."""
+    """Return a stage's load, its share of transfers, and the shares of its largest modules and nodes."""
     stage = plan.stages[number]
     time = {n: costs.by_name[n].forward_ms + costs.by_name[n].backward_ms for n in stage.nodes}
-    # Nodes may all be free, and shares of nothing are then 0.
+    # If no node takes time, all shares are 0.
     total = sum(time.values()) or 1.0
-    # Ties by name, so that the same plan is explained the same way.
+    # Break ties by name, so that the output is deterministic.
     largest = sorted(time, key=lambda n: (-time[n], n))[:SHOWN]
     nodes = [costs.by_name[n] for n in stage.nodes]
     modules = sum_by_module(nodes, SHOWN) if any(n.module for n in nodes) else {}
@@ -82,17 +86,17 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
 
 
 def _tabulate(question: Question, stage: dict[str, Any]) -> Table:
-    """Return a table of the largest modules of a stage, and of its largest nodes."""
+    """Return a table of a stage's largest modules and nodes."""
     shares = {name: (share, "") for name, share in stage["modules"].items()}
     for name, share in stage["largest"].items():
-        # A module that is one node stands there already. Profiles of other tools know no modules.
+        # A module of one node is listed already. Profiles of other tools have no modules.
         shares.setdefault(_describe(question, name), (share, "one node" if stage["modules"] else ""))
     rows = [(f"  {name}", f"{100 * share:.1f} %", note) for name, (share, note) in shares.items()]
     return Table(("  largest", ">of its computing", ""), rows)
 
 
 def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str]:
-    """Return why devices are idle, if some are, and from which bandwidth on more of them would pay, in a line each."""
+    """Return lines that say why devices are idle, and from which bandwidth more of them would pay."""
     machine = question.machine(count)
     used = {device for stage in plan.stages for device in stage.devices}
     idle = [device.name for d, device in enumerate(machine.devices) if d not in used]
@@ -102,7 +106,7 @@ def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str
     lines = [f"\nidle: {', '.join(idle[:SHOWN])}{' ...' if len(idle) > SHOWN else ''}: {known}"]
     begin, bandwidth = time.perf_counter(), question.arguments.bandwidth or question.profile.bytes_per_s
     faster = 2.0 * bandwidth
-    # Links of a machine are not one figure, and on unlimited links no bandwidth would help.
+    # A machine's links have no single bandwidth, and no bandwidth helps if links are unlimited.
     while not question.arguments.machine and faster <= MOST_TIMES * bandwidth < inf:
         if time.perf_counter() - begin > PATIENCE_S:
             break
@@ -116,19 +120,19 @@ def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str
 
 
 def _explain_cut(question: Question, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
-    """Return what crosses the cut before stage `number`, and the objective of the best plan that does not cut there."""
+    """Return the values that cross the cut before stage `number`, and the best plan's objective without that cut."""
     costs = question.profile.costs
-    # A cut is told by the nodes of all stages before it.
+    # The nodes of all stages before it identify a cut.
     before = {name for stage in plan.stages[:number] for name in stage.nodes}
     crossing: dict[str, float] = {}
     for name, _, _, readers, is_output in costs.values:
-        # Inputs of the model come from outside of all stages; under `direct` nobody hands them on.
+        # Inputs of the model come from outside all stages; under `direct` they are not forwarded.
         made = name in before or (name not in costs.by_name and plan.model.forwards)
-        # An output of the model is handed on to the last stage, which returns it.
+        # An output of the model is forwarded to the last stage, which returns it.
         if made and ((is_output and plan.model.forwards) or not before.issuperset(readers)):
             crossing[name] = crossing.get(name, 0.0) + sum(costs.sent[name])
     for exchange in costs.exchanges:
-        # A tensor crosses the cut that is made or read on both sides of it.
+        # A tensor with users on both sides crosses the cut.
         if before & set(exchange.nodes) and not before.issuperset(exchange.nodes):
             crossing[exchange.nodes[0]] = crossing.get(exchange.nodes[0], 0.0) + exchange.output_bytes
     largest = sorted(crossing, key=lambda n: (-crossing[n], n))[:SHOWN]
@@ -142,7 +146,7 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
 
 
 def _describe(question: Question, name: str) -> str:
-    """Return where in the model a node is, or its name and what it does: PipeDream numbers its nodes."""
+    """Return a node's place in the model, or its name and operator for PipeDream's numbered nodes."""
     node = question.profile.costs.by_name.get(name)
     # An input of the model crosses cuts too.
     if node is None:
@@ -151,13 +155,13 @@ def _describe(question: Question, name: str) -> str:
 
 
 def _format_amount(bytes_: float, nominal: float) -> str:
-    """Return bytes for people, or the time that they stand for where the file states times alone."""
+    """Return bytes for people, or the time they represent if the file states only times."""
     return f"{bytes_ / nominal:.4g} ms" if nominal else format_bytes(bytes_)
 
 
 def _find_next_best(question: Question, count: int | None, before: set[str]) -> Plan | None:
-    """Return the best plan without a cut right behind the nodes `before`; None if there is none."""
-    # The search leaves out this one state as a cut; what else it may cut is as before.
+    """Return the best plan without a cut right after the nodes `before`, or None if none exists."""
+    # The search excludes only this state as a cut.
     planner = replace(question.planner, never=(*question.planner.never, frozenset(before)))
     try:
         return question.plan(count, planner)
@@ -166,11 +170,11 @@ def _find_next_best(question: Question, count: int | None, before: set[str]) -> 
 
 
 def _format_next_best(cut: dict[str, Any], plan: Plan) -> str:
-    """Return what the next best plan costs, and how much more that is, for people."""
+    """Return the next best plan's cost, and the difference in percent, for people."""
     if cut["next_best"] is None:
         return "no plan"
     more = cut["next_best"] / plan.bottleneck_ms - 1.0 if plan.bottleneck_ms else 0.0
-    # Another plan may be as good: a cut that nothing depends on is told by that.
+    # A difference of 0 % shows that nothing depends on this cut.
     proven = cut["next_best_lower_bound"] >= cut["next_best"] * (1 - PROVEN)
     bound = "" if proven else f" (not less than {cut['next_best_lower_bound']:.4f} ms)"
     return f"{cut['next_best']:.4f} ms, {100 * more:+.2f} %{bound}"

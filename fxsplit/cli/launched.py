@@ -1,4 +1,4 @@
-"""Commands that a launcher has started on several ranks: what the ranks run on, and what each of them is given."""
+"""Commands started by a launcher on several ranks: the devices, and each rank's part of the batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fxsplit.runtime.microbatches import divide_rows, split_target
 from fxsplit.runtime.ranks.world.join import join_default_group
 
 SEED = 0
-"""What the ranks draw from, so that all of them build one model."""
+"""The random seed of all ranks, so that they build the same model."""
 
 
 class Launched(NamedTuple):
-    """The devices to compile for, as `compile` takes them. row: the number of this rank's pipeline."""
+    """The devices to compile for, in a form that `compile` accepts. row: the number of this rank's pipeline."""
 
     devices: Any
     row: int = 0
@@ -29,11 +29,11 @@ class Launched(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for all of them."""
+        """Whether this rank prints for all of them."""
         return dist.get_rank() == 0
 
     def take_rows(self, model: nn.Module, call: Call, target: Any = None) -> tuple[Call, Any]:
-        """Return the rows that the pipeline of this rank has of the batch of all pipelines, and of its target."""
+        """Return this rank's pipeline's rows of the whole batch and of its target."""
         if self.n_pipelines == 1:
             return call, target
         inputs, tensors = Inputs.of(model, *call, None)
@@ -46,9 +46,9 @@ class Launched(NamedTuple):
 
 @contextmanager
 def join_ranks(n_pipelines: int) -> Iterator[Launched]:
-    """Join the other ranks for the block, in so many pipelines side by side; all draw the same numbers then.
+    """Join the other ranks for the block, as `n_pipelines` data-parallel pipelines with the same random seed.
 
-    Raises InputError where the ranks do not divide into them.
+    Raises InputError unless n_pipelines divides the number of ranks.
     """
     started = not dist.is_initialized()
     device = join_default_group()
@@ -56,7 +56,7 @@ def join_ranks(n_pipelines: int) -> Iterator[Launched]:
         n = dist.get_world_size()
         if not 1 <= n_pipelines <= n or n % n_pipelines:
             raise InputError(f"--pipelines {n_pipelines} of {n} ranks: give a number that divides them")
-        # The factory runs on every rank, and models with other weights would be refused.
+        # The factory runs on every rank. Without a common seed, compile would refuse the differing models.
         torch.manual_seed(SEED)
         if n_pipelines == 1:
             yield Launched("world")
@@ -64,6 +64,6 @@ def join_ranks(n_pipelines: int) -> Iterator[Launched]:
             mesh = DeviceMesh(device.type, torch.arange(n).view(n_pipelines, -1), mesh_dim_names=("dp", "pp"))
             yield Launched(mesh, mesh.get_local_rank("dp"), n_pipelines)
     finally:
-        # A group of the caller's is the caller's to end.
+        # The caller's own process group is not destroyed.
         if started:
             dist.destroy_process_group()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # --version and the first word are read quickly
+if TYPE_CHECKING:  # keeps --version and argument errors fast
     from fxsplit.cli.words import Parser
 
 BAD_INPUT = 2
@@ -18,10 +18,14 @@ CUT_OFF = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return its exit code.
+    """Run a subcommand and return its exit code.
 
-    0: done. 1: what was to be shown does not hold. 2: bad input, for which argparse exits by itself. 3: no plan fits.
-    130: interrupted. 141: nobody reads the output any more, as behind `| head`.
+    - 0: done
+    - 1: a check has failed (`verify`, `demo`)
+    - 2: bad input; argparse exits with 2 itself
+    - 3: no plan fits
+    - 130: interrupted
+    - 141: the reader of the output has gone, as in `| head`
     """
     from fxsplit.cli.output import guard_output, print_error
     from fxsplit.errors import FileError
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Run a subcommand; return its exit code. Raises FileError for output that cannot be printed."""
+    """Run a subcommand and return its exit code. Raises FileError if the output cannot be printed."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     from fxsplit.cli.output import print_error
@@ -46,21 +50,21 @@ def _run(argv: Sequence[str] | None) -> int:
 
     try:
         return int(arguments.run(arguments))
-    # Errors that fxsplit raises on purpose name what to do. Any other is a fault, and its traceback is of use.
+    # fxsplit's own errors say what to do next. Any other error is a bug, and its traceback helps.
     except FxsplitError as error:
-        # `verify` takes passes as their text, so that it speaks of them as Python does.
+        # `verify` takes passes in their text form, so keep their Python names in its errors.
         text = str(error) if arguments.command == "verify" else speak_command(str(error))
         print_error(f"fxsplit {arguments.command}: {text}")
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
-    # Where the command is called from Python: run from a shell, `fxsplit.__main__` hears of it first.
+    # Only if Python code calls the command: in a shell, `fxsplit.__main__` handles Ctrl-C first.
     except KeyboardInterrupt:
         print_error(f"fxsplit {arguments.command}: interrupted")
         return INTERRUPTED
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command, with one for each subcommand."""
-    # What a command needs is loaded when it runs: torch takes seconds, and --help or a plan needs none of it.
+    """Return the parser of the command, with a parser for each subcommand."""
+    # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
     from fxsplit.cli import explain, plan, simulate, verify
     from fxsplit.cli.words import Parser
 
@@ -79,7 +83,7 @@ def make_parser() -> Parser:
     plan.add_arguments(add("explain", explain.main, "why the best plan is as it is"))
     simulate.add_arguments(add("simulate", simulate.main, "how long a schedule takes, and what it holds"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
-    # An option that a command does not know is refused by the parser of all commands.
+    # The parser of all commands reports unknown options, so it needs their names for suggestions.
     parser.known = sorted({name for command in commands.choices.values() for name in command.option_names})
     return parser
 
@@ -94,7 +98,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _list_passes(arguments: argparse.Namespace) -> int:
-    """Print each pass with its options and their defaults, as they are written in a chain."""
+    """Print each pass with its options and their defaults, in the syntax of a chain."""
     import dataclasses
 
     from fxsplit.api.compile import DEFAULT

@@ -1,4 +1,4 @@
-"""What commands print: to a program that has stopped reading, to a full disk, in any encoding; and as JSON."""
+"""Output of commands: tables and JSON, to a closed pipe, to a full disk, in any encoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxsplit.errors import FileError
 from fxsplit.system.shown import WIDTH, Parts, render
 
 LEAST = 40
-"""In fewer columns no table can be read."""
+"""Narrower tables are unreadable."""
 
 
 class _Output:
-    """Standard output whose failures are FileErrors, and that prints `?` for what its encoding lacks."""
+    """Standard output that raises FileError on failure, and prints `?` for characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO) -> None:
         self.failed: FileError | BrokenPipeError | None = None
@@ -35,13 +35,13 @@ class _Output:
                 return self._stream.write(text.encode(encoding, "replace").decode(encoding))
 
     def flush(self) -> None:
-        """Write what was kept back."""
+        """Flush the buffer."""
         with self._explained():
             self._stream.flush()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise FileError for an error of the operating system, but for that of a reader who has gone; note either."""
+        """Turn an error of the operating system into a FileError, except a closed pipe. Remember either."""
         try:
             yield
         except BrokenPipeError as error:
@@ -54,18 +54,18 @@ class _Output:
             raise self.failed from error
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the stream has, such as `isatty`."""
+        """Return any other attribute of the stream, such as `isatty`."""
         return getattr(self._stream, name)
 
 
 @contextmanager
 def guard_output() -> Iterator[None]:
-    """Let printing inside the block, which is over at its end, raise FileError where it fails, or BrokenPipeError.
+    """Let printing in the block raise FileError on failure, or BrokenPipeError; flush at the end.
 
-    After either the program can end without a further word: Python would try to print the rest once more.
+    After either error the buffer is discarded, so that Python does not try to print it again at exit.
     """
     stream = sys.stdout
-    # There is none in a program without a terminal, such as `pythonw`.
+    # A program without a terminal, such as `pythonw`, has no stdout.
     if stream is None:
         yield
         return
@@ -75,7 +75,7 @@ def guard_output() -> Iterator[None]:
             try:
                 yield
             finally:
-                # What has failed would fail again, and was told of; but rich takes a reader that has gone for an end.
+                # Do not flush after a failure. Raise a closed pipe again, since rich takes it for a normal end.
                 if isinstance(output.failed, BrokenPipeError):
                     raise output.failed
                 if output.failed is None:
@@ -86,34 +86,34 @@ def guard_output() -> Iterator[None]:
 
 
 def print_error(text: str) -> None:
-    """Print a line on standard error, where that is possible."""
+    """Print a line on standard error, if possible."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def print_parts(parts: Parts) -> None:
-    """Print tables and lines, as wide as the terminal, or as wide as text is elsewhere."""
+    """Print tables and lines in the terminal's width, or in the default width elsewhere."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
     print(render(parts, max(width, LEAST)))
 
 
 def print_json(data: Any) -> None:
-    """Print one object as JSON; a number that is infinite or none at all is null, as JSON has no word for it."""
+    """Print one JSON object. Infinity and NaN become null, since JSON lacks them."""
     print(json.dumps(_replace_infinite(data), allow_nan=False))
 
 
 def _drop_rest(stream: TextIO) -> None:
-    """Send what a stream has kept back to nowhere."""
+    """Discard the stream's buffer."""
     try:
         stream.flush()
     except OSError:
-        # A stream of Python's own, such as a StringIO, has no number.
+        # A Python stream without a file, such as StringIO, has no file number.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _replace_infinite(data: Any) -> Any:
-    """Return the same data with None in place of each float that is not finite."""
+    """Return the data with None instead of each float that is not finite."""
     if isinstance(data, dict):
         return {key: _replace_infinite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

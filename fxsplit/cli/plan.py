@@ -1,4 +1,4 @@
-"""`fxsplit plan`: the best plan of a profile for a machine, as a table or JSON, without torch and without the model."""
+"""`fxsplit plan`: the best plan of a profile for a machine, as a table or JSON, without torch or the model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`: those of `explain`, and its own."""
+    """Add the arguments of `explain`, and the additional ones of `plan`."""
     add_arguments(parser)
     parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.py and schedule.csv")
     parser.add_argument("--to", type=take_text, metavar="FOLDER", help="where --emit writes (default: here)")
@@ -95,9 +95,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Question:
-    """The arguments, read and checked: a profile, and what to plan for.
+    """The parsed and checked arguments: a profile, and the planning task.
 
-    Raises InputError naming an argument that is wrong, and ProfileError for the file.
+    Raises InputError with the name of an invalid argument, and ProfileError for the file.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -105,11 +105,11 @@ class Question:
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
-        # torchtitan has modules in every stage, and a rank for each.
+        # torchtitan has modules in every stage, and one rank for each stage.
         if getattr(arguments, "emit", None) == "titan":
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
-        # A bandwidth says how long bytes take, so the file's own times of transfers no longer hold.
+        # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
@@ -129,7 +129,8 @@ class Question:
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:
             print(f"note: {self.profile.costs.noise}", file=sys.stderr)
-        # These files' own solver takes devices in any order. Links of a machine, and replicas, need them in theirs.
+        # The solver for these files takes devices in any order. A machine's links, and replicas, require the machine's
+        # order.
         foreign = self.profile.format == "dnn-partitioning"
         self.options = Options(
             model=arguments.cost_model or self.profile.cost_model,
@@ -142,16 +143,16 @@ class Question:
         )
 
     def counts(self) -> list[int | None]:
-        """Return the numbers of devices to plan for; None stands for those that the file or the machine states.
+        """Return the numbers of devices to plan for; None means the devices of the file or the machine.
 
-        Raises InputError for --devices that are neither a number nor a range.
+        Raises InputError unless --devices is a number or a range.
         """
         text = self.arguments.devices
         if text is None:
             return [None]
         if self.arguments.machine:
             raise InputError("--devices and --machine both state the devices: give one of them")
-        # One number, or a range from which the curve of speed-ups is printed.
+        # One number, or a range for a curve of speed-ups.
         found = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
@@ -162,7 +163,7 @@ class Question:
         return list(range(first, last + 1))
 
     def machine(self, count: int | None) -> Machine:
-        """Return the machine of --machine, or one of `count` equal devices."""
+        """Return the machine of --machine, or one with `count` equal devices."""
         if self.arguments.machine:
             machine = read_machine(self.arguments.machine)
             if self.arguments.bandwidth:
@@ -171,38 +172,38 @@ class Question:
         return build_machine(self.profile, count, self.arguments.bandwidth)
 
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
-        """Return the machine with a device for each stage, and what the schedule asks of each stage."""
+        """Return the machine with one device for each stage, and the schedule's workload."""
         return lay_out(self.machine(count), self.schedule, self.arguments.n_microbatches)
 
     def costs_no_transfers(self, count: int | None) -> bool:
-        """Return whether transfers would cost something, and take no time since nothing was said about links."""
+        """Return whether transfers are priced but take no time, because no bandwidth was given."""
         machine = self.machine(count)
         unlimited = all(d.bytes_per_s == inf for d in machine.devices) and set(machine.links) == {inf}
         return unlimited and self.options.traffic
 
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
-        """Return the best plan for `count` devices, by the question's planner or by another one.
+        """Return the best plan for `count` devices, from the question's planner or the given one.
 
-        Raises NoFit where none fits, or where every plan runs a node where it cannot run.
+        Raises NoFit if no plan fits, or if every plan places a node on a device that cannot run it.
         """
         with show_progress():
             plan = check_can_run((planner or self.planner).plan(*self.lay_out(count), self.options))
-        # A node that cannot run is given a time beyond all others, so it is the bottleneck where it cannot be avoided.
+        # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.
         if plan.bottleneck_ms >= self.profile.never_ms:
-            raise NoFit("no plan fits: some node runs on hosts alone, and there is no host for it")
+            raise NoFit("no plan fits: some node runs only on hosts, and there is no host for it")
         return plan
 
     def answer(self, plan: Plan) -> dict[str, Any]:
-        """Return a plan as the JSON object that other programs read; times are in the file's own unit."""
+        """Return a plan as a JSON object for other programs; times are in the file's own unit."""
         answer = plan_to_dict(plan)
-        # Readers of PipeDream's files expect each of its nodes in a stage, and inputs are nodes there.
+        # Readers of PipeDream's files expect every node in a stage, including the inputs.
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the plan; where --devices is a range, a row for each number of devices."""
+    """Print the plan, or a row for each number of devices if --devices is a range."""
     question = Question(arguments)
     counts = question.counts()
     if arguments.emit:
@@ -252,7 +253,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
 
 
 def _emit(question: Question, counts: Sequence[int | None]) -> int:
-    """Write the plan for torchtitan, and print which modules each stage has."""
+    """Write the plan for torchtitan, and print the modules of each stage."""
     if len(counts) > 1:
         raise InputError(f"--devices {question.arguments.devices}: --emit writes one plan, give one number")
     costs = question.profile.costs
@@ -274,9 +275,9 @@ def _emit(question: Question, counts: Sequence[int | None]) -> int:
 
 
 def _price_baselines(question: Question, count: int | None, plan: Plan) -> Table:
-    """Return a table of simple splits, each with how many times as long as the plan its slowest stage takes."""
+    """Return a table of simple splits, with the ratio of their bottleneck to the plan's."""
     machine, workload = question.lay_out(count)
-    # Simple splits cut where the planner may not have looked, so they need all states and not a contraction's.
+    # A simple split may cut inside a contracted block, so use all states.
     chains, states = question.planner.lattice(machine, whole=True)
     rows = [("plan", f"{plan.bottleneck_ms:.4f}", "1.00", "")]
     for name in BASELINES:
@@ -284,7 +285,7 @@ def _price_baselines(question: Question, count: int | None, plan: Plan) -> Table
         if other is None:
             rows.append((name, "-", "-", "too few nodes"))
             continue
-        # Replicas are on like devices, so the first one tells whether a stage fits.
+        # Replicas are on equal devices: check the first.
         fits = all(s.memory_bytes <= machine.devices[s.devices[0]].memory_bytes for s in other.stages)
         ratio = other.bottleneck_ms / plan.bottleneck_ms if plan.bottleneck_ms else inf
         note = "" if fits else "does not fit in memory"
@@ -293,8 +294,8 @@ def _price_baselines(question: Question, count: int | None, plan: Plan) -> Table
 
 
 def _parse_pin(text: str) -> tuple[str, int]:
-    """Return the name and the device of a pin, from `name=device`; raises InputError for any other text."""
-    # From the right, since names of nodes may hold an equals sign.
+    """Parse `name=device`. Raises InputError for any other text."""
+    # Split at the last equals sign, since a node's name may contain one.
     name, _, stage = text.rpartition("=")
     if not name or not stage.isdecimal() or len(stage) > SHOWN:
         raise InputError(f"--pin {text[:SHOWN]}: give a submodule or node and the number of a device, such as layer1=0")

@@ -1,4 +1,4 @@
-"""`fxsplit simulate`: how long a schedule takes, how much devices idle and hold; without torch or a model."""
+"""`fxsplit simulate`: the time of a schedule, and its devices' idle share and memory; without torch or a model."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what a simulated step takes, as a table with a drawing or as JSON, and write the files asked for."""
+    """Simulate a step, print it as a table with a drawing or as JSON, and write the requested files."""
     arguments.bandwidth = read_bandwidth(arguments.bandwidth)
     if arguments.bandwidth is not None and not arguments.profile:
         raise InputError("--bandwidth prices the transfers of a --profile; a --plan has them already")
     plan = read_plan(arguments.plan) if arguments.plan else None
-    # The schedule comes before a plan of --profile, which needs as many stages as the schedule has.
+    # Choose the schedule first: a plan of --profile needs one stage for each stage of the schedule.
     schedule = _choose_schedule(arguments, plan)
     if arguments.profile:
         plan = _plan_profile(arguments, schedule)
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     courses = () if plan is None else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), courses, places)
-    # Reports are loaded where they are asked for: matplotlib takes a second.
+    # Import reports only if requested: matplotlib takes a second.
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace
 
@@ -96,15 +96,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
-    """Return the schedule of --csv, or of a name and numbers that are given, the plan's, or defaults.
+    """Return the schedule of --csv, or of the given name and numbers, with defaults from the plan.
 
-    Raises InputError for an argument that a file contradicts.
+    Raises InputError for an argument that contradicts a file.
     """
     if arguments.csv:
         schedule = read_csv(arguments.csv)
         if arguments.stages_per_device is not None:
             raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
-        # A file says how many devices and microbatches there are; to say the same beside it does no harm.
+        # A file states its devices and microbatches; repeating the same numbers is harmless.
         for name, value, stated in (
             ("--devices", arguments.devices, schedule.n_devices),
             ("--n-microbatches", arguments.n_microbatches, schedule.n_microbatches),
@@ -119,14 +119,14 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     count = arguments.n_microbatches
     if count is None:
         count = plan.n_microbatches if plan else choose_microbatch_count(devices)
-    # A number of devices that is given asks for that schedule, also where the plan has replicas.
+    # An explicit number of devices selects that schedule, even if the plan has replicas.
     if plan is not None and arguments.devices is None:
         return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
     return generate(name, devices, count, arguments.stages_per_device)
 
 
 def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
-    """Return the best plan of a profile with as many stages as the schedule has, over equal links."""
+    """Return the best plan of a profile with one stage for each stage of the schedule, over equal links."""
     profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
     bytes_per_s = profile.bytes_per_s if arguments.bandwidth is None else arguments.bandwidth
     machine = Machine.planned(schedule.n_stages, bytes_per_s)
@@ -135,21 +135,21 @@ def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
-    """Return the names of the devices: the plan's where its devices are the schedule's, and else numbers."""
-    # With replicas the devices of plan and schedule are the same ones.
+    """Return the names of the devices: the plan's, if its devices are the schedule's, otherwise numbers."""
+    # With replicas, the plan and the schedule have the same devices.
     if plan is not None and schedule.homes == find_replicas(plan):
         return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
         return tuple(f"device {d}" for d in range(schedule.n_devices))
-    # One device of the schedule stands for all replicas of a stage.
+    # One device of the schedule represents all replicas of a stage.
     return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
 
 
 def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
-    """Return the simulation as the JSON object that other programs read.
+    """Return the simulation as a JSON object for other programs.
 
-    Times are in ms, or with `unit` in forwards of a stage; bubbles, and how busy links are, are shares of the step;
-    bytes are peaks by device.
+    Times are in ms, or in forwards of a stage with `unit`. Bubbles and busy links are shares of the step. Bytes are
+    peaks by device.
     """
     schedule = simulation.schedule
     return {
@@ -171,7 +171,7 @@ def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -
 
 
 def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timeline, unit: bool) -> None:
-    """Print a row for each device, the whole step, and the timeline as wide as the terminal."""
+    """Print a row for each device, the whole step, and the timeline in the terminal's width."""
     from rich.console import Console
 
     from fxsplit.report.terminal import draw
@@ -192,6 +192,6 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
     for (name, _), busy in zip(timeline.links, simulation.busy_links.values(), strict=True):
         print(f"link {name}: busy {100 * busy:.1f} % of the step")
     print()
-    # Wider than this, a line is hard to follow from one end to the other.
+    # In a wider drawing it is hard to follow a line.
     console = Console(soft_wrap=True)
     console.print(draw(timeline, min(console.width, 160)), end="")

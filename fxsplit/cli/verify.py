@@ -1,4 +1,4 @@
-"""`fxsplit verify MODULE:FACTORY`: prove that a model's pipeline computes what the model computes."""
+"""`fxsplit verify MODULE:FACTORY`: prove that a model's pipeline computes the same as the model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 
-if TYPE_CHECKING:  # torch takes a second to load, and --help needs none of it
+if TYPE_CHECKING:  # torch takes a second to import, and --help does not need it
     from fxsplit.api.verify.verify import Verification
 
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
-"""The passes unless others are asked for: one repeat, since what is compared does not depend on exact costs."""
+"""The default passes. One repeat suffices, since the results do not depend on exact costs."""
 
 
 class Made(NamedTuple):
-    """What a factory makes: a model, a batch as it is called with, and the target of the batch, None for none."""
+    """The result of a factory: a model, the arguments of a call, and a target or None."""
 
     model: Any
     args: tuple[Any, ...]
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
     )
     parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: what the schedule is made for")
-    # Checked by compile(), whose errors name what there is.
+    # compile() checks these values, and its errors list the valid ones.
     parser.add_argument("--recompute", type=take_text, default="plan", metavar="WHEN", help="when stages recompute")
     parser.add_argument("--compress", type=take_text, metavar="HOW", help="bf16 or int8 (default: cuts are exact)")
     parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="default: %(default)s")
@@ -67,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print how the pipeline differs from the model; return 0 if it does not, and else 1.
+    """Verify the pipeline and print the differences; return 0 if it equals the model, else 1.
 
-    Under a launcher every rank runs this, and the first one prints. Raises InputError for a factory that is none, for
-    a model that raises, and for options that are for ranks where there are none.
+    Under a launcher every rank runs this, and the first one prints. Raises InputError for an invalid factory, for a
+    model that raises, and for options that need several ranks.
     """
     from fxsplit.cli.launched import join_ranks
     from fxsplit.ir.facts.capture.call import Call
@@ -94,14 +94,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: bool = False) -> int:
-    """Compile a model and verify it; print what is found, unless this is to be `quiet`; return the exit code."""
+    """Compile and verify a model, print the result unless `quiet`, and return the exit code."""
     from fxsplit.api.compile import compile
     from fxsplit.api.verify.verify import verify
 
     loss_fn = None
     if arguments.loss_fn is not None:
         loss_fn = _import(arguments.loss_fn, "MODULE:NAME, such as torch.nn.functional:cross_entropy")
-    # Either by itself would be left out without a word.
+    # Refuse one without the other, which would be ignored silently.
     if (loss_fn is None) != (made.target is None):
         raise InputError(
             f"{arguments.factory!r} returns a target and --loss-fn is missing: name a function of outputs and target, "
@@ -110,7 +110,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
             else f"--loss-fn {arguments.loss_fn}: {arguments.factory!r} returns no target for it: return "
             "(model, args, kwargs, target)"
         )
-    # Warnings are told below, each once: compiling a model twice says most of them twice.
+    # Collect warnings and print each once below: compiling the model twice repeats most of them.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -126,17 +126,17 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
                 recompute=arguments.recompute,
                 compress=arguments.compress,
             ) as pipe:
-                # Of pipelines side by side some have fewer rows, and ranks compile for one shape.
+                # With data-parallel pipelines some have fewer rows, and ranks compile for one shape.
                 if pipe.compiler.team is None:
                     pipe.compile_for(*made.args, **made.kwargs)
                 found = verify(pipe, made.args, made.kwargs, target=made.target)
         except FxsplitError:
             raise
-        except Exception as error:  # most are the model's own, and nothing has been shown about its pipeline
+        except Exception as error:  # mostly the model's own error, which proves nothing about its pipeline
             raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
     if quiet:
         return 0 if found.equal else 1
-    # Each warning once, on standard error: standard output may be JSON.
+    # Use standard error, since standard output may be JSON.
     for text in dict.fromkeys(str(w.message) for w in said if issubclass(w.category, UserWarning)):
         print(f"fxsplit verify: {text}", file=sys.stderr)
     if arguments.json:
@@ -147,12 +147,12 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
 
 
 def _call_factory(name: str) -> Made:
-    """Return the model with its arguments, keyword arguments and target that a factory makes.
+    """Call a factory and return its model, arguments, keyword arguments and target.
 
-    `name` is module:function. Raises InputError naming what cannot be imported, called or used.
+    `name` is module:function. Raises InputError if it cannot be imported or called, or returns an invalid result.
     """
     factory = _import(name, "MODULE:FACTORY, such as mymodels:make_resnet")
-    # An attribute may be anything, and so may what a factory returns.
+    # The attribute, and the factory's result, may be any object.
     if not callable(factory):
         raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
     try:
@@ -174,17 +174,17 @@ def _call_factory(name: str) -> Made:
 
 
 def _import(name: str, form: str) -> Any:
-    """Return the object that module:attribute names; raises InputError if it cannot be imported, or is not there."""
+    """Import the object `module:attribute`. Raises InputError if the module or the attribute cannot be found."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise InputError(f"{name!r}: write {form}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
+        sys.path.insert(0, "")  # find modules in the current folder, as `python -m` does
     try:
         found = importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"cannot import {module!r}: {error}") from error
-    except Exception as error:  # the module's own, such as a SyntaxError
+    except Exception as error:  # an error in the module, such as a SyntaxError
         raise InputError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
     try:
         return getattr(found, attribute)
@@ -194,7 +194,7 @@ def _import(name: str, form: str) -> Any:
 
 
 def describe(found: Verification) -> dict[str, Any]:
-    """Return a verification as the JSON object that other programs read."""
+    """Return a verification as a JSON object for other programs."""
     return {
         "equal": found.equal,
         "max_relative_difference": found.largest,

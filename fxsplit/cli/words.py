@@ -1,4 +1,4 @@
-"""Options in words: what they may be, and errors that speak of them, where the planner speaks of arguments."""
+"""The command's words: checks of option values, and errors with options instead of Python arguments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OPTIONS = {
     "n_microbatches": "--n-microbatches",
     "devices": "--devices",
 }
-"""The option of the command for each argument in Python, or field of the passes partition and augment."""
+"""The command's option for each Python argument, or field of the passes partition and augment."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command's arguments; says what was probably meant by a misspelt one, and shows defaults in --help.
+    """Parses a command's arguments, suggests a correction for a misspelt one, and shows defaults in --help.
 
-    `known`: names of options that are suggested where one is not known, besides its own.
+    `known`: more option names for suggestions, in addition to the parser's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and how the command is called, and exit with 2."""
+        """Print the error and the usage, and exit with 2."""
         wrong = _CHOICE.search(message)
         if wrong is not None:
             message += suggest(wrong[1], re.findall(r"[\w.+-]+", wrong[2]))
@@ -52,11 +52,11 @@ class Parser(argparse.ArgumentParser):
 
 
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-"""What argparse says of a word that is none of several."""
+"""argparse's message for a word that is not among the choices."""
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows the default of every option that has one, unless its help says it in words."""
+    """Shows the default of every option that has one, unless its help mentions it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -65,14 +65,14 @@ class _Help(argparse.HelpFormatter):
 
 
 def take_text(text: str) -> str:
-    """Return the value of an option, which an empty one is not; for argparse, which shows its errors."""
+    """Return the value of an option. For argparse, which reports an empty value as an error."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: is it a variable of the shell that is not set?")
     return text
 
 
 def read_bandwidth(text: str | None) -> float | None:
-    """Return the bytes per second that --bandwidth states, such as `25GB/s`; raises InputError for any other text."""
+    """Return the bytes per second of --bandwidth, such as `25GB/s`. Raises InputError for any other text."""
     if text is None:
         return None
     try:
@@ -95,8 +95,8 @@ def speak_command(text: str) -> str:
 
 
 def _name_option(field: str) -> str:
-    """Return the option for a field of a pass, such as `model=direct`."""
+    """Return the option for a pass's field, such as `model=direct`."""
     name, _, value = field.partition("=")
     option = OPTIONS.get(name.strip(), field)
-    # An option without a value is there or not.
+    # A flag has no value: it is present or not.
     return {"true": option, "false": f"no {option}"}.get(value, f"{option} {value}".rstrip())

@@ -1,16 +1,12 @@
-r"""The planner: from a profile to the best chain of stages, with a proof. It needs neither torch nor a model.
+"""The planner: from a profile to the best chain of stages, with a proof. It needs neither torch nor a model.
 
 The terms, by a graph of four nodes: b and c read a, and d reads both.
 
-    graph            ideals, each named by its augmented antichain
+    graph           its ideals (below), each named by its augmented antichain (above)
 
-      a                           {}            nothing
-     / \                          {a}           a
-    b   c                        /   \
-     \ /                     {a, b}  {a, c}     a b, and a c
-      d                          \   /
-                                {b, c}          a b c
-                                  {d}           a b c d
+    a -> b -> d     {}  ---->  {a}  -+-> {a, b} -+->  {b, c}  ---->  {d}
+    a -> c -> d                      +-> {a, c} -+
+                    (empty)     a        a b, a c      a b c         a b c d
 
 - An *ideal* is a set of nodes that contains every node its members read. A pipeline can be cut after an ideal, because
   nothing inside it waits for a node outside.

@@ -1,4 +1,4 @@
-"""Reports that people look at: timelines in the terminal, as files for Perfetto, and as pictures."""
+"""Reports for people: timelines in the terminal, as files for Perfetto, and as pictures."""
 
 from fxsplit.report.perfetto import save_trace, trace_events
 from fxsplit.report.picture import save_picture

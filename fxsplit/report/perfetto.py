@@ -1,8 +1,8 @@
-"""Timelines as trace events, JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Timelines as trace events in JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
     {"traceEvents": [{"name": "0F0", "cat": "forward", "ph": "X", "ts": 0.0, "dur": 1000.0, "pid": 0, "tid": 0}, ...]}
 
-`ts` and `dur` are microseconds; `ph` is the kind of an event: M names a row, X is a span, C a counter's new value.
+`ts` and `dur` are in microseconds. `ph` is the kind of event: M names a row, X is a span, C sets a counter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ US_PER_MS = 1000.0
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return timelines as one JSON object.
 
-    Each timeline is a process, and each of its devices and links a thread, with a counter of the bytes that a device
-    holds.
+    Each timeline is a process, each of its devices and links is a thread, and a counter shows a device's memory in
+    bytes.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": timeline.title}})
         for tid, (label, (_, spans)) in enumerate(zip(timeline.labels, timeline.rows, strict=True)):
-            # Viewers group rows by process and thread, which stand for timeline and device, or link, here.
+            # Viewers group rows by process and thread: the timeline, and the device or link.
             here = {"pid": pid, "tid": tid}
             events.append({"name": "thread_name", "ph": "M", **here, "args": {"name": label.replace("\n", ": ")}})
             for action, begin_ms, end_ms in spans:
@@ -44,7 +44,7 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
                         "args": action._asdict(),
                     }
                 )
-        # A measured timeline has no memory, so there may be fewer courses than devices.
+        # A measured timeline has no memory, so the list may be shorter than the devices.
         for tid, (name, course) in enumerate(zip(timeline.devices, timeline.memory, strict=False)):
             counter = {"name": f"memory of {name}", "ph": "C", "pid": pid, "tid": tid}
             events += [{**counter, "ts": ms * US_PER_MS, "args": {"bytes": bytes_}} for ms, bytes_ in course]
@@ -52,5 +52,5 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines as a file of trace events; raises FileError, and then changes no file."""
+    """Write timelines as a file of trace events. Raises FileError on failure; an existing file is then unchanged."""
     write_whole(path, json.dumps(trace_events(timelines)))

@@ -1,4 +1,4 @@
-"""Timelines as a picture, one above the other on one scale: predicted above measured, for example."""
+"""Timelines as a picture, one above the other on one scale, for example predicted above measured."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from fxsplit.system.files import write_whole
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
 OTHER = "#b279a2"
 HATCHES = {"I": "////", "W": "xxxx"}
-"""Marks that tell the halves of a backward from the whole and from forwards, also where there is no colour."""
+"""Hatches distinguish the halves of a backward from a whole one, even without colours."""
 KINDS = (".svg", ".png", ".pdf")
 INCHES_A_LANE, INCHES_WIDE = 0.35, 10.0
 LONGEST = 44
-"""How many characters stand beside a row."""
+"""The largest number of characters in a row's label."""
 FAINTER = 0.25
-"""How much paler the blocks of each further stage of one device are."""
+"""How much paler the blocks of each further stage of a device are."""
 
 
 def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Draw timelines with matplotlib: a row for each device and link, a block for each action with its microbatch.
 
-    Raises InputError for a path that ends in anything but .svg, .png or .pdf, and where matplotlib is missing, and
-    FileError where the file cannot be written.
+    Raises InputError unless the path ends in .svg, .png or .pdf and matplotlib is installed, and FileError if the file
+    cannot be written.
     """
     kind = Path(path).suffix
     if kind not in KINDS:
         raise InputError(f"cannot draw {os.fspath(path)!r}: end its name in {', '.join(KINDS)}")
     try:
-        from matplotlib.figure import Figure  # a second to load, and only for pictures
+        from matplotlib.figure import Figure  # takes a second to import, and only pictures need it
         from matplotlib.patches import Patch
     except ImportError as error:
         raise InputError("pictures need matplotlib: pip install 'fxsplit[picture]'") from error
-    # At least one lane, as matplotlib takes no height of zero.
+    # At least one lane, since matplotlib rejects a height of 0.
     lanes = [max(1, len(t.rows)) for t in timelines]
     figure = Figure(figsize=(INCHES_WIDE, INCHES_A_LANE * sum(lanes) + 0.8 * len(lanes)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": lanes})[:, 0]
-    # The legend has the kinds of actions that occur, in the order in which they do.
+    # The legend lists the kinds of actions in the order of their first appearance.
     seen: dict[str, tuple[str, str]] = {}
     for axis, timeline in zip(axes, timelines, strict=True):
         for lane, (_, spans) in enumerate(timeline.rows):
@@ -51,11 +51,11 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
             for action, begin_ms, end_ms in spans:
                 colour = COLOURS.get(action.op, OTHER)
                 seen.setdefault((NAMES | SENDS).get(action.op, action.op.lower()), (colour, action.op))
-                # Beyond a few stages all are equally pale, or they could not be seen.
+                # Limit paleness, so that blocks of many stages stay visible.
                 pale = max(0.3, 1.0 - FAINTER * stages.index(action.stage))
                 looks: Any = {"color": colour, "edgecolor": "white", "lw": 0.4, "hatch": HATCHES.get(action.op)}
                 axis.barh(lane, end_ms - begin_ms, left=begin_ms, alpha=pale, **looks)
-                # A number that is wider than its block could not be told from its neighbours'.
+                # Omit a number that is wider than its block and would run into its neighbours.
                 if action.microbatch >= 0 and end_ms - begin_ms > 0.012 * timeline.length_ms:
                     middle = (begin_ms + end_ms) / 2
                     axis.text(middle, lane, str(action.microbatch), ha="center", va="center", fontsize=6)
@@ -70,14 +70,14 @@ def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str]) ->
         for name, (colour, op) in seen.items()
     ]
     figure.legend(handles=handles, ncols=len(handles), fontsize=7, loc="outside lower right", frameon=False)
-    # matplotlib would leave half a picture where the disk is full.
+    # Draw in memory first: on a full disk matplotlib would leave half a picture.
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format=kind[1:])
     write_whole(path, picture.getvalue())
 
 
 def _shorten(label: str) -> str:
-    """Return a label of at most LONGEST characters a line, without the middle of longer ones: they take the room."""
+    """Cut the middle out of lines longer than LONGEST characters, to leave room for the drawing."""
     lines = label.split("\n")
     half = LONGEST // 2 - 1
     return "\n".join(line if len(line) <= LONGEST else f"{line[:half]}...{line[-half:]}" for line in lines)

@@ -1,4 +1,4 @@
-"""A timeline in the terminal: one line for each device and link, one block for each action, as wide as it takes long.
+"""A timeline in the terminal: one line for each device and link, one block for each action, as wide as its time.
 
 1F1B on two devices with two microbatches, in 18 columns:
 
@@ -17,19 +17,19 @@ from fxsplit.schedule.simulation.timeline import Timeline
 COLOURS = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 OTHER = "white on magenta"
 LETTERS = {op: op for op in NAMES} | {SEND_F: "f", SEND_B: "b"}
-"""What a block begins with, so that operations are told apart without colours too."""
+"""The first letter of a block, so that operations are distinct without colours too."""
 
 
 def draw(timeline: Timeline, width: int = 100) -> Text:
-    """Return the drawing: a line of at most `width` characters for each device and link, and a legend below.
+    """Draw a line of at most `width` characters for each device and link, and a legend below.
 
-    A block bears the letter of its operation and the number of its microbatch, or the letter and dashes if it is too
-    narrow for both. Its colour is the operation: blue for F, green for B, cyan for I, yellow for W, magenta for all
-    else. Later stages of a device are dim. Dots are idle time.
+    A block shows the letter of its operation and the number of its microbatch, or the letter and dashes if it is too
+    narrow for both. The colour shows the operation: blue for F, green for B, cyan for I, yellow for W, magenta for all
+    other. Later stages of a device are dim. Dots are idle time.
     """
     label = max((len(name) for name, _ in timeline.rows), default=0) + 1
     columns = max(1, width - label)
-    # Columns for each millisecond.
+    # Columns per millisecond.
     scale = columns / timeline.length_ms if timeline.length_ms else 0.0
     text = Text(no_wrap=True)
     for name, spans in timeline.rows:
@@ -37,7 +37,7 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
         first = min((span.action.stage for span in spans), default=0)
         at = 0
         for action, begin_ms, end_ms in spans:
-            # A block of less than a column is not drawn, and two blocks never overlap: `at` is the first free column.
+            # Skip a block narrower than one column. Blocks never overlap: `at` is the first free column.
             begin, end = round(begin_ms * scale), round(end_ms * scale)
             text.append("." * (begin - at), style="dim")
             if end > max(begin, at):
@@ -52,7 +52,7 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
 
 
 def _make_legend(ops: set[str]) -> Text:
-    """Return a line that says what the letters are, in their colours."""
+    """Return a line that explains the letters, in their colours."""
     legend = Text()
     for op, name in (NAMES | SENDS).items():
         if op in ops:
@@ -63,8 +63,8 @@ def _make_legend(ops: set[str]) -> Text:
 
 
 def _fill_block(action: Action, width: int) -> str:
-    """Return the letter of the operation and the number of the microbatch, in `width` characters."""
+    """Return a block's text of `width` characters: operation and microbatch."""
     letter = LETTERS.get(action.op, "")
-    # A sum over replicas has no microbatch, and bears its name.
+    # A reduction over replicas has no microbatch, and shows its name.
     label = f"{letter}{action.microbatch}" if letter else action.op
     return f"{label:^{width}}" if len(label) <= width else f"{letter:-<{width}}"

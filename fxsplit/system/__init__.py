@@ -1,1 +1,1 @@
-"""What fxsplit asks of Python and of the system, without torch: files, imports, interrupts, progress, tables."""
+"""Services of Python and the operating system, without torch: files, imports, interrupts, progress, tables."""

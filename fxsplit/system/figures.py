@@ -1,4 +1,4 @@
-"""Figures that a file or a user states: times and sizes that the planner can add up without overflow."""
+"""Check and format figures from files and users: times and sizes that the planner can add without overflow."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 from fxsplit.errors import ProfileError
 
 TOO_LARGE = 1e60
-"""Times and sizes from here on are refused as mistakes. Sums and products of smaller ones do not overflow."""
+"""Larger times and sizes are refused as mistakes. Sums and products of smaller ones do not overflow."""
 AMOUNT = f"a finite number, zero or more and less than {TOO_LARGE:g}"
-"""What `is_amount` asks for, in words: 1e308 is finite too."""
+"""The range of `is_amount` in words. 1e308 is finite too, so "finite" is not enough."""
 SHOWN = 60
-"""How many characters of a wrong value an error shows: a damaged file may hold a list of a million."""
+"""The number of characters of a wrong value that an error shows: a damaged file may hold a list of a million items."""
 
 
 def is_amount(value: Any) -> bool:
-    """Return whether a value is a time or a size: a number, no bool, from zero up, and less than TOO_LARGE."""
+    """Return whether a value is a time or a size: a number from 0 up and below TOO_LARGE, but not a bool."""
     number = isinstance(value, (int, float, Real))
     return number and not isinstance(value, bool) and 0 <= value < TOO_LARGE
 
 
 BYTES = {"": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
-"""How many bytes the units of sizes and rates stand for; a number without a unit is in bytes."""
+"""Bytes by unit of sizes and rates. A number without a unit is in bytes."""
 
 
 def parse_bytes(text: str, *, rate: bool = False) -> float:
-    """Return the bytes of a size such as `40GB`, `1.5 GiB` or `8e10`; of a rate such as `25GB/s`, the bytes per second.
+    """Parse a size such as `40GB`, `1.5 GiB` or `8e10` into bytes; with `rate`, also `25GB/s` into bytes per second.
 
-    Raises ValueError with the units that there are. A lower-case b, which means bits elsewhere, is none of them.
+    Raises ValueError with the known units. A lower-case b, which means bits elsewhere, is not one of them.
     """
     found = re.fullmatch(r"\s*(inf|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([A-Za-z]*)(/s)?\s*", text)
     if found is None or found[2] not in BYTES or (found[3] and not rate):
@@ -52,22 +52,22 @@ def format_bytes(count: float) -> str:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Return whether a value is a whole number, no bool, from `least` up, and not larger than a float holds exactly."""
+    """Return whether a value is an int from `least` up that a float holds exactly, but not a bool."""
     return type(value) is int and least <= value < 2**53
 
 
 def as_list(value: object) -> tuple[Any, ...]:
-    """Return the items of a list that a file holds; raises TypeError for what is no list."""
+    """Return the items of a list from a file. Raises TypeError for any other value."""
     if not isinstance(value, list):
-        raise TypeError(f"{show(value)} stands where a list belongs")
+        raise TypeError(f"{show(value)} is not a list")
     return tuple(value)
 
 
 def show(value: object, most: int = SHOWN) -> str:
-    """Return a value for a message, cut where it has more than so many characters."""
+    """Return a value for a message, cut after `most` characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
+    except ValueError:  # Python refuses to format an int of more than 4,300 digits
         return "a number of thousands of digits"
     except RecursionError:
         return "a deeply nested value"
@@ -81,11 +81,11 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float | None": (lambda v: v is None or is_amount(v), AMOUNT),
     "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(n, str) for n in v), "a list of names"),
 }
-"""What the field of a record may hold, by the field's type, and the words for that."""
+"""For each type of a record's field, a check of its values and a description of them."""
 
 
 def check_record(what: str, record: Any) -> None:
-    """Raise ProfileError, naming `what` and the field, unless every field of a dataclass is what its type says."""
+    """Raise ProfileError, with `what` and the field, unless every field of a dataclass has a valid value."""
     for name, fits, words in _list_fields(record.__class__):
         value = getattr(record, name)
         if not fits(value):
@@ -94,5 +94,5 @@ def check_record(what: str, record: Any) -> None:
 
 @cache  # a profile has thousands of records of one type
 def _list_fields(record_type: Any) -> list[tuple[str, Callable[[Any], bool], str]]:
-    """Return the fields of a dataclass, each with what it may hold, and the words for that."""
+    """Return the fields of a dataclass, each with its check and description."""
     return [(f.name, *KINDS[str(f.type)]) for f in fields(record_type)]

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all: what stood at a path before is there until the new contents are complete."""
+"""Write files whole or not at all: an existing file stays until the new contents are complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from fxsplit.errors import FileError
 
 BEING_WRITTEN = ".fxsplit-"
-"""How the names of files begin that are not whole yet."""
+"""The prefix of the names of incomplete files."""
 NEXT_STEPS = {
     errno.ENOENT: "make its folder first",
     errno.ENOTDIR: "a part of the path is a file: give a folder",
@@ -24,20 +24,20 @@ NEXT_STEPS = {
     errno.EDQUOT: "make room",
     errno.EFBIG: "make room",
 }
-"""What to do about an error of the operating system, by its number."""
+"""The next step for an error of the operating system, by its number."""
 
 
 def explain_unreadable(error: Exception) -> str:
-    """Return in words why a file could not be read or parsed, after "cannot read ...: "."""
-    # Python tells of its own stack, and not of the file.
+    """Return why a file could not be read or parsed, in words to follow "cannot read ...: "."""
+    # Python's own message is about its stack, not the file.
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file so that it holds all of `content`, or is as it was before; text is written as UTF-8.
+    """Write `content` to a file, which stays unchanged on failure; text becomes UTF-8.
 
-    A link is followed, and a file that is replaced keeps its permissions. Pipes, terminals and devices are written to
-    directly. Raises FileError, which is an OSError too, naming the path and the next step.
+    Follows links and keeps the permissions of an existing file. Pipes, terminals and devices are written directly.
+    Raises FileError, which is also an OSError, with the path and the next step.
     """
     try:
         _write(os.fspath(path), content.encode() if isinstance(content, str) else content)
@@ -47,7 +47,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder, with those around it, unless it is there; raises FileError naming the path and the next step."""
+    """Create a folder and its parents, unless it exists. Raises FileError with the path and the next step."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -59,7 +59,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def _write(path: str, content: bytes) -> None:
-    """Write a file whole or not at all, or to a stream; raises OSError or ValueError."""
+    """Write a file whole or not at all, or write to a stream. Raises OSError or ValueError."""
     if _is_stream(path):
         with open(path, "wb") as stream:
             stream.write(content)
@@ -68,11 +68,11 @@ def _write(path: str, content: bytes) -> None:
     mode = None
     if os.path.lexists(target):
         mode = stat.S_IMODE(os.stat(target).st_mode)
-        # The folder alone decides whether a file can be replaced. Ask what the file itself allows.
+        # os.replace checks only the folder's permissions. Check the file's own as well.
         with open(target, "ab"):
             pass
-    # In the same folder, as a file cannot be moved to another disk in one step. The name is short: `path` may have the
-    # longest name that there is.
+    # Use the same folder, since moving to another disk is not atomic. Use a short name, since `path` may have the
+    # longest possible one.
     temporary = os.path.join(os.path.dirname(target), f"{BEING_WRITTEN}{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -80,10 +80,10 @@ def _write(path: str, content: bytes) -> None:
                 os.chmod(temporary, mode)
             file.write(content)
             file.flush()
-            # Without this a computer that stops could be left with the new name and none of the contents.
+            # Without fsync, a crash could leave the new name without contents.
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    # Also a KeyboardInterrupt leaves nothing behind.
+    # Clean up after KeyboardInterrupt too.
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
@@ -91,8 +91,8 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _is_stream(path: str) -> bool:
-    """Return whether a path names no file of a folder, but a pipe, a device or what a process has open."""
-    # /dev/stdout leads to /proc, also where the shell has sent it to a file, which must not be replaced then.
+    """Return whether a path is a pipe, a device or an open file of a process instead of a file in a folder."""
+    # /dev/stdout leads to /proc, even if the shell redirects it to a file, which must not be replaced.
     aim = os.readlink(path) if os.path.islink(path) else path
     if os.path.realpath(os.path.dirname(aim)).startswith("/proc/"):
         return True
@@ -100,7 +100,7 @@ def _is_stream(path: str) -> bool:
 
 
 def explain_unwritable(what: str, error: OSError | ValueError) -> FileError:
-    """Return the error that says what could not be done, why, and what to do."""
+    """Return a FileError: the failed action `what`, the reason and the next step."""
     number = error.errno if isinstance(error, OSError) else None
     reason = getattr(error, "strerror", None) or str(error)
     step = NEXT_STEPS.get(number or 0, "give another path")

@@ -1,7 +1,7 @@
-"""Import modules such that Ctrl-C never leaves half of them.
+"""Import modules so that Ctrl-C never leaves a half-imported package.
 
-A package whose import was interrupted is forgotten by Python, and its submodules are not. The next import finds those,
-does not run them again, and the package lacks what they are: nothing that needs the package works any more.
+If an import is interrupted, Python forgets the package but keeps its submodules. The next import finds the submodules,
+does not run them again, and the package lacks them as attributes: code that needs the package fails from then on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _asked: set[str] = set()
 
 
 def import_whole(names: Sequence[str], *, if_there: bool = False) -> list[ModuleType]:
-    """Return modules, imported in a thread of their own, which no Ctrl-C reaches: that comes when they are whole.
+    """Import modules in a separate thread and return them. Ctrl-C cannot reach it; it is raised after the imports.
 
-    if_there: leave out what cannot be found. Otherwise raises what the first import that fails raises.
+    if_there: skip modules that do not exist. Otherwise raises the error of the first failing import.
     """
     missing = [name for name in names if name not in _asked and not _is_loaded(name)]
-    # Only the main thread is interrupted.
+    # Only the main thread receives interrupts.
     if missing and threading.current_thread() is threading.main_thread():
         over = threading.Event()
         thread = threading.Thread(target=_import_all, args=(missing, over), name="fxsplit-imports", daemon=True)
@@ -44,13 +44,13 @@ def import_whole(names: Sequence[str], *, if_there: bool = False) -> list[Module
 
 
 def _is_loaded(name: str) -> bool:
-    """Return whether a module is imported, and not just being imported."""
+    """Return whether a module is fully imported, not in the middle of its import."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _import_all(names: Sequence[str], over: threading.Event) -> None:
-    """Import modules one after the other, then say so. A failure is met again by who asked for the module."""
+    """Import modules one by one, then set `over`. The caller's own import raises any failure again."""
     try:
         for name in names:
             try:

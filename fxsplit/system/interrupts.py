@@ -1,23 +1,27 @@
-"""Let no Ctrl-C be lost while fxsplit works.
+"""Lose no Ctrl-C while fxsplit works.
 
-Python raises KeyboardInterrupt in whatever code runs just then. In a finaliser, in the callback of a weak reference or
-below some functions of C, every exception is dropped, that one too, and the program would go on as if nobody had
-pressed anything. So public functions are marked with `lose_no_interrupt`: while one runs, the handler of SIGINT raises
-as Python's own does, and also notes that it did. A noted interrupt that has not come out when the function ends, or at
-a call of `raise_lost_interrupt`, is raised there.
+Python raises KeyboardInterrupt in whatever code happens to run. In a finaliser, a weak reference's callback or below
+some C functions, Python drops every exception, including this one, and the program would go on:
 
-Python's own handler alone is replaced, in the main thread, and for as long as the outermost of these functions runs. A
-program that has set a handler of its own keeps it, also where it sets one in the meantime.
+    lose_no_interrupt(function)  begin ............ finaliser ............ end
+    Ctrl-C                                  ^ raised, dropped, noted       ^ raised again
+
+So public functions are decorated with `lose_no_interrupt`. While one runs, the handler of SIGINT raises like Python's
+own handler, and also notes the interrupt. If a noted interrupt has not come out by the end of the function, or by a
+call of `raise_lost_interrupt`, it is raised there.
+
+Only Python's own handler is replaced, in the main thread, while the outermost of these functions runs. A program keeps
+a handler of its own, even if it sets one in the meantime.
 """
 
 from __future__ import annotations
 
-# The module `signal` looks up each handler in an Enum, which takes longer than all else here: this is what it calls.
+# signal.signal looks up each handler in an Enum, which takes longer than everything else here: call the C function.
 import _signal as signal  # type: ignore[import-not-found]
 import os
 import time
 
-# Not threading's: a handler may run while the main thread holds a lock of that module.
+# Not threading.get_ident: a handler may run while the main thread holds a lock of that module.
 from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,18 +31,18 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 SWITCHES = os.path.join("torch", "utils", "_python_dispatch.py")
-"""The file of torch in which no interrupt is raised."""
+"""The file of torch in which no interrupt may be raised."""
 DEPTH = 3
-"""How many calls deep that is looked for."""
+"""The number of frames to search for it."""
 AGAIN_S = 0.005
-"""When it is tried again, in seconds."""
+"""The delay before the next attempt, in seconds."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class _Ear:
-    """The handler of SIGINT for the time of one call."""
+    """The handler of SIGINT during one call."""
 
     def __init__(self) -> None:
         self.open = True
@@ -48,36 +52,37 @@ class _Ear:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, and note it."""
         self.noted = True
-        # Where torch switches a mode, code of C is around that ends the process when an exception comes through.
+        # While torch switches a mode, an exception would pass through C code that then aborts the process: try again
+        # later.
         if _is_switching(frame):
             start_new_thread(self._send_again, ())
             return
         signal.default_int_handler(number, frame)
 
     def _send_again(self) -> None:
-        """Interrupt the main thread a moment later, if the call is not over by then."""
+        """Interrupt the main thread a moment later, unless the call has ended."""
         time.sleep(AGAIN_S)
-        # A signal also wakes a thread that waits. Windows has none to send.
+        # A signal also wakes a waiting thread. Windows has no signal to send.
         if self.open and hasattr(signal, "pthread_kill"):
             signal.pthread_kill(self.thread, signal.SIGINT)
         elif self.open:
             interrupt_main()
 
     def begin(self) -> None:
-        """Hear interrupts from now on; without effect in other threads than the main one, which alone can do so."""
+        """Install this handler. Does nothing outside the main thread, the only one that may set handlers."""
         with suppress(ValueError):
             signal.signal(signal.SIGINT, self)
 
     def end(self) -> None:
-        """Put Python's own handler back, unless another one was set meanwhile; to do so again changes nothing."""
+        """Restore Python's own handler, unless a program has set its own meanwhile. May be called repeatedly."""
         if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A debugger that was entered during the call may put this handler back later, which is then like Python's own.
+        # A debugger entered during the call may install this handler again later; it then acts like Python's own.
         self.open = False
 
 
 def _is_switching(frame: FrameType | None) -> bool:
-    """Return whether a frame is torch's where it switches a mode, or what that calls."""
+    """Return whether a frame, or one of its callers, is torch switching a mode."""
     for _ in range(DEPTH):
         if frame is None or frame.f_code.co_filename.endswith(SWITCHES):
             break
@@ -88,17 +93,17 @@ def _is_switching(frame: FrameType | None) -> bool:
 
 
 def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, out of which every Ctrl-C comes that was pressed while it ran, as one KeyboardInterrupt."""
+    """Decorate a function so that every Ctrl-C pressed during its call leaves it as one KeyboardInterrupt."""
 
     @wraps(function)
     def hearing(*args: P.args, **kwargs: P.kwargs) -> R:
         handler = signal.getsignal(signal.SIGINT)
-        # The outermost call hears for those inside.
+        # The outermost call handles interrupts for all inner calls.
         closed = isinstance(handler, _Ear) and not handler.open
         if not closed and handler is not signal.default_int_handler:
             return function(*args, **kwargs)
         ear = _Ear()
-        # Twice: an interrupt may come in the middle of the first.
+        # An interrupt may come in the middle of the inner `finally`, so call end() again in an outer one.
         try:
             try:
                 ear.begin()
@@ -121,15 +126,15 @@ def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def raises_interrupts() -> bool:
-    """Return whether Ctrl-C raises KeyboardInterrupt now; a program may have set a handler that does something else."""
+    """Return whether Ctrl-C raises KeyboardInterrupt now, since a program may have set another handler."""
     handler = signal.getsignal(signal.SIGINT)
     return handler is signal.default_int_handler or isinstance(handler, _Ear)
 
 
 def raise_lost_interrupt() -> None:
-    """Raise KeyboardInterrupt where one was lost since the outermost marked function began.
+    """Raise KeyboardInterrupt if one was lost since the outermost decorated function began.
 
-    To be called in no handler of exceptions, where an interrupt may be on its way out.
+    Do not call it in an exception handler, since an interrupt may be on its way out there.
     """
     ear = signal.getsignal(signal.SIGINT)
     if isinstance(ear, _Ear) and ear.open and ear.noted and ear.thread == get_ident():

@@ -1,6 +1,6 @@
-"""Progress: work that takes long tells how far it has come, without knowing who listens.
+"""Progress: long work reports how far it is, without knowing its listeners.
 
-`track` and `phase` are called by the work, `listen` by who shows it. With no listener nothing is shown.
+The work calls `track` and `phase`; a display calls `listen`. Without a listener nothing happens.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Listener = Callable[[str, int, int], None]
-"""Called with (what is done, items finished, items in all). None is finished where a phase begins."""
+"""Called with (name of the work, finished items, all items). A phase begins with 0 finished items."""
 
 
 def _ignore(what: str, done: int, total: int) -> None:
-    """Do nothing: the listener where nobody listens."""
+    """Do nothing: the default listener."""
 
 
-# A context variable, since threads that work for one caller copy it, and those of another caller do not see it.
+# A context variable: threads that work for one caller copy it, and threads of another caller do not see it.
 _listener: ContextVar[Listener] = ContextVar("fxsplit progress listener", default=_ignore)
 
 
 def has_listener() -> bool:
-    """Return whether somebody listens to the progress of work here."""
+    """Return whether the current context has a listener."""
     return _listener.get() is not _ignore
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Send the progress of all work inside the block to `listener`, in place of the listener outside of it."""
+    """Send the progress of all work in the block to `listener`, instead of any outer listener."""
     token = _listener.set(listener)
     try:
         yield
@@ -40,8 +40,8 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def track(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield `items` one by one, and tell the listener after each is done; `what` is what the work is called."""
-    # Read once: the items may be asked for in a thread that has another context.
+    """Yield `items` one by one, and report each as done. `what` names the work."""
+    # Read the listener once, since a thread with another context may consume the items.
     listener = _listener.get()
     for done, item in enumerate(items, 1):
         yield item
@@ -50,7 +50,7 @@ def track(items: Sequence[T], what: str) -> Iterator[T]:
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Tell the listener when the work inside the block begins, and when it is over; nobody knows how far it is."""
+    """Report the beginning and the end of the block as a phase of unknown progress."""
     listener = _listener.get()
     listener(what, 0, 1)
     try:

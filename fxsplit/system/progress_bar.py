@@ -1,4 +1,4 @@
-"""The bars that show the progress of long work, on a terminal or in a notebook; see `fxsplit.system.progress`."""
+"""Progress bars for long work, on a terminal or in a notebook; see `fxsplit.system.progress`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PATIENCE_S = 1.0
-"""Work that takes fewer seconds shows nothing."""
+"""Shorter work shows nothing."""
 
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show what work inside the block takes over a second, and how far it is.
+    """Show the progress of work in the block that takes longer than PATIENCE_S.
 
-    It is shown on standard error if that is a terminal, and below the cell of a notebook. A notebook without ipywidgets
-    has a line of text for each phase. Anywhere else nothing is shown. A block inside of another shares its bars.
+    It appears on standard error if that is a terminal, or below a notebook's cell. A notebook without ipywidgets gets a
+    line of text for each phase. Elsewhere nothing is shown. An inner block shares the bars of the outer one.
     """
     shown: _Display
     if has_listener():
         yield
         return
-    # A program without a console, such as pythonw, has no standard error at all.
+    # A program without a console, such as pythonw, has no standard error.
     if is_notebook():
         shown = _Bars(None) if find_spec("ipywidgets") else _Lines(sys.stderr)
     elif sys.stderr is not None and sys.stderr.isatty():
@@ -48,22 +48,22 @@ def show_progress() -> Iterator[None]:
 
 @contextmanager
 def show_phase(what: str) -> Iterator[None]:
-    """Show that the block takes over a second, if that can be shown (see show_progress)."""
+    """Show the block as a phase if it takes longer than PATIENCE_S (see show_progress)."""
     with show_progress(), phase(what):
         yield
 
 
 def is_notebook() -> bool:
-    """Return whether this program runs in the cells of a notebook."""
-    # IPython is never loaded for this: a program in a notebook has it.
+    """Return whether this program runs in a notebook."""
+    # Do not import IPython: in a notebook it is imported already.
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    # A kernel has a link to the notebook; IPython in a terminal has none.
+    # A notebook's shell has a kernel; IPython in a terminal has none.
     return getattr(shell, "kernel", None) is not None
 
 
 class _Display(ABC):
-    """Hears of work from whichever thread, and shows what takes long."""
+    """Receives progress from any thread, and shows work that takes long."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -71,55 +71,55 @@ class _Display(ABC):
         self._phases: dict[str, threading.Timer] = {}
 
     def hear(self, what: str, done: int, total: int) -> None:
-        """Take note of progress, from whichever thread."""
+        """Receive progress, from any thread."""
         if done == 0:
             self._begin_phase(what)
         elif what in self._phases:
             self._end_phase(what)
-        # It is shown late and once: work that follows fast would make it flicker.
+        # Show counted work late and only once, since a quick succession would flicker.
         elif time.monotonic() - self._begin >= PATIENCE_S:
             with self._lock:
                 self._show_count(what, done, total)
 
     def stop(self) -> None:
-        """Show nothing any more."""
+        """Remove all phases from the display."""
         for what in list(self._phases):
             self._end_phase(what)
 
     def _begin_phase(self, what: str) -> None:
-        """Show a phase as soon as it has taken long enough: nothing tells of it until it ends."""
+        """Show a phase after PATIENCE_S, since it reports nothing until it ends."""
         timer = threading.Timer(PATIENCE_S, self._show_late, [what])
         timer.daemon = True
         self._phases[what] = timer
         timer.start()
 
     def _show_late(self, what: str) -> None:
-        """Show a phase, if it still goes on."""
+        """Show a phase if it is still running."""
         with self._lock:
             if what in self._phases:
                 self._show_phase(what)
 
     def _end_phase(self, what: str) -> None:
-        """Show a phase no longer."""
+        """Remove a phase."""
         with self._lock:
             self._phases.pop(what).cancel()
             self._hide_phase(what)
 
     @abstractmethod
     def _show_phase(self, what: str) -> None:
-        """Show a phase that is going on, without an end in sight."""
+        """Show a running phase of unknown length."""
 
     @abstractmethod
     def _hide_phase(self, what: str) -> None:
-        """Show a phase no longer, if it is shown."""
+        """Remove a phase if it is shown."""
 
     @abstractmethod
     def _show_count(self, what: str, done: int, total: int) -> None:
-        """Show how many items of some work are done."""
+        """Show the number of finished items."""
 
 
 class _Lines(_Display):
-    """A line of text for each phase that takes long, and for counted work."""
+    """One line of text for each long phase, and for counted work."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Lines(_Display):
         self._tell(f"{what} ...")
 
     def _hide_phase(self, what: str) -> None:
-        """Leave the line where it is: what is printed stays."""
+        """Do nothing: printed text stays."""
 
     def _show_count(self, what: str, done: int, total: int) -> None:
         self._tell(f"{what}: {total} in all ...")
@@ -143,22 +143,22 @@ class _Lines(_Display):
 
 
 class _Bars(_Display):
-    """One line for each phase that is going on, and a bar for work whose items are counted."""
+    """One line for each running phase, and a bar for counted work."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Show bars on a terminal's stream, or in a notebook if there is none."""
+        """Show bars on a terminal's stream, or in a notebook for None."""
         super().__init__()
-        # rich takes a tenth of a second to load, which programs without a terminal need not wait for.
+        # rich takes a tenth of a second to import, which programs without a terminal can skip.
         from rich.console import Console
         from rich.progress import Progress
 
-        # The stream of now, and no other one in its place: phases redirect standard error, to which others print.
+        # Use this stream as it is, without redirection: phases redirect standard error while other code prints to it.
         console = Console(file=stream) if stream else Console(force_jupyter=True)
         self._progress = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._tasks: dict[str, TaskID] = {}
 
     def stop(self) -> None:
-        """Show nothing any more."""
+        """Remove all phases and stop the bars."""
         super().stop()
         self._progress.stop()
 
@@ -176,6 +176,6 @@ class _Bars(_Display):
         self._progress.update(self._tasks[what], completed=done)
 
     def _add(self, what: str, total: int | None) -> TaskID:
-        """Return a new line."""
-        self._progress.start()  # does nothing for bars that are shown already
+        """Add a line and return its id."""
+        self._progress.start()  # does nothing if the bars are already shown
         return self._progress.add_task(what, total=total)

@@ -1,6 +1,6 @@
-"""Shown: results as tables, alike in print(), in notebooks and in what the command prints.
+"""Shown: results as tables, the same in print(), in notebooks and on the command line.
 
-A result says what it shows, as tables and lines, and in one line what it is:
+A result defines its tables and lines, and a one-line summary:
 
     class Sizes(Shown):
         def show(self):
@@ -17,32 +17,34 @@ from io import StringIO
 from typing import Any, TypeAlias
 
 WIDTH = 80
-"""How many characters a line of a table has at most, unless there is more room."""
+"""The largest width of a table in characters, unless more room is known."""
 WIDE = 120
-"""The same in notebooks, which have room."""
+"""The width in notebooks, which have more room."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Heads of columns, and rows of cells. A head that begins with `>` has its column to the right, as figures are."""
+    """A table: heads of columns, and rows of cells. A head that begins with `>` right-aligns its column,
+    for numbers.
+    """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[object]]
 
 
 Parts: TypeAlias = "Iterable[Table | str]"
-"""What is shown, in order: tables, and lines that stand by themselves."""
+"""The contents of a result, in order: tables, and separate lines."""
 
 
 class Shown:
-    """Base of results: print() and notebooks show tables, and repr() is one line."""
+    """Base of results: print() and notebooks show tables, and repr() shows one line."""
 
     def show(self) -> Parts:
-        """Return the tables and lines that are shown."""
+        """Return the tables and lines to show."""
         raise NotImplementedError
 
     def summarise(self) -> str:
-        """Return what stands between the brackets of repr()."""
+        """Return the text between the parentheses of repr()."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -59,7 +61,7 @@ class Shown:
 
 
 def render(parts: Parts, width: int = WIDTH) -> str:
-    """Return tables and lines as text. What is too long for its column goes on in the next line of that column."""
+    """Return tables and lines as text. A cell too long for its column continues on the next line."""
     return "\n".join(part if isinstance(part, str) else _render_table(part, width) for part in parts)
 
 
@@ -77,11 +79,11 @@ def render_html(parts: Parts) -> str:
 
 def _render_table(table: Table, width: int) -> str:
     """Return a table as text, at most `width` characters wide."""
-    # rich takes a tenth of a second to load, which programs that show nothing need not wait for.
+    # rich takes a tenth of a second to import, which programs without output can skip.
     from rich.console import Console
 
     text = StringIO()
-    # Escapes and wide terminals are for who prints: this text is the same everywhere.
+    # No escape codes and a fixed width: the text is the same everywhere.
     Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
         _make_table(table)
     )
@@ -89,17 +91,17 @@ def _render_table(table: Table, width: int) -> str:
 
 
 def _make_table(table: Table) -> Any:
-    """Return a table of rich, without lines between rows and columns."""
+    """Return a rich table without lines between rows and columns."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
     made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in table.heads:
-        # Folded, so that no character of a cell is left out, however narrow the column is.
+        # Fold cells, so that no character is lost in a narrow column.
         made.add_column(
             Text(head.removeprefix(">")), justify="right" if head.startswith(">") else "left", overflow="fold"
         )
     for row in table.rows:
-        # As Text: in a plain string rich would read [brackets] as marks of style.
+        # Use Text, since rich would interpret [brackets] in a plain string as style.
         made.add_row(*(Text(str(cell)) for cell in row))
     return made

@@ -164,7 +164,7 @@ def test_hosts_are_no_replicas_and_none_may_be_missing(capsys: pytest.CaptureFix
     data = dnn(maxCPUs=0)
     data["nodes"][0]["supportedOnFpga"] = 0
     assert cli.main(["plan", str(written(tmp_path, data, "b"))]) == 3
-    assert "runs on hosts alone" in capsys.readouterr().err
+    assert "runs only on hosts" in capsys.readouterr().err
     alone = answer(capsys, "plan", str(written(tmp_path, dnn(maxFPGAs=0), "c")))
     assert alone["objective"] == 70.0 and alone["stages"][0]["devices"] == ["host0"]
     nothing = dnn(maxSizePerFPGA=0, maxCPUs=0)

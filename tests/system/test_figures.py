@@ -25,7 +25,7 @@ def test_counts_and_lists() -> None:
     assert is_count(0) and is_count(2**53 - 1) and is_count(1, least=1)
     assert not any(map(is_count, (-1, 2**53, 1.0, True, "1", None))) and not is_count(0, least=1)
     assert as_list([1, "a"]) == (1, "a")
-    with pytest.raises(TypeError, match="'ab' stands where a list belongs"):
+    with pytest.raises(TypeError, match="'ab' is not a list"):
         as_list("ab")
 
 
