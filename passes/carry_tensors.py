@@ -176,7 +176,7 @@ class _Writer:
         return made[node]
 
     def _find_source(self, place: Place) -> Place:
-        """Return the node that made a value which a stage receives."""
+        """Follow a received value back to the node that made it."""
         while place.node.op == "placeholder" and place.stage > 0:
             place = self._makers[place.node.name]
         return place

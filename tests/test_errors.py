@@ -1,4 +1,4 @@
-"""Errors: what a stage raised keeps its type, its fields and its text."""
+"""Errors: an error of a stage keeps its type, its fields and its text."""
 
 from __future__ import annotations
 

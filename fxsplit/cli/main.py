@@ -89,7 +89,6 @@ def make_parser() -> Parser:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo."""
     from rich.console import Console
 
     from fxsplit.cli import demo

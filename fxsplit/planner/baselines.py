@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 def _nearest(weight: Floats, n_stages: int) -> list[int]:
-    """Return the positions closest to equal shares of an ascending sequence, with no empty stage."""
+    """Return the cuts closest to equal shares of an ascending sequence, with no empty stage."""
     # Of two equally close positions take the first, and leave one position for each later stage.
     last = weight.size - 1
     cuts = [0]

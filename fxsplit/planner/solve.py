@@ -185,7 +185,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Misfit:
-    """No plan fits. The reason takes longer to find than the fact, so `explain` finds it only for an error."""
+    """No plan fits. `explain` finds the reason on demand, since that takes longer than the search itself."""
 
     task: Task
     chains: Antichains

@@ -102,8 +102,8 @@ def find_message(schedule: Schedule, action: Action) -> Message | None:
 
 
 def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need:
-    """Return the need of `stage` for the action `made` of a neighbour: the action itself, or the receive `op` of its
-    result.
+    """Return how `stage` gets the result of a neighbour's action: from the action `made` itself, or, if transfers are
+    written out, from the receive `op`.
     """
     m = made.microbatch
     if schedule.device_of(made.stage, m) == schedule.device_of(stage, m):

@@ -100,7 +100,6 @@ class _Display(ABC):
                 self._show_phase(what)
 
     def _end_phase(self, what: str) -> None:
-        """Remove a phase."""
         with self._lock:
             self._phases.pop(what).cancel()
             self._hide_phase(what)
@@ -136,7 +135,6 @@ class _Lines(_Display):
         self._tell(f"{what}: {total} in all ...")
 
     def _tell(self, text: str) -> None:
-        """Print a line once."""
         if text not in self._told:
             self._told.add(text)
             print(text, file=self._stream, flush=True)

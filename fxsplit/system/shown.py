@@ -48,11 +48,9 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The tables as text."""
         return render(self.show())
 
     def __repr__(self) -> str:
-        """One line."""
         return f"{type(self).__name__}({self.summarise()})"
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""`fxsplit explain`: shares, what crosses, and the next best plan, on profiles that one can check by hand."""
+"""`fxsplit explain`: shares, crossing values, and the next best plan, on profiles that one can check by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_next_best_is_told_with_how_much_more_it_is(capsys: pytest.CaptureFi
 
 
 def test_files_that_state_times_are_explained_in_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Values go to their readers alone, and the edge over the cut is stated to take half a millisecond each way."""
+    """Values go only to their readers, and the edge over the cut is stated to take half a millisecond each way."""
     path = str(written(tmp_path, dnn(maxCPUs=0)))
     assert main(["explain", path]) == 0
     printed = capsys.readouterr().out

@@ -132,6 +132,6 @@ def test_one_option_is_spelt_and_read_alike_by_all_commands() -> None:
     seen: dict[str, tuple[object, object]] = {}
     for options in list_options().values():
         for name, action in options.items():
-            # A range of devices is for plan alone, and choices of what stages pay for are its own.
+            # `plan` also takes a range as --devices, and has its own values of --recompute and --compress.
             if name not in ("--devices", "--recompute", "--compress"):
                 assert seen.setdefault(name, (action.metavar, action.type)) == (action.metavar, action.type), name

@@ -1,4 +1,4 @@
-"""What commands print for programs is JSON, which has no infinity; output that fails ends in one line, or none."""
+"""Commands print JSON for programs, without infinity; output that fails ends in one line, or none."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_infinite_numbers_are_null(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run(*arguments: str, **kept: Any) -> tuple[int, str]:
-    """Return the exit code of the command in a process of its own, and what it says on standard error."""
-    # As in a shell, where Python keeps back what it prints until there is enough of it.
+    """Run the command in a process of its own; return its exit code and standard error."""
+    # As in a shell, where Python buffers its output.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "fxsplit", *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, env=env, **kept)

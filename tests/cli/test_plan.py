@@ -26,7 +26,7 @@ from tests.support.graphs import node
 
 
 def chain(sizes: list[int], ms: float = 1.0, **figures: float) -> Costs:
-    """A chain of nodes whose values have these sizes."""
+    """A chain of nodes with values of these sizes."""
     nodes = [
         node(f"n{i}", [f"n{i - 1}"] if i else [], ms, output_bytes=s, gradient_bytes=s, **figures)
         for i, s in enumerate(sizes)
@@ -150,7 +150,7 @@ SLOW_AND_FAST = "[[devices]]\nname = 'slow'\nspeed = 0.5\n[[devices]]\nname = 'f
 
 
 def test_a_costless_node_keeps_a_slow_device_busy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Devices are taken in order: what costs nothing may be all that the slow one should do, if it may not idle."""
+    """Devices are used in order: a slow device that may not idle gets the node without cost."""
     text = line("a", "ReLU", "0", "0", "0", "0") + line("b", "Linear", "4", "0", "0", "0") + "\ta -- b\n"
     profile, machine = written(tmp_path, text, "graph.txt"), written(tmp_path, SLOW_AND_FAST, "machine.toml")
     for option, n_stages in (("--no-traffic", 1), ("--use-all-devices", 2)):
@@ -248,7 +248,7 @@ def test_a_small_plan_loads_neither_torch_nor_numba(profile: str) -> None:
 
 
 def test_errors_speak_of_options(capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path) -> None:
-    """They spoke of partition{optimizer_factor=}, and advised the schedule that was asked for."""
+    """Errors spoke of partition{optimizer_factor=}, and suggested the schedule that was already chosen."""
     machine = written(tmp_path, "[[devices]]\ncount = 2\nmemory_bytes = 1", "machine.toml")
     assert cli.main(["plan", profile, "--machine", str(machine)]) == 3
     told = capsys.readouterr().err
@@ -290,7 +290,7 @@ def test_unlimited_links_are_said(capsys: pytest.CaptureFixture[str], profile: s
 def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path) -> None:
     base = ("plan", profile, "--devices", "2", "--bandwidth", "1e6", "--inference")
     found = answer(capsys, *base)
-    # Of a step's 9.02 ms a third, and of what crosses the cut one way.
+    # A third of a step's 9.02 ms, and a third of the bytes over the cut in one direction.
     assert found["schedule"] == "Inference" and found["objective"] == pytest.approx(3.01)
     assert all(s["backward_ms"] == s["in_gradient_bytes"] == s["parameter_bytes"] == 0 for s in found["stages"])
     assert cli.main([*base, "--schedule", "GPipe"]) == 2

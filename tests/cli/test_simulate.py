@@ -101,7 +101,7 @@ def test_a_rank_that_does_nothing(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_plan_is_simulated_as_it_is_priced(capsys: pytest.CaptureFixture[str], plan: str) -> None:
-    """In steady state a microbatch takes the plan's bottleneck, and devices hold what the plan says that they do."""
+    """In steady state a microbatch takes the plan's bottleneck, and devices hold as much as the plan states."""
     stated = read_plan(plan)
     short = answer(capsys, "--plan", plan)
     assert short["n_microbatches"] == 5 and short["schedule"] == "1F1B" and short["unit"] == "ms"
@@ -220,7 +220,7 @@ def test_memory_counts_versions_and_recomputation() -> None:
         [Footprint(100, 7, resting_bytes=1, forward_bytes=11, whole_bytes=11)] * 2,
     )
     assert [find_peak(course) for course in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
-    # A step behind the last backward takes the sums of gradients.
+    # A step after the last backward consumes the sums of gradients.
     assert [course[-1][1] for course in (*kept, *again)] == [100 - 7] * 2 + [100] * 2
     for course in (*kept, *again):
         assert [t for t, _ in course] == sorted(t for t, _ in course)
@@ -244,7 +244,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path)
 
 
 def test_a_drawing() -> None:
-    """Nine forwards' time on 18 columns; where there is no room for numbers, letters alone."""
+    """Nine forwards' time on 18 columns; without room for numbers, only letters."""
     timeline = Timeline.of(simulate(generate("1F1B", 2, 2), Times.unit(2)), ("a", "b"))
     assert (
         draw(timeline, 20).plain == "a F0F1.... B0 .. B1 \nb ..F0 B0 F1 B1 ....\n" + "F forward  B backward  . idle\n"

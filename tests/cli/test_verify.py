@@ -1,4 +1,4 @@
-"""`fxsplit verify`: the proof, its contract, and that it does find what is wrong."""
+"""`fxsplit verify`: the proof, its contract, and the errors it finds."""
 
 from __future__ import annotations
 

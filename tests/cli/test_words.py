@@ -40,7 +40,7 @@ def test_the_words_of_the_command(text: str, spoken: str) -> None:
     ],
 )
 def test_an_empty_value_is_no_value(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """With a variable of the shell that was not set the command showed another plan than the one asked for."""
+    """With an unset shell variable the command showed a plan for other options."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Profiles of other tools: what is read, and what is refused with file, place and value."""
+"""Profiles of other tools: valid files are read, and invalid ones refused with file, place and value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIPEDREAM = (
 
 
 def dnn(**changes: Any) -> dict[str, Any]:
-    """A forward chain of three nodes with backward mates, of which the last has none."""
+    """A forward chain of three nodes, their backward mates, and a backward node without a mate."""
     names = ["a", "b", "c", "c'", "b'", "a'", "loss'"]
     colours = [1, 2, 3, 3, 2, 1, None]
     nodes = [

@@ -1,4 +1,4 @@
-"""Machines in TOML: what is wrong is refused by its place, and counts before a list of devices is made."""
+"""Machines in TOML: errors are refused with their place, and large counts before the list of devices is made."""
 
 from __future__ import annotations
 

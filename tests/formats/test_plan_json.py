@@ -1,4 +1,4 @@
-"""Plans as JSON: what is written is read back, and what is damaged is refused with the place."""
+"""Plans as JSON: a written plan is read back, and a damaged one is refused with the place."""
 
 from __future__ import annotations
 

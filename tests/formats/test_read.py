@@ -1,4 +1,4 @@
-"""The format of a file is told by its contents."""
+"""The contents of a file determine its format."""
 
 from __future__ import annotations
 

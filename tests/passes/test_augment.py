@@ -1,4 +1,4 @@
-"""The augment pass by itself: which ideals there are, and which nodes join before they are enumerated."""
+"""The augment pass by itself: the ideals it finds, and the nodes that join before."""
 
 from __future__ import annotations
 

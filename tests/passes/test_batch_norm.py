@@ -1,4 +1,4 @@
-"""The batch-norm pass: what it changes, and deferred statistics: of the whole batch, once a step."""
+"""The batch-norm pass: the stages it changes, and deferred statistics: of the whole batch, once a step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def emitted(model: nn.Module, x: Tensor, **options: Any) -> IR:
 
 
 def norms() -> nn.Module:
-    """Four layers in turn, two of which are batch norms."""
+    """Four layers in turn; two are batch norms."""
     layers = {"a": nn.Linear(8, 8), "first": nn.BatchNorm1d(8), "b": nn.Linear(8, 8), "second": nn.BatchNorm1d(8)}
     return nn.Sequential(OrderedDict(layers))
 
 
 def with_devices(ir: IR, *devices: tuple[int, ...]) -> IR:
-    """An IR whose plan puts its stages on these devices."""
+    """An IR with a plan that puts its stages on these devices."""
     plan = ir[Plan]
     stages = tuple(replace(s, devices=d) for s, d in zip(plan.stages, devices, strict=True))
     return ir.learn(replace(plan, stages=stages))
@@ -94,7 +94,7 @@ def test_only_stages_with_several_devices_note_their_statistics() -> None:
     assert [len(names) for names in noted(first)] == [len(noted(BatchNorm(True)(ir))[0]), 0]
     both = BatchNorm()(ir.learn(replace(ir[Workload], replicated=True), ir[Plan]))
     assert noted(both) == noted(BatchNorm(deferred=True)(ir))
-    # Where the plan itself replicates a stage, the schedule's own places do not count.
+    # If the plan itself replicates a stage, the schedule's own replicas do not count.
     placed = with_devices(ir, (0,), (1, 2))
     second = BatchNorm()(placed.learn(replace(ir[Workload], replicated=True), placed[Plan]))
     assert noted(second) == [[], noted(both)[1]]
@@ -167,7 +167,7 @@ class Twice(nn.Module):
 
 
 def test_a_deferred_batch_norm_that_is_called_twice_counts_twice() -> None:
-    """Once the second call of the layer replaced what the first had counted."""
+    """Once the second call of the layer replaced the record of the first."""
     torch.manual_seed(0)
     model, x = Twice().double(), torch.randn(8, 8, dtype=torch.float64)
     seen: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""After carry-tensors, tensors alone cross stages, which compute what they did; the rest is refused by name."""
+"""After carry-tensors only tensors cross stages, with the same results; other values are refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxsplit.passes import CarryTensors
 
 
 class Whole(nn.Module):
-    """What the graphs of tests are made from: a model with a weight."""
+    """A model with a weight, from which the tests make graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def method(name: str, *args: Any) -> fx.Node:
 
 
 def check_same(ir: IR, made: IR) -> Stages:
-    """Compare both graphs on the example; return the new stages, across which tensors alone go."""
+    """Compare both graphs on the example; return the new stages, between which only tensors cross."""
     (x,) = ir[Example].tensors
     found: Any = x
     values: Any = (x,)

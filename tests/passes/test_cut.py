@@ -31,7 +31,7 @@ def test_modules_stay_whole(devices: int) -> None:
 
 
 def test_the_best_of_all_cuts_at_borders_is_found() -> None:
-    """Beside all ways to lay the chain of modules out, priced one by one."""
+    """Compared with all ways to lay out the chain of modules, priced one by one."""
     costs = fxsplit.profile(Titan(), IDS, n_microbatches=2, device="cpu", repeats=1)
     modules = list(list_modules(costs).values())
     own = {name: i for i, names in enumerate(modules) for name in names}
@@ -65,7 +65,7 @@ def test_too_few_modules_and_other_places_are_refused() -> None:
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_pattern_cuts_exactly_between_layers_and_finds_the_best_of_these_cuts(devices: int) -> None:
-    """Beside all ways to lay out embedding, four layers and the rest, priced one by one."""
+    """Compared with all ways to lay out embedding, four layers and the rest, priced one by one."""
     costs = fxsplit.profile(Titan(), IDS, n_microbatches=2, device="cpu", repeats=1)
     passes = CHAIN.replace("modules", "layers.*")
     options: dict[str, Any] = {"example_inputs": IDS, "n_microbatches": 2, "costs": costs, "passes": passes}

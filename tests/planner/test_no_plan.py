@@ -1,4 +1,4 @@
-"""Where there is no plan, the error says what is missing and how much."""
+"""If there is no plan, the error says which resource is missing and how much."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_out_of_time_is_not_no_plan() -> None:
 
 
 def test_memory_that_is_missing_is_told_under_direct_sends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By both solvers: tensors have no price where only memory counts."""
+    """Both solvers agree: tensors have no price if only memory counts."""
     nodes = [node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=100, output_bytes=50) for i in range(6)]
     graph = costs(*nodes, outputs=("n5",))
     machine = Machine.planned(2, 1e3, memory_bytes=300)

@@ -342,7 +342,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 
 def test_pins_name_devices_in_a_free_order_too() -> None:
-    """Once a device with a pin could be exchanged for another one of its kind."""
+    """Once a device with a pin could be exchanged for another device of its kind."""
     two = costs(node("a"), node("b", ("a",)), outputs=("b",))
     machine = Machine.planned(2)
     plan = Planner(two, pins={"a": 1, "b": 0}).plan(machine, workload(machine), Options(free=True))

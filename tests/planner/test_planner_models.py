@@ -128,7 +128,7 @@ def test_the_step_of_an_optimizer_counts_for_stages_that_hand_values_on() -> Non
 @many
 @given(profiles(5), clusters(free=False), st.data())
 def test_dear_tensors_do_not_hide_cheap_ones(costs: Costs, machine: Machine, data: st.DataObject) -> None:
-    """Prices may differ by more than a float has digits: what is cut still costs what it costs."""
+    """Prices may differ by more than the digits of a float: a cut still costs its own price."""
     dear = [n.name for n in costs.nodes if data.draw(st.booleans())]
     nodes = tuple(replace(n, output_bytes=n.output_bytes * (1e17 if n.name in dear else 1)) for n in costs.nodes)
     costs = replace(costs, nodes=nodes)
@@ -154,7 +154,7 @@ def test_what_may_only_help(costs: Costs, machine: Machine) -> None:
 @many
 @given(profiles(6))
 def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
-    """Reversing the graph keeps the optimum: a stage shares the same tensors with others either way."""
+    """Reversing the graph keeps the optimum: a stage shares the same tensors in both directions."""
     machine = Machine.planned(3, 1e5)
     names = [n.name for n in reversed(costs.nodes)]
     readers: dict[str, list[str]] = {name: [] for name in names}
@@ -162,7 +162,7 @@ def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
         for maker in reader.inputs:
             if maker in readers:
                 readers[maker].append(reader.name)
-    # What the reversed graph exchanges is what the graph does: values become tensors without an order of their own.
+    # The reversed graph exchanges the same tensors: values become tensors without an order of their own.
     from fxsplit.ir.facts.costs.costs import Exchange
 
     tensors = tuple(Exchange(size, tuple(dict.fromkeys(pins))) for size, pins in costs.tensors)

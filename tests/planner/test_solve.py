@@ -1,4 +1,4 @@
-"""Options refuse what they do not know; one problem is posed for each number of stages that may matter."""
+"""Options refuse unknown values; one problem is posed for each number of stages that may matter."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_small_device_in_front_may_stay_idle() -> None:
 
 
 def test_a_pin_leaves_the_devices_before_it_idle() -> None:
-    """A pin to the second device asked for a stage on the first one too, also where none was needed."""
+    """A pin to the second device required a stage on the first one, even if none was needed."""
     costs = Costs((node("a"),), (), ("a",))
     found = fxsplit.plan(costs, 3, pins={"a": 1}, options=Options(use_all=False))
     assert [s.devices for s in found.stages] == [(1,)]
@@ -137,7 +137,7 @@ def test_where_it_takes_too_long_only_the_last_devices_idle(
 
 @pytest.mark.parametrize("recompute", ["auto", "always"])
 def test_without_backwards_no_stage_recomputes(recompute: str) -> None:
-    """A forward that is never run again was paid for, beside transfers that are not twice as slow."""
+    """Once the planner charged for a second forward, which inference never runs."""
     machine = Machine.planned(2)
     plans = [
         fxsplit.plan(CHAIN, machine, inference=True, options=Options(recompute=way)) for way in (recompute, "never")
@@ -208,7 +208,7 @@ def test_why_nothing_fits_is_asked_only_if_a_user_is_told(monkeypatch: pytest.Mo
 
 
 def test_that_nothing_fits_follows_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stage pays for the tensors that it shares was added up for each number of stages, and again to explain."""
+    """The shared bytes of stages were computed for each number of stages, and again for the explanation."""
     monkeypatch.setattr(search, "SMALL", 0)
     tested: list[Problem] = []
     own = DirectProblem.test

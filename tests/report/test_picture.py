@@ -1,4 +1,4 @@
-"""Pictures: what is drawn, and which files are refused."""
+"""Pictures: their contents, and refused files."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.report.timelines import TIMELINE
 
 
 def test_blocks_are_as_wide_as_they_take_long() -> None:
-    """Eight milliseconds on 16 columns behind ten of names: two columns each."""
+    """Eight milliseconds on 16 columns after ten of names: two columns each."""
     assert draw(TIMELINE, 26).plain.splitlines() == [
         "a          F7 ........----",
         "long name .... B3 W.......",

@@ -1,4 +1,4 @@
-"""Where stages live, by every rule."""
+"""The devices of stages, by every rule."""
 
 from __future__ import annotations
 

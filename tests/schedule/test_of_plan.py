@@ -50,7 +50,7 @@ def test_overlapped_transfers_are_under_way() -> None:
 
 
 def test_a_replica_takes_as_many_times_as_long() -> None:
-    """And sums once; where a schedule has no sums, a backward pays for it."""
+    """Sums count once; in a schedule without sums, each backward pays for them."""
     wide = plan(stage(0), stage(1, 2, 3, reduce_ms=5.0, receive_ms=2.0, forward_launch_ms=1.0, backward_launch_ms=2.0))
     schedule = build_schedule(wide, Scheduler("1F1B", 2), 6)
     assert schedule.homes == ((0,), (1, 2, 3)) and find_replicas(wide) == schedule.homes
@@ -77,7 +77,7 @@ def test_a_plan_with_a_device_a_stage_has_no_replicas() -> None:
         ((39.0,) * 4, False, 2),  # 10 held, and 12 for each microbatch
         ((46.0,) * 4, False, 3),
         ((33.9,) * 4, False, 1),
-        ((1.0,) * 4, False, 1),  # too little for any: the planner has been asked whether the plan fits
+        ((1.0,) * 4, False, 1),  # too little for any: whether the plan fits was the planner's question
         ((30.0,) * 4, True, 4),  # 10 held, 10 of the one that runs, and 2 for each
         ((25.9,) * 4, True, 2),
     ],
@@ -110,7 +110,7 @@ def test_footprints() -> None:
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "PipeDream"])
 def test_a_schedule_without_replicas_says_so(name: str) -> None:
-    """With several stages a device the memory of devices that do not exist was asked for: an IndexError."""
+    """With several stages a device the memory of a non-existent device was read: an IndexError."""
     wide = plan(stage(0), stage(1, 2, 3))
     with pytest.raises(ScheduleError, match=f"{name}: the plan gives a stage several devices"):
         build_schedule(wide, Scheduler(name, 2), 4, [1e9, 1e9])

@@ -1,4 +1,4 @@
-"""What may wait to be taken, by the order of actions alone."""
+"""Messages that may still wait, from the order of actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def tell(schedule: Schedule) -> str:
-    """Return a row for each device: each action, and in brackets what may wait when it begins."""
+    """Return a row for each device: each action, and in brackets the messages that may wait when it begins."""
     rows = zip(schedule.actions, list_outstanding(schedule), strict=True)
     return "\n".join(
         " ".join(f"{a}[{' '.join(map(str, w))}]" for a, w in zip(row, waiting, strict=True)) for row, waiting in rows

@@ -82,7 +82,7 @@ def legal(name: str, devices: int, microbatches: int, per_device: int | None = N
         return None
 
 
-@settings(deadline=None)  # where the machine is busy, an example takes long
+@settings(deadline=None)  # on a busy machine an example takes long
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 13), st.sampled_from([None, 1, 2, 3]))
 def test_every_schedule_is_legal_at_every_size_it_takes(
     name: str, devices: int, microbatches: int, per_device: int | None
@@ -100,7 +100,7 @@ def test_every_schedule_is_legal_at_every_size_it_takes(
     assert simulate(written, times).step_ms == simulate(schedule, times).step_ms
 
 
-@settings(deadline=None)  # where the machine is busy, an example takes long
+@settings(deadline=None)  # on a busy machine an example takes long
 @given(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 6), st.integers(1, 9))
 def test_known_peaks_and_bubble(name: str, stages: int, microbatches: int) -> None:
     """Peaks: N under GPipe, D - s under 1F1B; bubble (D-1)/(N+D-1) with F=1, B=2 under both, when N >= D."""
@@ -157,7 +157,7 @@ def test_weight_versions_and_lag(devices: int) -> None:
     assert double.weight_versions() == (2,) * devices and double.lag() == (1,) * devices
 
 
-@settings(deadline=None)  # where the machine is busy, an example takes long
+@settings(deadline=None)  # on a busy machine an example takes long
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
 def test_any_placement_can_be_scheduled(counts: list[int], microbatches: int, split: bool) -> None:
     """Unequal numbers of stages a device, in blocks: by list scheduling, and all forwards before all backwards."""
@@ -197,7 +197,7 @@ def test_forward_only() -> None:
 
 
 def changed(schedule: Schedule, *edits: tuple[int, int, str | None]) -> Schedule:
-    """Return the schedule with actions (device, position) replaced, or removed where the text is None."""
+    """Return the schedule with actions (device, position) replaced, or removed if the text is None."""
     rows: list[list[Action | None]] = [list(row) for row in schedule.actions]
     for device, position, text in edits:
         if position == len(rows[device]):
@@ -251,7 +251,7 @@ def test_a_synchronous_schedule_steps_at_its_end() -> None:
 
 
 def test_a_deadlock_names_its_place() -> None:
-    """Each order alone is allowed by the data on its device; together they wait for each other."""
+    """The data flow allows each device's order; together the devices wait for each other."""
     rows = ("0F0 0F1 0B1 0B0", "1F0 1F1 1B0 1B1")
     made = tuple(tuple(Action.parse(t) for t in row.split()) for row in rows)
     verify(Schedule("own", 2, line(2), made))

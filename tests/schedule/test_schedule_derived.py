@@ -1,4 +1,4 @@
-"""What follows from a schedule's order: replicas, what is in flight, versions and lag."""
+"""Facts that follow from a schedule's order: replicas, microbatches in flight, versions and lag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def parse(name: str, homes: tuple[tuple[int, ...], ...], *rows: str, n_microbatc
 
 
 def needs(schedule: Schedule, text: str) -> list[str]:
-    """Return what an action needs, each with the boundary that it crosses."""
+    """Return the needs of an action, each with the boundary that it crosses."""
     found = find_needs(schedule, Action.parse(text))
     return [str(need) + ("" if boundary is None else f" over {boundary}") for need, boundary in found]
 

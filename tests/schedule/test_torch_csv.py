@@ -1,4 +1,4 @@
-"""Schedule files: what torch.distributed.pipelining writes is read, and what fxsplit writes torch takes."""
+"""Schedule files: fxsplit reads files of torch.distributed.pipelining, and torch reads files of fxsplit."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupted_import_is_whole(tmp_path: Path) -> None:
-    """A package whose import was cut off lost its submodules for as long as the process lasted."""
+    """A package with an interrupted import lost its submodules for the rest of the process."""
     package = tmp_path / "slow_package"
     package.mkdir()
     (package / "__init__.py").write_text("import slow_package.late, time\ntime.sleep(0.6)")

@@ -89,7 +89,7 @@ def test_a_lost_interrupt_comes_out_at_the_next_look(lose: Callable[[], None]) -
 
 
 def test_an_error_after_a_lost_interrupt_is_its_cause(lose: Callable[[], None]) -> None:
-    """What was half done when it was lost may be at fault, and who pressed Ctrl-C waits for that."""
+    """The interrupted work may have caused the error, and the user who pressed Ctrl-C waits for the interrupt."""
     with pytest.raises(KeyboardInterrupt) as caught:
         run(lose, fail)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -138,7 +138,7 @@ def test_a_handler_that_is_set_meanwhile_stays(lose: Callable[[], None]) -> None
     try:
         assert run(lambda: replaced.append(signal.signal(signal.SIGINT, hear)), press, run) == "done"
         assert signal.getsignal(signal.SIGINT) is hear and heard == [signal.SIGINT]
-        # A debugger puts back what it found, perhaps after the call.
+        # A debugger restores the handler that it found, perhaps after the call.
         signal.signal(signal.SIGINT, replaced[0])
         with pytest.raises(KeyboardInterrupt):
             press()

@@ -1,4 +1,4 @@
-"""Bars and phases are shown for long work, by name, on terminals alone."""
+"""Bars and phases are shown for long work, by name, only on terminals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_phase_is_shown_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     file = Terminal("exporting")
     monkeypatch.setattr(sys, "stderr", file)
     with show_progress():
-        # What the phase itself redirects is another stream.
+        # The phase redirects another stream.
         with phase("exporting"), redirect_stderr(io.StringIO()) as other:
             assert file.shown.wait(60), "nothing tells of a phase until it ends"
         with pytest.raises(ValueError, match="inside"), phase("failing"):
@@ -75,7 +75,7 @@ def test_the_phases_of_a_compile_have_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Kernel:
-    """What IPython hands out in a notebook."""
+    """The shell object of IPython in a notebook."""
 
     kernel = object()
 

@@ -24,7 +24,7 @@ class Sizes(Shown):
         return [Table(("layer", ">bytes"), [("embed", 4096), ("head", 12)]), "2 layers"]
 
     def summarise(self) -> str:
-        """Return how many there are."""
+        """Return the number of items."""
         return "2 layers"
 
 

@@ -54,7 +54,7 @@ def find_module(node: NodeCost, depth: int = 1) -> str:
 def list_modules(costs: Costs, depth: int = 1) -> dict[str, tuple[str, ...]]:
     """Return the nodes of each part of the model, in the order of the parts' first calls.
 
-    Nodes that a divided module computes itself belong to no part, like nodes of the model's own forward().
+    Nodes computed directly in the forward() of the model, or of a module that is divided into parts, are left out.
     """
     found = {node.name: find_module(node, depth) for node in costs.nodes}
     divided = {module[:at] for module in found.values() for at, letter in enumerate(module) if letter == "."}

@@ -92,7 +92,7 @@ class Refused:
 
     @classmethod
     def of(cls, stages: Iterable[tuple[int, int, int]]) -> Refused:
-        """Return the refusal of some stages, each a (kind, start, end)."""
+        """Create it from refused stages, each a (kind, start, end)."""
         refused = cls()
         for stage in stages:
             refused.add(*stage)

@@ -1,4 +1,4 @@
-"""The dnn-partitioning JSON: homes of backward nodes, orphans, and what accelerators do not support."""
+"""The dnn-partitioning JSON: homes of backward nodes, orphans, and nodes without support on accelerators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_orphans_of_one_class_share_a_home_and_others_do_not() -> None:
 
 
 def test_backward_runs_against_the_order_of_homes() -> None:
-    """The orphan feeds the backward of n1, so it comes behind n1; a cycle through it only keeps both together."""
+    """The orphan feeds the backward of n1, so it comes after n1; a cycle through it only keeps both together."""
     nodes = [node(0, 1), node(1, 2), node(2, 2, backward=True), node(3, None, backward=True)]
     costs = read(nodes, [edge(0, 1), edge(3, 2)]).costs
     assert costs.by_name["n3"].inputs == ("n1",) and costs.together == ()

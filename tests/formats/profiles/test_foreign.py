@@ -1,4 +1,4 @@
-"""What formats of other tools share: a topological order of a file's nodes."""
+"""Shared by formats of other tools: a topological order of a file's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: what is kept, removed and left alone, also where several writers share one."""
+"""Checkpoint folders: checkpoints that are kept, removed and left, also with several writers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_another_process_writes_is_left_alone_until_it_is_gone(tmp_path: Pa
 
 
 def test_what_is_left_of_writers_that_are_gone_is_removed(tmp_path: Path) -> None:
-    """Also of an fxsplit that had no locks; what only has such a name is not."""
+    """Leftovers of an fxsplit without locks are removed too; a folder that only has such a name is not."""
     for left in (".fxsplit-step-3-0123456789abcdef", ".fxsplit-step-4-0123456789abcdef-old", ".fxsplit-step-5-ff"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "model.safetensors").write_bytes(b"half")
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path: Path) -> Non
     (tmp_path / ".fxsplit-step-3-aa").mkdir()
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-3", "step-4"] and (old / "checkpoint.json").read_text() == mark
-    # Where the new one is in its place the old one goes.
+    # If the new checkpoint is in its place, the old one is removed.
     shutil.copytree(old, tmp_path / ".fxsplit-step-3-bb-old")
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-3", "step-4"]
@@ -164,7 +164,7 @@ def test_whoever_looks_for_the_latest_finds_what_was_being_replaced(tmp_path: Pa
     os.rename(old, moved)
     put_back(tmp_path)
     assert names(tmp_path) == ["step-3"]
-    # What was being removed is not put back: its manifest goes first.
+    # A checkpoint that was being removed is not put back: its manifest is removed first.
     os.rename(old, moved)
     (moved / "checkpoint.json").unlink()
     put_back(tmp_path)

@@ -22,7 +22,7 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 class Model(nn.Module):
-    """Two layers, a buffer that is saved and one that is not; the attributes are those that transformers reads."""
+    """Two layers, a buffer that is saved and one that is not; transformers reads the attributes."""
 
     _keys_to_ignore_on_load_unexpected = (r"attn.bias", r"^old\.")
     _keys_to_ignore_on_load_missing = (r"kept$", r"first.weight$")
@@ -43,19 +43,19 @@ def of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("transformers.modeling_utils")
     module.PreTrainedModel = Model  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", module)
-    # Where it is installed, its rules are for models of its own.
+    # Hide the rules of an installed transformers, which are for its own models.
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
 
 
 def save(folder: Path, more: dict[str, Tensor] | None = None, without: str = "") -> dict[str, Tensor]:
-    """Save a checkpoint with more tensors than the model has, or with one less, and return what the model has of it."""
+    """Save a checkpoint with more tensors than the model has, or with one less, and return the model's own."""
     state = {name: value for name, value in Model().state_dict().items() if name != without}
     save_file({**state, **(more or {})}, folder / "model.safetensors")
     return state
 
 
 def compile_from(folder: Path) -> tuple[fxsplit.Pipeline, list[str]]:
-    """The pipeline of a model without weights, and what was warned of."""
+    """The pipeline of a model without weights, and the warnings."""
     with fxsplit.without_weights():
         model = Model()
     with warnings.catch_warnings(record=True) as said:
@@ -75,7 +75,7 @@ def check(pipe: fxsplit.Pipeline, state: dict[str, Tensor]) -> None:
 
 
 def test_tensors_that_the_model_does_not_have_are_named_and_left_out(tmp_path: Path) -> None:
-    """They were refused, where from_pretrained warns."""
+    """They were refused, although from_pretrained only warns."""
     state = save(tmp_path, {f"h.{i}.attn.bias": torch.ones(2) for i in range(10)})
     pipe, said = compile_from(tmp_path)
     check(pipe, state)
@@ -107,7 +107,7 @@ def test_a_buffer_that_is_no_longer_saved_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("of_transformers")
 def test_a_buffer_may_be_missing_where_the_model_says_so(tmp_path: Path) -> None:
-    """A parameter may not: it would keep what it was initialised with, or nothing."""
+    """A parameter may not be missing: it would keep its initial value, or none."""
     save(tmp_path, without="kept")
     pipe, said = compile_from(tmp_path)
     with pipe:
@@ -125,7 +125,7 @@ def test_a_missing_buffer_is_refused(tmp_path: Path) -> None:
         compile_from(tmp_path)
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # the environment of the long tests has transformers
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
 def test_old_files_of_hugging_face(family: str, tmp_path: Path) -> None:
     """Masks of GPT-2 and the buffers of Llama's rotary embeddings, which versions of transformers 4 have written."""
@@ -139,7 +139,7 @@ def test_old_files_of_hugging_face(family: str, tmp_path: Path) -> None:
     wanted = kind(config)
     wanted.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    if family == "GPT2":  # whose files have no prefix either
+    if family == "GPT2":  # the files of GPT-2 have no prefix either
         state = {name.removeprefix("transformer."): value for name, value in state.items()}
         state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8).tril() for i in range(2)}
     else:

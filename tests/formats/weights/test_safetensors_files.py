@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         dtypes = r"'layers.0.weight' is torch.float16 .* in half.safetensors and torch.float32 .*dtype=torch.float32 "
         with pytest.raises(InputError, match=dtypes):
             pipe.load_weights(saved("half.safetensors", halved))
-        # Files of the model's own dtype too: nothing would become what was asked for.
+        # Files of the model's own dtype too: no tensor would get the requested dtype.
         saved("same.safetensors", state)
         for file in ("half.safetensors", "same.safetensors"):
             match = r"dtype=torch.float64: the weights of Mlp are torch.float32, .* give dtype=torch.float32, or build"
@@ -152,7 +152,7 @@ def test_each_name_of_a_tied_weight_is_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("empty", [True, False])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_checkpoint_of_another_dtype_is_converted(stored: torch.dtype, empty: bool, tmp_path: Path) -> None:
-    """Weights and buffers of the model's dtype; integers, and what has the model's own dtype already, stay."""
+    """Weights and buffers of the model's dtype are converted; integers, and tensors of the model's own dtype, stay."""
     torch.manual_seed(0)
     wanted = Tied()
     state = {n: v.to(stored) if v.is_floating_point() else v for n, v in wanted.state_dict().items()}
@@ -206,11 +206,11 @@ def test_what_is_no_dtype_of_weights(odd: Any, tmp_path: Path) -> None:
         fxsplit.compile(Mlp(), 2, dtype=torch.float32)
 
 
-# What is read, and what memory it takes
+# Reading, and the memory for it
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make in the block, what is read too, while they live."""
+    """Counts the bytes of live tensors that operators make in the block, including tensors read from files."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cut.safetensors"
     save_file({"a": torch.ones(100_000)}, path)
     with TensorFile(path) as file:
-        os.truncate(path, path.stat().st_size - 1)  # behind what is buffered
+        os.truncate(path, path.stat().st_size - 1)  # beyond the buffer
         with pytest.raises(InputError, match=r"ends within 'a': is it complete"):
             file.read("a")
 

@@ -56,7 +56,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """What a folder holds, read by safetensors alone."""
+    """Return the tensors in a folder, as safetensors itself reads them."""
     if not (folder / INDEX).exists():
         return load_file(folder / ONE_FILE)
     of = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -130,7 +130,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("before", "after"), [(1, ENOUGH), (ENOUGH, 1), (1, 200), (ENOUGH, ENOUGH)])
 def test_an_earlier_checkpoint_is_replaced(before: int, after: int, tmp_path: Path) -> None:
-    """No file of it is left, which would be taken for the new one's; files of others stay."""
+    """No file of the old checkpoint is left, which would be taken for a new one; files of other programs stay."""
     save_checkpoint(Mlp(), tmp_path, before)
     others = {"config.json": b"{}", "adapter_model.safetensors": b"?", "model-old.safetensors": b"?"}
     for name, content in others.items():
@@ -193,7 +193,7 @@ def test_a_folder_is_as_it_was_where_saving_fails(
     assert failed >= 2
 
 
-# What is refused
+# Refusals
 
 
 def test_what_no_checkpoint_holds(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # the environment of the long tests has transformers
 @pytest.mark.parametrize("name", NAMED)
 def test_from_pretrained_reads_it(name: str, tmp_path: Path) -> None:
     """Trained as a pipeline, saved, and read by transformers and by another pipeline: the same outputs."""
@@ -283,7 +283,7 @@ def test_from_pretrained_reads_it(name: str, tmp_path: Path) -> None:
         other = kind(config).eval()
     with fxsplit.compile(other, 2, weights=tmp_path, **options) as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
-    # And what transformers saves of the pipeline's model is read by the pipeline.
+    # The pipeline reads a checkpoint that transformers saved from the pipeline's model.
     model.save_pretrained(tmp_path / "theirs")
     with fxsplit.without_weights():
         other = kind(config).eval()

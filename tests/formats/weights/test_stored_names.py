@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are not the model's weights one by one: made by the rules of transformers."""
+"""Checkpoints whose tensors differ from the model's weights: converted by the rules of transformers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def build(transformers: Any, family: str) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # the environment of the long tests has transformers
 @pytest.mark.parametrize(
     ("family", "stored"), [*((family, torch.float32) for family in FAMILIES), ("Mixtral", torch.bfloat16)]
 )
 def test_mixtures_of_experts_in_float32(family: str, stored: torch.dtype, transformers: Any, tmp_path: Path) -> None:
-    """Without weights, from what save_pretrained writes: a step of training is that of the unsplit model."""
+    """A model without weights loads a checkpoint of save_pretrained: its training step is the unsplit model's."""
     wanted = build(transformers, family).to(stored)
     wanted.save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() != wanted.state_dict().keys()
@@ -109,7 +109,7 @@ def test_an_expert_is_missing(transformers: Any, tmp_path: Path) -> None:
 
 
 def test_other_models_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where transformers is imported, and where it is a version before these rules."""
+    """Also with transformers imported, and with a version before these rules."""
     model = Mlp()
     names = [*model.state_dict(), "another"]
     assert [r.target for r in list_recipes(model, names, model.state_dict())] == names
@@ -123,7 +123,7 @@ def test_other_models_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Joined(nn.Module):
-    """A model whose weights the files hold in parts, or together."""
+    """A model with weights that the files hold in parts, or together."""
 
     base_model_prefix, config = "", None
 
@@ -197,7 +197,7 @@ def test_rules_join_and_cut(empty: bool, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_weight_is_filled_part_by_part(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It needed its own size once more, also where it comes last; each tensor is read once, into its place."""
+    """The last weight needed its own size once more; now each tensor is read once, into its place."""
     state = save_parts(tmp_path)
     with fxsplit.without_weights():
         model = Joined().to(dtype)

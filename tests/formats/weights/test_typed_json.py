@@ -1,4 +1,4 @@
-"""What is encoded comes back as it was, types and all, or is refused by name."""
+"""An encoded value comes back unchanged, with its types, or is refused by name."""
 
 from __future__ import annotations
 

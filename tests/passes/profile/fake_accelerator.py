@@ -1,4 +1,4 @@
-"""An accelerator made up of two clocks: kernels take what a test says on the one, launches on the other."""
+"""A fake accelerator with two clocks: the test states the times of kernels on one and of launches on the other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxsplit.passes.profile import clock, time_alone, time_in_step
 from fxsplit.torch_internals.tensors import accelerators
 
 EVENT_MS, CALL_MS = 0.002, 0.03
-"""What an event takes on the device, and a call of autograd of the host."""
+"""The time of an event on the device, and of a call of autograd on the host."""
 CYCLES_PER_MS = 1.7e6
 
 
 class Accelerator:
-    """A device that does one thing after the other, and a host that waits only where the device's queue is full."""
+    """A device that runs kernels one after the other, and a host that waits only if the device's queue is full."""
 
     def __init__(self, depth: int = 1024) -> None:
         self.host_ms = self.free_ms = 0.0
@@ -39,7 +39,7 @@ class Accelerator:
         return self.free_ms
 
     def work(self, kernels: tuple[float, ...], launch_ms: float) -> None:
-        """Launch some kernels within so many milliseconds of the host, which is busy without kernels too."""
+        """Launch some kernels within `host_ms` of the host, which is also busy without kernels."""
         for kernel_ms in kernels:
             self.host_ms += launch_ms / len(kernels)
             self.launch(kernel_ms)
@@ -88,7 +88,7 @@ class Event:
         return self.ms <= self._device.host_ms
 
     def elapsed_time(self, other: Event) -> float:
-        """Return the milliseconds from this event to another one."""
+        """Return the milliseconds from this event to another event."""
         assert self.query() and other.query(), "the events have not been waited for"
         return other.ms - self.ms
 

@@ -1,4 +1,4 @@
-"""What is told of nodes on an accelerator whose kernels and launches take what the test says."""
+"""The measured times of nodes on a fake accelerator with known times of kernels and launches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graph_of(*operators: Operator) -> fx.GraphModule:
 
 
 def measure(device: Accelerator, operators: list[Operator], repeats: int = 3) -> dict[str, Measured]:
-    """What time_nodes tells of a chain of operators."""
+    """The times that time_nodes measures for a chain of operators."""
     gm, x = graph_of(*operators), X.clone().requires_grad_()
     seen = observe(gm, (x,))
     with device.stand_in():
@@ -52,7 +52,7 @@ def is_told(found: Measured, of: Operator) -> bool:
 
 
 def test_kernels_and_launches_are_told_apart() -> None:
-    """Each node has its own, forward and backward; what two events and a call of autograd take is in none of them."""
+    """Each node gets its own times, forward and backward, without the overhead of events and calls of autograd."""
     device = Accelerator()
     operators = [Operator(device, *times) for times in (SMALL, LARGE, VIEW, SMALL, VIEW, LARGE, SMALL)]
     found = measure(device, operators)
@@ -87,7 +87,7 @@ def test_a_queue_that_is_full_is_divided() -> None:
 
 
 def test_a_node_that_waits_for_the_device_does_not_spoil_the_others() -> None:
-    """As nonzero does. What it takes itself is the host's time with the wait, and the device's with the launch."""
+    """As nonzero does. Its host time includes the wait, and its device time the launch."""
     device = Accelerator()
     waiting = Operator(device, ((2.0,), 0.5), ((1.0,), 0.1), waits=True)
     operators = [Operator(device, *SMALL), waiting, Operator(device, *VIEW), Operator(device, *LARGE)]

@@ -1,4 +1,4 @@
-"""The profile pass: what it measures, what it leaves alone, and files that carry it elsewhere."""
+"""The profile pass: its measurements, the state it leaves unchanged, and saved profiles on other machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def costs_of(model: nn.Module, x: Tensor, n_microbatches: int = 2) -> Costs:
 
 
 def test_bytes_of_a_linear_layer() -> None:
-    """Microbatches of 4 rows, 8 -> 16 float32: 256 bytes out; backward keeps what relu makes, not what it takes."""
+    """Microbatches of 4 rows, 8 -> 16 float32: 256 bytes out; the backward keeps the output of relu, not its input."""
     costs = costs_of(Mlp(layers=3), torch.randn(8, 8))
     first, relu, second = (costs.by_name[n] for n in ("layers_0", "relu", "layers_1"))
     assert costs.rows == 4
@@ -47,7 +47,7 @@ def test_bytes_of_a_linear_layer() -> None:
 
 
 def test_what_of_a_backward_can_wait() -> None:
-    """The gradients of weights, where they are computed by themselves, as in a matrix product, and not in a norm."""
+    """The time of weight gradients, if they are computed separately: in a matrix product, not in a norm."""
     layers: list[nn.Module] = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False), nn.ReLU()]
     costs = costs_of(nn.Sequential(*layers, nn.Linear(16, 4).requires_grad_(False)), torch.randn(8, 8))
     first, norm, second, relu, frozen = costs.nodes

@@ -39,7 +39,7 @@ def test_an_interrupt_waits_for_the_thread() -> None:
         time.sleep(0.3)
         ended.append(True)
 
-    # Python has no handler where the tests run as a background job of a shell.
+    # Python installs no handler if the tests run as a background job of a shell.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def test_an_interrupt_waits_for_the_thread() -> None:
 
 
 def test_a_measurement_on_an_accelerator_has_a_stream_of_its_own() -> None:
-    """It begins after all that the device was given, and has ended before the caller goes on, also where it fails."""
+    """The block begins after all earlier work of the device, and ends before the caller goes on, even if it fails."""
     told: list[str] = []
 
     @contextmanager
@@ -77,7 +77,7 @@ def test_a_measurement_on_an_accelerator_has_a_stream_of_its_own() -> None:
 
 
 def test_backwards_run_in_the_measurements_own_thread() -> None:
-    """In a thread of autograd's, what the host takes would be another thread's time."""
+    """In autograd's own thread, the host's time would be another thread's."""
     assert torch.autograd.is_multithreading_enabled()
     assert not run_in_worker_thread(torch.autograd.is_multithreading_enabled, 1, CPU)
     assert torch.autograd.is_multithreading_enabled()

@@ -1,4 +1,4 @@
-"""Timing operators in a step: the same values as a plain run, and what two operators must share to be one."""
+"""Timing operators in a step: the same values as a plain run, and signatures of equal operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.models import FAST
 
 
 class Net(nn.Module):
-    """Writes through a view to what an earlier node has made and a later one reads."""
+    """Writes through a view to the output of an earlier node, which a later node reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _clear_behind_split(h: Tensor) -> Tensor:
     ],
 )
 def test_a_backward_that_cannot_run_by_itself_takes_no_time(use: Callable[[Tensor], Tensor]) -> None:
-    """Measuring asked for gradients that no training asks for, and compile() failed with torch's own error."""
+    """Measuring requested gradients that no training needs, and compile() failed with torch's own error."""
 
     class Uses(nn.Module):
         def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Positions(nn.Module):
 
 
 def test_a_graph_that_makes_constants_is_timed_on_another_device() -> None:
-    """They were made where the graph was captured, and added to what was made where it is timed."""
+    """They were made on the device of the capture, and added to tensors on the device of the timing."""
     model, x = Positions(), torch.randn(8, 8)
     expected = model(x)
     options: Any = {"example_inputs": x, "n_microbatches": 2, "passes": FAST}

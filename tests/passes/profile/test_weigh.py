@@ -1,4 +1,4 @@
-"""What operators allocate, forward and backward."""
+"""The allocations of operators, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Once(torch.autograd.Function):
 
 
 def weigh(module: nn.Module, x: Tensor, turns: int, *, once: bool) -> tuple[Weight, int]:
-    """Return what is noted of a module, and how often it was run for that: `turns` at most."""
+    """Return the weight of a module, and the number of its runs: at most `turns`."""
     weight, runs = Weight(), 0
     leaf = x.requires_grad_()
     while runs < turns and (runs == 0 or weight.is_unfinished):
@@ -42,7 +42,7 @@ def weigh(module: nn.Module, x: Tensor, turns: int, *, once: bool) -> tuple[Weig
 
 
 def test_a_backward_that_runs_once_is_weighed_whole_and_in_halves() -> None:
-    """Once both ran on one graph, and a function that frees what it keeps failed in the second."""
+    """Once both ran on one graph, and a function that frees its saved tensors failed in the second."""
     layer, x = nn.Linear(512, 512), torch.randn(64, 512)
     plain, _ = weigh(layer, x, 9, once=False)
     found, runs = weigh(layer, x, 9, once=True)
@@ -116,7 +116,7 @@ print(weight.late_peak_bytes > 0)
 
 
 def test_weighing_frees_nothing_that_was_there_before() -> None:
-    """Once the second half freed what the forward had saved, and torch printed a warning of its own about it."""
+    """Once the second half freed tensors that the forward had saved, and torch printed a warning about it."""
     # torch prints it once in a process.
     done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("True\n", "")

@@ -1,4 +1,4 @@
-"""What a loss takes, beside what is assumed of one that nobody has weighed."""
+"""The memory of a loss, against the assumption for an unknown loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 100 * 1000 * 4
     ],
 )
 def test_losses_of_torchs_own_are_weighed(loss: Any, kept: int, backward: int, keeps_outputs: bool) -> None:
-    """In sizes of the outputs. What mse_loss returns has memory for all elements."""
+    """In sizes of the outputs. The result of mse_loss has memory for all elements."""
     state = torch.get_rng_state()
     found = weigh_loss(loss, GRAPH, "float32[100, 1000]")
     assert found is not None and found.keeps_outputs == keeps_outputs

@@ -1,4 +1,4 @@
-"""What stages share under direct sends, against the definition, by every way that computes it."""
+"""The bytes that stages share under direct sends: each computation agrees with the definition."""
 
 from __future__ import annotations
 

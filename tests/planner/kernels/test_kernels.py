@@ -30,7 +30,7 @@ def plain() -> Iterator[None]:
 @pytest.mark.parametrize("model", COST_MODELS)
 @pytest.mark.parametrize("use_all", [True, False])
 def test_compiled_plans_are_the_same(plain: None, model: str, use_all: bool) -> None:
-    """Not only the objective: every stage, so that a plan does not depend on what the process did before."""
+    """Every stage agrees, not only the objective, so that a plan does not depend on earlier work of the process."""
 
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(profiles(7), machines())
@@ -73,7 +73,7 @@ def test_a_kernel_is_compiled_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> 
     # Small work stays plain, also if the caller's limit ends it.
     assert kernels.run_counted(kernel, 10, 10**6, 40)[2] == 40
     assert kernels.run_counted(kernel, 10, 20, 40)[2] == 21 and compiled == []
-    # What the process has spent counts, and the kernel starts again as machine code.
+    # Steps of the whole process count; then the kernel starts again as machine code.
     assert kernels.run_counted(kernel, 10, 10**6, 60)[2] == 60 and compiled == [10**6]
     assert kernels.run_counted(kernel, 10, 500, 1)[2] == 1 and compiled == [10**6, 500]
 
@@ -120,6 +120,6 @@ print(plan.n_states, "numba" in sys.modules)
 
 @pytest.mark.parametrize(("length", "states", "compiled"), [(45, 2117, False), (60, 3722, True)])
 def test_numba_is_loaded_where_plain_python_would_be_slower(length: int, states: int, compiled: bool) -> None:
-    """Loading takes about a second, and in plain Python a plan of so many states a tenth of that."""
+    """Importing numba takes about a second, and a plan of this size in plain Python a tenth of that."""
     ran = subprocess.run([sys.executable, "-c", PLAN, str(length)], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [str(states), str(compiled)]

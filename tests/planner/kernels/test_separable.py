@@ -1,4 +1,4 @@
-"""The separable kernels on a chain of three nodes and two devices, whose chains of stages can be counted by hand."""
+"""The separable kernels on a chain of three nodes and two devices, small enough to count its chains by hand."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_tables_of_some_states() -> None:
 
 
 def test_long_lists_stay_inside_of_their_arrays() -> None:
-    """Where working memory did not count, its arrays did not grow and were written to: compiled, past their end."""
+    """Without working memory the arrays did not grow, and compiled code wrote past their end."""
     names = [f"n{i}" for i in range(20)]
     nodes = [node(n, names[max(i - 1, 0) : i], output_bytes=10 * (i + 1)) for i, n in enumerate(names)]
-    # What starts later has less to do and more to receive, so that no start is better than another.
+    # A later start has less to do and more to receive, so no start beats another.
     costs = Costs(tuple(nodes), (), (names[-1],), rows=1)
     machine = Machine.planned(2, memory_bytes=10_000)
     chains, states = Planner(costs).lattice(machine, whole=True)

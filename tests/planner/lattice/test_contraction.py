@@ -1,4 +1,4 @@
-"""Contraction of costless nodes: fewer ideals, the same optimum, whatever else is asked."""
+"""Contraction of costless nodes: fewer ideals and the same optimum, under all options."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def test_memory_keeps_nodes_apart_only_where_it_may_bind() -> None:
 
 @st.composite
 def with_light_tails(draw: st.DrawFn) -> Costs:
-    """Branches of a heavy node and light ones after it, whose values have one size, as in too large lattices."""
+    """Branches of a heavy node and light ones after it, with values of equal size, as in lattices that
+    are too large.
+    """
     branches, launched = draw(st.integers(2, 4)), draw(st.booleans())
     nodes = [node("in", ms=draw(st.floats(0.1, 2)), output_bytes=8)]
     ends = []
@@ -130,9 +132,9 @@ def with_light_tails(draw: st.DrawFn) -> Costs:
 @pytest.mark.parametrize("model", COST_MODELS)
 @sweep(40, 200)
 def test_light_nodes_joined_keep_an_honest_bound(model: str, use_all: bool, examples: int) -> None:
-    """OPT <= OPT of the joined graph <= OPT + slack, and the plan's lower bound never above OPT.
+    """OPT <= OPT of the joined graph <= OPT + slack, and the plan's lower bound never exceeds OPT.
 
-    What replicas take to sum the gradients of a light node's weights, and a second forward, did not count.
+    The slack once lacked the reduction of a light node's gradients, and a second forward.
     """
     joined = 0
 
@@ -234,7 +236,7 @@ def costs(*nodes: object, outputs: tuple[str, ...]) -> Costs:
 
 
 def test_more_time_never_makes_a_plan_worse() -> None:
-    """Where there is no time to look at all nodes, the plan that was found with some joined is kept."""
+    """Without time to search all nodes, keep the plan found with some nodes joined."""
     from random import Random
 
     for seed in range(40):
@@ -259,7 +261,7 @@ def test_more_time_never_makes_a_plan_worse() -> None:
 
 
 def wide(ms: float, **figures: float) -> Costs:
-    """Three heavy branches, each with a light node behind it, between a root and a sink."""
+    """Three heavy branches, each followed by a light node, between a root and a sink."""
     nodes = [node("root", ["x"], ms=1 / 3)]
     for k in range(3):
         nodes += [node(f"h{k}", ["root"], ms=10 / 3), node(f"p{k}", [f"h{k}"], ms=ms, **figures)]
@@ -277,7 +279,7 @@ def wide(ms: float, **figures: float) -> Costs:
     ],
 )
 def test_what_is_light_takes_no_proof_with_it(costs: Costs, options: Options, max_states: int) -> None:
-    """A plan of 18.0 ms was called optimal where 15.5 ms was the optimum, as weights in light nodes counted nothing."""
+    """A plan of 18.0 ms was called optimal, although 15.5 ms was the optimum: weights in light nodes did not count."""
     machine = Machine.planned(3, 1e8)
     best = best_bottleneck(costs, machine, workload(machine), options)
     plan = Planner(costs, max_states=max_states).plan(machine, workload(machine), options)

@@ -1,4 +1,4 @@
-"""Graphs with too many ideals: what min cuts say of the cuts that nobody looks at."""
+"""Graphs with too many ideals: the bounds that minimum cuts give for all unexplored cuts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def solve_with(planner: Planner, machine: Machine, options: Options) -> Plan | N
 
 
 def test_traffic_that_no_cut_avoids_is_in_the_bound() -> None:
-    """In a chain of which every cut sends as much as four nodes take to run, more than the work alone is proven."""
+    """If every cut of a chain sends for as long as four nodes run, the bound exceeds the work by itself."""
     costs = Costs(
         tuple(node(f"n{i}", [f"n{i - 1}"] if i else (), 1.0 + i % 3, output_bytes=12e3) for i in range(64)),
         (),

@@ -13,7 +13,7 @@ from tests.support.graphs import node
 
 
 def make(*pairs: tuple[str, str]) -> Costs:
-    """Return the costs of a chain of nodes, each with what it calls and the path of its module."""
+    """Return the costs of a chain of nodes, each with its operator and the path of its module."""
     nodes = [
         replace(node(f"n{i}", [f"n{i - 1}"] if i else []), op=op, module=module) for i, (op, module) in enumerate(pairs)
     ]
@@ -72,7 +72,7 @@ def test_places_by_depth_and_by_pattern() -> None:
     assert spell("modules") == spell("modules=1") == ["012345678", "9"]
     assert spell("modules=2") == ["0", "234", "67", "8", "9"], "what the model's forward computes may lie anywhere"
     assert spell("modules=3") == ["0", "2", "34", "6", "7", "8", "9"]
-    # Of a pattern, what lies between two modules stays whole too: the add between the layers, the norm with the head.
+    # For a pattern, nodes between two modules stay whole too: the add between the layers, the norm with the head.
     assert spell("model.layers.*") == ["01", "234", "5", "67", "89"]
     assert spell("model.layers.1") == ["012345", "67", "89"]
     assert spell("model.layers.*.mlp") == ["012", "34", "56", "7", "89"]

@@ -1,4 +1,4 @@
-"""Plans under limits of memory, beside all chains of stages, each weighed to the byte."""
+"""Plans under memory limits, compared with all chains of stages, each weighed to the byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.graphs import assignments, chains, downsets
 
 
 def draw_costs(r: random.Random) -> Costs:
-    """Return a random graph of few nodes, some of which share a parameter, or fetch one of several values."""
+    """Return a random graph of few nodes; some share a parameter, or fetch one of several values."""
     names = [f"n{i}" for i in range(r.randint(2, 6))]
     nodes: list[NodeCost] = []
     weighed = r.random() < 0.85
@@ -60,7 +60,7 @@ def draw_costs(r: random.Random) -> Costs:
                 **(figures if weighed else {}),  # type: ignore[arg-type]
             )
         )
-    # Some memory is kept for later nodes alone, and some values are views.
+    # Some memory is kept only for later nodes, and some values are views.
     for i, one in enumerate(nodes[:-1] if weighed else ()):
         if r.random() < 0.4:
             later = r.choice(names[i + 1 :])
@@ -81,7 +81,7 @@ def draw_costs(r: random.Random) -> Costs:
 
 
 def draw_task(r: random.Random) -> tuple[Costs, Machine, Workload, Options]:
-    """Return a random graph with a schedule, and devices whose memory lies near what some stage holds."""
+    """Return a random graph with a schedule, and devices with a memory close to some stage's need."""
     costs, count = draw_costs(r), r.randint(1, 3)
     name = r.choice([*SCHEDULES, INFERENCE, "1F1B"])
     if name == INFERENCE:
@@ -114,7 +114,7 @@ def draw_task(r: random.Random) -> tuple[Costs, Machine, Workload, Options]:
 
 
 def list_splits(costs: Costs, machine: Machine, options: Options) -> Iterator[Split]:
-    """Yield every split of a graph into stages, with devices and what is recomputed."""
+    """Yield every split of a graph into stages, with devices and recompute flags."""
     sets = downsets(costs)
     ways = {"never": (False,), "always": (True,), "auto": (False, True)}[options.recompute]
     for n_stages in range(1, len(machine) + 1):
@@ -126,7 +126,7 @@ def list_splits(costs: Costs, machine: Machine, options: Options) -> Iterator[Sp
 
 
 def find_best(costs: Costs, machine: Machine, workload: Workload, options: Options) -> float:
-    """Return the slowest load of the best split that fits, or infinity where none does."""
+    """Return the bottleneck of the best split that fits, or infinity if none does."""
     best = inf
     for split in list_splits(costs, machine, options):
         stages = price_split(costs, machine, workload, split, options.costs)
@@ -136,7 +136,7 @@ def find_best(costs: Costs, machine: Machine, workload: Workload, options: Optio
 
 
 def try_case(seed: int) -> str:
-    """Plan a random case; return what kind of case it was. Fails unless the plan is the best of those that fit."""
+    """Plan a random case and return its kind. Fails unless the plan is the best of all that fit."""
     r = random.Random(seed)
     costs, machine, workload, options = draw_task(r)
     best = find_best(costs, machine, workload, options)

@@ -48,7 +48,7 @@ def test_any_device_may_be_left_out() -> None:
 
 
 def test_links_to_devices_that_are_no_neighbours() -> None:
-    """What a stage pays for sending depends on whether the next device is left out."""
+    """The sending time of a stage depends on whether the next device is left out."""
     three = Machine((Device("a"), Device("b"), Device("c")), (1e6, 1e3))
     found = list_moves(three, False, "any", False, None)
     told = {(m.devices, m.first, m.near_before, m.near_after) for m in found.moves if m.devices == (0,)}

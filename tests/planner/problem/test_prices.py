@@ -1,4 +1,4 @@
-"""What kinds of moves make of the figures of a state."""
+"""The costs of kinds of moves, from the figures of a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages without nodes, and what a last stage sends."""
+"""Stages without nodes, and the sends of a last stage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launching(*launches: float) -> Costs:
 def test_a_stage_takes_as_long_as_its_host_launches(
     model: str, memory: float, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By computing alone both chains would be cut elsewhere, so that one host had to launch for 16 ms."""
+    """By computing time both chains would be cut elsewhere, and one host would have to launch for 16 ms."""
     monkeypatch.setattr(search, "SMALL", small)
     machine, options = Machine.planned(2, memory_bytes=memory), Options(model=model)
     plan = Planner(launching(8.0, 8.0, 0.0, 0.0, 0.0, 0.0)).plan(machine, workload(machine), options)
@@ -101,7 +101,7 @@ def test_a_start_with_more_left_to_compute_may_leave_less_to_launch(turned: bool
 
 @pytest.mark.parametrize("model", COST_MODELS)
 def test_launches_bound_every_plan(model: str) -> None:
-    """16 ms on two hosts, or the larger node alone."""
+    """The bound is 16 ms on two hosts, or the larger node by itself."""
     machine = Machine.planned(2)
     for chain, least in (
         (launching(4.0, 4.0, 4.0, 4.0), 8.0),

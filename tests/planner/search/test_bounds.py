@@ -28,7 +28,7 @@ def test_a_number_of_stages_that_does_not_fit_on_one_order_is_not_ruled_out() ->
 
 @pytest.mark.parametrize("model", COST_MODELS)
 def test_bounds_of_one_order_know_hosts(model: str) -> None:
-    """Once the bound failed where a host is, whose speed it takes as infinite."""
+    """Once the bound failed with a host, whose speed it takes as infinite."""
     two = costs(node("b", host_ms=0.1), node("a", host_ms=9.0), outputs=("a", "b"))
     machine = Machine((Device("d0"), Device("h", host=True)), (1e6,))
     options = Options(use_all=False, model=model)

@@ -36,7 +36,7 @@ def test_batches_of_pipedream_2bw_use_the_version_of_the_batch_before(devices: i
 
 
 def test_stages_a_device_are_refused_before_microbatches_are() -> None:
-    """The error named 3 microbatches, which fxsplit had tried by itself, where the 2 stages a device were wrong."""
+    """The error named 3 microbatches, which fxsplit had tried itself, although the 2 stages a device were wrong."""
     with pytest.raises(ScheduleError, match="2 stages a device; it is made for 1"):
         Scheduler("PipeDream-2BW", 2, 2).homes()
 

@@ -1,4 +1,4 @@
-"""Schedules by name, and for plans with fewer stages than there are devices."""
+"""Schedules by name, and for plans with fewer stages than devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_homes_do_not_depend_on_the_number_of_microbatches() -> None:
 
 
 def test_schedules_without_end_are_refused() -> None:
-    """Three actions a stage and microbatch, and two stages a device where none are said."""
+    """Three actions for each stage and microbatch, and two stages a device by default."""
     most = MOST_ACTIONS // 12
     assert generate("1F1B", 2, 100, 1).n_microbatches == 100
     with pytest.raises(ScheduleError, match="more than 1000000: give fewer microbatches"):

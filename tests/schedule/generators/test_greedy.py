@@ -1,4 +1,4 @@
-"""List scheduling: which action a device takes, when there are several that it could start."""
+"""List scheduling: the choice of a device among several actions that it could start."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_numbers_of_stages_that_a_schedule_is_not_made_for(name: str, per_device
 
 
 def test_chimera_on_four_devices() -> None:
-    """Up to a microbatch a device backwards go first; with more, what is nearer to its end."""
+    """With at most one microbatch a device backwards go first; with more, the action nearest to its end."""
     assert str(generate("Chimera", 4, 4)) == (
         "0F0 0F2 3F1r1 3B1r1 3F3r1 3B3r1 0B0 0B2 0REDUCE 3REDUCEr1\n"
         "1F0 2F1r1 1F2 2F3r1 2B1r1 1B0 2B3r1 1B2 1REDUCE 2REDUCEr1\n"

@@ -1,4 +1,4 @@
-"""What devices hold, in order of time, for schedules of few actions."""
+"""The memory of devices over time, for schedules of few actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_divided_backward_frees_at_its_weight_gradient() -> None:
 
 
 def test_what_is_sent_is_held_until_it_is_taken_for_sure() -> None:
-    """Device 0 knows that a value was taken when the gradient of the stage behind comes back."""
+    """Device 0 knows that a value was taken once the next stage's gradient comes back."""
     simulation = simulate(generate("1F1B", 2, 3), Times.unit(2))
     first: Any
     first, second = trace_memory(simulation, [Footprint(0, sent_bytes=1), Footprint(0, sent_gradient_bytes=10)])

@@ -1,4 +1,4 @@
-"""What simulations say of small schedules whose times one can add up by hand."""
+"""Simulations of small schedules, with times that one can add up by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_hosts_launch_ahead_of_their_devices() -> None:
 
 
 def test_a_steady_stage_takes_the_larger_of_both_sums() -> None:
-    """Forwards wait for the host and backwards for the device: neither larger time alone is paid, nor their sum."""
+    """Forwards wait for the host and backwards for the device: the step takes neither the larger time nor the sum."""
     for launches, period in (((3, 3), 9), ((7, 5), 12)):
         times = Times([1], [8], forward_launch_ms=launches[:1], backward_launch_ms=launches[1:])
         lengths = [simulate(generate("1F1B", 1, n), times).step_ms for n in (10, 20)]
@@ -60,7 +60,7 @@ def test_a_steady_stage_takes_the_larger_of_both_sums() -> None:
 
 
 def test_launches_of_a_backward_in_halves() -> None:
-    """Of 6 ms the weights' gradients take 2, so a third of 9 ms of launches is theirs; half where that is unknown."""
+    """Weight gradients take 2 of 6 ms, and so a third of 9 ms of launches; half if their time is unknown."""
     for backward_ms, late_ms, halves in (([6], [2], (6, 3)), ([0], [0], (4.5, 4.5))):
         times = Times([0], backward_ms, weight_ms=late_ms, backward_launch_ms=[9])
         found = spans_of(generate("ZB-H1", 1, 1), times)
@@ -71,7 +71,7 @@ def test_launches_of_a_backward_in_halves() -> None:
 
 
 def test_a_receive_holds_its_device_up_where_it_stands() -> None:
-    """The actions of a device are done in their order, also where a receive has to wait and others could go on."""
+    """A device runs its actions in order, even if a receive has to wait while a later action could run."""
     rows = parse_rows(
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
     )

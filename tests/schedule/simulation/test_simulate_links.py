@@ -1,4 +1,4 @@
-"""Links carry one message at a time: small steps by hand, and all schedules beside an event simulation of its own."""
+"""Links carry one message at a time: small steps by hand, and all schedules against an independent event simulation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class World:
                     self.later(now + self.times.of(action), ("end", device, action))
 
     def wants(self, device: int, action: Action) -> list[tuple[str, int, int, int]]:
-        """Return what has to be on a device: values of the stage before, gradients of the one behind, sums of all."""
+        """Return the inputs that must be on a device: values of the previous stage, gradients of the next, all sums."""
         stage, op, m = action.stage, action.op, action.microbatch
         last = self.schedule.n_stages - 1
         if op == "F":
@@ -110,7 +110,7 @@ class World:
 
 
 def random_times(stages: int, seed: int) -> Times:
-    """Return whole numbers of milliseconds, whose sums are exact: computing and hops, some of them nothing."""
+    """Return random times in whole milliseconds, which add up exactly; some are 0."""
     draw = random.Random(seed)
     lists = [[float(draw.randint(0, most)) for _ in range(stages)] for most in (9, 18, 40, 40, 5)]
     weight = [float(draw.randint(0, int(whole))) for whole in lists[1]]
@@ -142,7 +142,7 @@ def test_all_schedules_are_exact(name: str, devices: int, microbatches: int, see
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1"])
 @pytest.mark.parametrize("homes", [((0,), (1, 2, 3), (4,)), ((0, 1), (2,)), ((0, 1), (2, 3))])
 def test_links_of_replicas_are_their_own(name: str, homes: tuple[tuple[int, ...], ...]) -> None:
-    """Each pair of devices has a link: what one replica is sent does not wait for what another one is sent."""
+    """Each pair of devices has its own link: a message to one replica does not wait for a message to another."""
     for seed in range(20):
         schedule = schedule_replicas(name, homes, 7, [7] * len(homes))
         check(schedule, random_times(len(homes), seed))
@@ -157,7 +157,8 @@ def test_a_busy_link_holds_the_step_up() -> None:
     """F 5 and B 10 on two stages, 55 ms for a value and nothing back: the eighth value arrives after 8 x 55 ms."""
     times = Times([5, 5], [10, 10], [0, 55], [0, 0])
     found = simulate(generate("GPipe", 2, 8), times)
-    # The first value leaves at 5 and the eighth arrives at 445; then a forward, and eight backwards with one behind.
+    # The first value leaves at 5, and the eighth arrives at 445. Then stage 1 runs a forward and eight backwards, and
+    # stage 0 the last backward.
     assert found.step_ms == 5 + 8 * 55 + 5 + 8 * 10 + 10
     assert [(trip.begin_ms, trip.end_ms) for trip in found.trips[0, 1]] == [(5 + 55 * i, 60 + 55 * i) for i in range(8)]
     assert found.busy_links == {(0, 1): 8 * 55 / found.step_ms}
