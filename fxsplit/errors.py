@@ -29,15 +29,11 @@ class UnsteadyProfileWarning(FxsplitWarning):
 
 
 class RecompileWarning(FxsplitWarning):
-    """torch.compile compiled some stages again (`stage_backend=`); the message names the stages, the cause and the
-    time.
-    """
+    """torch.compile compiled stages again (`stage_backend=`); the message names stages, cause and time."""
 
 
 class TorchError(FxsplitError, ImportError):
-    """The installed torch lacks a feature that fxsplit needs. The message names the feature, and the
-    releases that work.
-    """
+    """The installed torch lacks a feature that fxsplit needs; the message names it, and the releases that work."""
 
 
 class InputError(FxsplitError, ValueError):

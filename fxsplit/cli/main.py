@@ -80,8 +80,8 @@ def make_parser() -> Parser:
     add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
     add("passes", _list_passes, "list the passes, their options and the default chain")
     plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
-    plan.add_arguments(add("explain", explain.main, "why the best plan is as it is"))
-    simulate.add_arguments(add("simulate", simulate.main, "how long a schedule takes, and what it holds"))
+    plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
+    simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     # The parser of all commands reports unknown options, so it needs their names for suggestions.
     parser.known = sorted({name for command in commands.choices.values() for name in command.option_names})

@@ -42,9 +42,9 @@ UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth pr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan` and `explain`."""
     parser.add_argument("file", help="fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON")
-    parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: what the file states, else 2)")
-    parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine in place of equal devices")
-    parser.add_argument("--cost-model", choices=COST_MODELS, help="what stages pay for (default: the file's own)")
+    parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: the file's number, else 2)")
+    parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine file instead of equal devices")
+    parser.add_argument("--cost-model", choices=COST_MODELS, help="the costs of stages (default: the file's own)")
     parser.add_argument(
         "--bandwidth",
         type=take_text,
@@ -52,9 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every device's link, such as 25GB/s (default: the file's, else unlimited)",
     )
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
-    parser.add_argument("--no-traffic", action="store_true", help="leave traffic from stage to stage unpriced")
+    parser.add_argument("--no-traffic", action="store_true", help="ignore the time of transfers between stages")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
-    parser.add_argument("--recompute", default="never", choices=RECOMPUTE, help="trade activations for time")
+    parser.add_argument(
+        "--recompute", default="never", choices=RECOMPUTE, help="stages that recompute activations, to save memory"
+    )
     parser.add_argument(
         "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}"
     )
@@ -64,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer-factor", type=float, default=2.0, metavar="X", help="the optimizer's bytes per parameter byte"
     )
     parser.add_argument(
-        "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node there"
+        "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node on a device"
     )
     parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
     parser.add_argument(
         "--compress",
         choices=HOW,
-        help="send what crosses cuts in fewer bytes, which changes results (default: as it is)",
+        help="compress values at cuts, which changes results (default: send them unchanged)",
     )
     parser.add_argument(
         "--cut-at", type=take_text, default=ANYWHERE, metavar="PLACE", help=f"where cuts may lie: {FORMS}"
@@ -90,8 +92,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`, and the additional ones of `plan`."""
     add_arguments(parser)
     parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.py and schedule.csv")
-    parser.add_argument("--to", type=take_text, metavar="FOLDER", help="where --emit writes (default: here)")
-    parser.add_argument("--baselines", action="store_true", help="price splits by hand beside the plan")
+    parser.add_argument(
+        "--to", type=take_text, metavar="FOLDER", help="the folder for --emit (default: the current one)"
+    )
+    parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
 
 
 class Question:

@@ -37,15 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)",
     )
     what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
-    parser.add_argument("--devices", type=int, metavar="N", help="default: those that the plan's stages take, else 4")
+    parser.add_argument("--devices", type=int, metavar="N", help="default: the plan's devices, else 4")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
-    parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: what the schedule is made for")
+    parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument(
         "--plan", type=take_text, metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)"
     )
     costs.add_argument(
-        "--profile", type=take_text, metavar="FILE", help="plan this profile first, for as many stages as it takes"
+        "--profile",
+        type=take_text,
+        metavar="FILE",
+        help="plan this profile first, with the schedule's number of stages",
     )
     costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
     parser.add_argument(

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "factory",
         metavar="MODULE:FACTORY",
-        help="FACTORY() returns (model, args), with kwargs after them, and a target after those",
+        help="FACTORY() returns (model, args), or (model, args, kwargs), or (model, args, kwargs, target)",
     )
     parser.add_argument(
         "--loss-fn",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, metavar="N", help="CPU devices (default: 2; under torchrun each rank is a device)"
     )
     parser.add_argument(
-        "--pipelines", type=int, metavar="N", help="under torchrun: pipelines side by side (default: 1)"
+        "--pipelines", type=int, metavar="N", help="under torchrun: data-parallel pipelines (default: 1)"
     )
     parser.add_argument(
         "--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: as in compile() (default: none)"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
     )
-    parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: what the schedule is made for")
+    parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
     # compile() checks these values, and its errors list the valid ones.
     parser.add_argument("--recompute", type=take_text, default="plan", metavar="WHEN", help="when stages recompute")
     parser.add_argument("--compress", type=take_text, metavar="HOW", help="bf16 or int8 (default: cuts are exact)")

@@ -41,7 +41,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Ear:
+class _InterruptHandler:
     """The handler of SIGINT during one call."""
 
     def __init__(self) -> None:
@@ -96,39 +96,39 @@ def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that every Ctrl-C pressed during its call leaves it as one KeyboardInterrupt."""
 
     @wraps(function)
-    def hearing(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         handler = signal.getsignal(signal.SIGINT)
         # The outermost call handles interrupts for all inner calls.
-        closed = isinstance(handler, _Ear) and not handler.open
+        closed = isinstance(handler, _InterruptHandler) and not handler.open
         if not closed and handler is not signal.default_int_handler:
             return function(*args, **kwargs)
-        ear = _Ear()
+        ours = _InterruptHandler()
         # An interrupt may come in the middle of the inner `finally`, so call end() again in an outer one.
         try:
             try:
-                ear.begin()
+                ours.begin()
                 result = function(*args, **kwargs)
             finally:
-                ear.end()
+                ours.end()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            if ear.noted:
+            if ours.noted:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            ear.end()
-        if ear.noted:
+            ours.end()
+        if ours.noted:
             raise KeyboardInterrupt
         return result
 
-    return hearing
+    return wrapper
 
 
 def raises_interrupts() -> bool:
     """Return whether Ctrl-C raises KeyboardInterrupt now, since a program may have set another handler."""
     handler = signal.getsignal(signal.SIGINT)
-    return handler is signal.default_int_handler or isinstance(handler, _Ear)
+    return handler is signal.default_int_handler or isinstance(handler, _InterruptHandler)
 
 
 def raise_lost_interrupt() -> None:
@@ -136,6 +136,6 @@ def raise_lost_interrupt() -> None:
 
     Do not call it in an exception handler, since an interrupt may be on its way out there.
     """
-    ear = signal.getsignal(signal.SIGINT)
-    if isinstance(ear, _Ear) and ear.open and ear.noted and ear.thread == get_ident():
+    ours = signal.getsignal(signal.SIGINT)
+    if isinstance(ours, _InterruptHandler) and ours.open and ours.noted and ours.thread == get_ident():
         raise KeyboardInterrupt

@@ -123,20 +123,20 @@ class _Lines(_Display):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def _show_phase(self, what: str) -> None:
-        self._tell(f"{what} ...")
+        self._print_once(f"{what} ...")
 
     def _hide_phase(self, what: str) -> None:
         """Do nothing: printed text stays."""
 
     def _show_count(self, what: str, done: int, total: int) -> None:
-        self._tell(f"{what}: {total} in all ...")
+        self._print_once(f"{what}: {total} in all ...")
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _print_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
             print(text, file=self._stream, flush=True)
 
 

@@ -107,7 +107,7 @@ class DirectProblem(Problem):
         return Problem(**{f.name: getattr(relaxed, f.name) for f in fields(Problem)})
 
     def restricted(self, order: Sequence[int]) -> DirectProblem:
-        """Return the problem of only the states in `order`, the prefixes of a topological order."""
+        """Return the problem restricted to the states in `order`, the prefixes of a topological order."""
         return replace(cast(DirectProblem, super().restricted(order)), chains=line_of(self.chains, order))
 
     def _fits(self, path: Path) -> bool:

@@ -23,7 +23,7 @@ from fxsplit.planner.problem.prices import Kind
 
 @dataclass(eq=False)
 class Scale:
-    """Weighs stages, given by their kind and two states, and caches the results."""
+    """Computes the exact peak memory of stages, given by their kind and two states, and caches it."""
 
     costs: Costs
     chains: Antichains

@@ -249,7 +249,7 @@ class Problem:
         return self
 
     def restricted(self, order: Sequence[int]) -> Problem:
-        """Return the problem of only the states in `order`, which must be nested."""
+        """Return the problem restricted to the states in `order`, which must be nested."""
         at = np.array(order, np.int64)
         states = States(self.states.features[at], *_list_line_edges(at.size))
         needs, t = self.tables.needs, self.tables

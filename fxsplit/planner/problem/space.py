@@ -208,7 +208,7 @@ def _find_own_gradient(costs: Costs, node: NodeCost) -> float:
 
 
 def carry_along_line(needs: Needs, in_ptr: Ints, in_from: Ints, order: NDArray[np.int64]) -> Needs:
-    """Return the needs of only the states in `order`, which grow by one block each."""
+    """Return the needs restricted to the states in `order`, which grow by one block each."""
     edges = []
     for before, after in pairwise(order):
         below = in_from[in_ptr[after] : in_ptr[after + 1]]

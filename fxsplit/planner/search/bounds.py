@@ -72,7 +72,7 @@ def _possible(problem: Problem, levels: Levels, threshold: float) -> bool:
 
 
 def _after(most: Floats, levels: Levels, receive: float, speed: float, threshold: float, overlapped: bool) -> float:
-    """Return the most work before a stage, minus the work that its devices could do while they receive."""
+    """Return the most work before a stage, minus the work its devices could do in the time they need to receive."""
     cost = _priced(levels.least_bytes, receive)
     if overlapped:
         return float(most[cost <= threshold].max(initial=-np.inf))

@@ -149,7 +149,7 @@ def line_of(chains: Antichains, order: Sequence[int]) -> Antichains:
 
 @lru_cache(maxsize=8)
 def first_order(chains: Antichains) -> list[int]:
-    """Return the states of the topological order that numbers the blocks."""
+    """Return the states of the order of block numbers: the ideals {}, {0}, {0, 1} and so on."""
     states, at = [], len(chains) - 1
     while at >= 0:
         states.append(at)
