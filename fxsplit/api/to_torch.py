@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxsplit.api.compiler.compiled import Compiled
 from fxsplit.api.compiler.options import Options
 from fxsplit.errors import InputError, NotExportable
+from fxsplit.frontend.meanings.losses import find_loss_counts
 from fxsplit.frontend.watch.calls import CallWatch
 from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.example import Example
@@ -200,7 +201,7 @@ class TorchLoss:
         self._program, self._loss_fn, self._rows = program, loss_fn, rows
         stated = find_reduction(loss_fn)
         self._several = n_microbatches > 1
-        self._meaning = LossMeaning(loss_fn, stated, watch=CallWatch)
+        self._meaning = LossMeaning(loss_fn, stated, watch=CallWatch, find_counts=find_loss_counts)
         # A mean over rows, unless it says that it is a sum. What says nothing is looked at when it is called.
         self.scale = float(weigh_rows(stated, [rows] * n_microbatches)[0])
         self._sums = stated == "sum"

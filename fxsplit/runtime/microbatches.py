@@ -59,6 +59,16 @@ def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None)
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 
+def join_target(pieces: Sequence[Any], whole: Any, rows: int, inputs: Inputs | None = None) -> Any:
+    """Return the target that is made of those of several microbatches; `whole` is the batch's, of so many rows."""
+    if len(pieces) == 1:
+        return pieces[0]
+    cuts = find_target_cuts(pytree.tree_leaves(whole), rows, inputs)
+    columns = zip(*map(pytree.tree_leaves, pieces), strict=True)
+    joined = [cut.join(column) for cut, column in zip(cuts, columns, strict=True)]
+    return pytree.tree_unflatten(joined, pytree.tree_flatten(pieces[0])[1])
+
+
 def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[Cut]:
     """Return where each part of a target has so many rows. Raises InputError as `split_target` does."""
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None

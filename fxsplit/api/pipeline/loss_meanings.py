@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from fxsplit.frontend.meanings.losses import find_loss_counts
 from fxsplit.frontend.watch.calls import CallWatch
 from fxsplit.runtime.loss.loss import LossFn, find_own_meaning, find_reduction, take_model_loss
 from fxsplit.runtime.loss.meaning import LossMeaning
@@ -32,6 +33,8 @@ class LossMeanings:
         stated = find_reduction(self._loss_fn)
         meaning = self._known.get(program)
         if meaning is None or meaning.stated != stated:
-            meaning = self._known[program] = LossMeaning(self._loss_fn, stated, watch=CallWatch)
+            meaning = self._known[program] = LossMeaning(
+                self._loss_fn, stated, watch=CallWatch, find_counts=find_loss_counts
+            )
         meaning.begin_step()
         return meaning

@@ -21,6 +21,7 @@ from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
 from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss.meaning import LossMeaning
 from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.microbatches import join_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.streams import hand_over
 from fxsplit.torch_internals import pytree
@@ -140,8 +141,12 @@ def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) ->
         # What is in host memory is counted there: the host need not wait for that.
         on_host = targets.are_on_host and (isinstance(count, Watch) or all(map(is_on_host, count.reads)))
         pieces = [[targets.given[m] if on_host else targets.place(m, device)] for m in range(begin, end)]
-        if isinstance(count, Count):
+        if isinstance(count, Count) and count.additive:
             return count.weigh_there(pieces, rows)
+        if isinstance(count, Count):
+            given = [piece for (piece,) in pieces]
+            whole = join_target(given, targets.whole, sum(batch.rows), batch.program.inputs)
+            return count.weigh_there(pieces, rows, [whole])
         count.weigh(pieces, rows)
         return weigh_rows(meaning.reduction, rows)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from fxsplit.ir.facts.capture.counts import Count, Watch
+from fxsplit.ir.facts.capture.meanings import Kind
 from fxsplit.runtime.loss.count import find_loss_count
 from fxsplit.runtime.loss.trial import LossTrial
 from fxsplit.runtime.program import Program
@@ -38,11 +39,15 @@ class Watcher(Protocol):
         """Give everything the value that it had before the first call."""
 
 
+FindCounts = Callable[[Callable[..., Any], Any, tuple[Any, ...]], tuple[Sequence[Count], Sequence[float]]]
+"""Returns what a loss function may divide by, and marks (see `LossTrial.try_counts`), from outputs and target."""
+
+
 class LossMeaning:
     """What is known of one loss function, beside one program; its microbatches may be computed on several threads.
 
     looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
-    while it is called for that, so that those calls change nothing.
+    while it is called for that, so that those calls change nothing. find_counts: finds counts that it may divide by.
     count: what the loss is divided by, where that is found out and no number of rows.
     stated: what the function has said of itself.
     reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
@@ -55,14 +60,17 @@ class LossMeaning:
         *,
         looks: bool = True,
         watch: Callable[[Callable[..., Any]], Watcher] | None = None,
+        find_counts: FindCounts | None = None,
     ) -> None:
         self.stated = stated
         self.reduction = "mean" if stated == "batchmean" else stated
         self.count: Count | Watch | None = None
         self._loss_fn = loss_fn
         self._watch = watch
+        self._find_counts = find_counts or (lambda loss_fn, outputs, target: ((), ()))
         self._changes: list[str] = []
         self._compares = False
+        self._tried = False
         self._said = False
         self._steps = 0 if looks else MOST_STEPS
         self._differs = ""
@@ -90,7 +98,11 @@ class LossMeaning:
                         return
                     trial = LossTrial(loss_fn, program, outputs, target, rows)
                     unjoined = trial.find_unjoined()
-                    kinds = trial.find_kinds()
+                    kinds, count = self._find_kinds(trial, loss_fn, program.build_result(outputs), target)
+                    if count is not None:
+                        self.count, self.reduction = count, "mean"
+                        self._compares |= trial.compares_rows(count)
+                        return
                     self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
             except Exception as error:  # a loss may be made for its number of rows alone
                 self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
@@ -106,6 +118,20 @@ class LossMeaning:
             if found is None or found != self.reduction:
                 self.count = None  # what differs always need not be watched
                 self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
+
+    def _find_kinds(
+        self, trial: LossTrial, loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]
+    ) -> tuple[set[Kind], Count | None]:
+        """Return how pieces make the loss, as a mean or as a sum, whatever the target is; or the count that divides it."""
+        kinds = trial.find_kinds()
+        if self._tried:
+            return kinds, None
+        varied, counts = trial.try_counts(kinds, *self._find_counts(loss_fn, outputs, target))
+        # A loss of zero is a mean as well as a sum, and zero divided by anything.
+        if len(varied) > 1 or "sum" in varied:
+            return varied, None
+        self._tried = True
+        return varied, next(iter(counts), None)
 
     @contextmanager
     def _call_without_trace(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit.ir.facts.capture.agreement import is_close, list_kinds, mix_rows
+from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.meanings import Kind, Meaning
 from fxsplit.runtime.microbatches import find_target_cuts
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.expectations import expect_averages
+
+Counts = Sequence[Count]
 
 VARIED = 0.25
 """By what share of its largest number an output without rows is varied."""
@@ -68,15 +73,99 @@ class LossTrial:
                 return meaning.why
         return None
 
-    def compares_rows(self, kind: Kind) -> bool:
-        """Return whether gradients of rows are others than in pieces of them, although the loss is their `kind`."""
+    def try_counts(self, kinds: set[Kind], counts: Sequence[Count], marks: Sequence[float]) -> tuple[set[Kind], Counts]:
+        """Return which of `kinds` the loss is of any target, and which of `counts` it is divided by.
+
+        Rows of one batch may all count as many entries of the target, and others not. So entries are varied, by
+        `marks` too: numbers that an entry may have to count, or not to count.
+        """
+        with expect_averages():
+            parts, sizes = self._list_parts(mixed=False)
+            counts = self._list_holding(counts, parts, sizes)
+            # Where nothing counts in a piece, a loss may be 0 / 0, or divided by one.
+            for varied in self._list_varied(parts, sizes, marks, whole_piece=False):
+                kinds, counts = self._narrow(kinds, counts, varied, sizes)
+                if not kinds and not counts:
+                    return kinds, counts
+            for varied in self._list_varied(parts, sizes, marks, whole_piece=True) if counts else ():
+                counts = self._narrow(set(), counts, varied, sizes)[1]
+        return kinds, counts
+
+    def _narrow(
+        self, kinds: set[Kind], counts: Counts, parts: list[list[Any]], sizes: tuple[int, int]
+    ) -> tuple[set[Kind], Counts]:
+        """Return which kinds and counts still hold for a whole and its pieces; all, where the loss fails on them."""
+        # A function may check its target, and torch refuses what is no class.
+        try:
+            whole, *pieces = map(self._compute, parts)
+        except Exception:
+            return kinds, counts
+        kinds = kinds & list_kinds(whole, pieces, sizes, loose=whole.dtype is not torch.float64)
+        return kinds, self._list_holding(counts, parts, sizes, [whole, *pieces])
+
+    def _list_holding(
+        self,
+        counts: Counts,
+        parts: list[list[Any]],
+        sizes: tuple[int, int],
+        losses: Sequence[Tensor] = (),
+    ) -> Counts:
+        """Return the counts by which the losses of two pieces weigh in that of the whole; `losses` are the three."""
+        if not counts:
+            return counts
+        whole, *pieces = losses or map(self._compute, parts)
+        held = []
+        for count in counts:
+            with suppress(Exception):  # such as a divisor for each row
+                weights = self._weigh(count, parts, sizes)
+                # A step refuses what is no part of the whole, and is a number.
+                if any(not w and not (p.isnan() or p == 0) for p, w in zip(pieces, weights, strict=True)):
+                    held.append(count)
+                    continue
+                found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)
+                loose = whole.dtype is not torch.float64
+                if is_close(whole, found.to(whole.dtype), float(whole.abs().nan_to_num(0.0, 0.0, 0.0)), loose=loose):
+                    held.append(count)
+        return held
+
+    def _weigh(self, count: Count, parts: list[list[Any]], sizes: tuple[int, int]) -> list[float]:
+        """Return what the losses of two pieces weigh, by a count of their targets, in that of the whole."""
+        whole, *pieces = [list(self._take_target(part)) for part in parts]
+        return count.weigh(pieces, sizes, whole)
+
+    def _list_varied(
+        self, parts: list[list[Any]], sizes: tuple[int, int], marks: Sequence[float], *, whole_piece: bool
+    ) -> Iterator[list[list[Any]]]:
+        """Yield a whole and its two pieces, with other entries of one part of the target, or of the outputs, each time.
+
+        Every second entry of the first piece is another one, or with `whole_piece` all entries of the second piece.
+        """
+        first = sizes[0]
+        for i, (value, cut) in enumerate(zip(parts[0], self._cuts, strict=True)):
+            if not isinstance(value, Tensor) or cut.dim is None or not value.numel():
+                continue
+            is_output = i < self._n_outputs
+            for entries, is_safe in _list_others(value, () if is_output else marks, spread=is_output):
+                chosen = _choose_entries(cut, value, sizes, whole_piece=whole_piece)
+                changed = torch.where(chosen, entries, value)
+                if torch.equal(changed, value):
+                    continue
+                made = [changed, cut.narrow(changed, 0, first), cut.narrow(changed, first, sizes[1])]
+                varied = [[*part[:i], new, *part[i + 1 :]] for part, new in zip(parts, made, strict=True)]
+                # An accelerator would end the process for what is no class.
+                yield varied if is_safe else [[_to_host(v) for v in part] for part in varied]
+
+    def compares_rows(self, found: Kind | Count) -> bool:
+        """Return whether gradients of rows are others than in pieces of them, although the loss is as `found`."""
         parts, sizes = self._list_parts(mixed=False)
         try:
             with torch.enable_grad(), expect_averages():
                 whole, *pieces = map(self._compute_gradients, parts)
         except (RuntimeError, TypeError):  # without a gradient there is nothing to compare, and the step says so
             return False
-        shares = [size / sum(sizes) if kind == "mean" else 1.0 for size in sizes]
+        shares = [size / sum(sizes) if found == "mean" else 1.0 for size in sizes]
+        if isinstance(found, Count):
+            shares = self._weigh(found, parts, sizes)
         floats = [g for g in whole if g.numel() and (g.is_floating_point() or g.is_complex())]
         largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in floats), default=0.0)
         for gradient, cut, *parted in zip(whole, self._cuts, *pieces, strict=False):
@@ -140,8 +229,13 @@ class LossTrial:
     def _call(self, part: Sequence[Any]) -> Tensor:
         """Return the loss of outputs and target, which lie in one list."""
         made = self._program.build_result(part[: self._n_outputs])
-        loss: Tensor = self._loss_fn(made, *pytree.tree_unflatten(list(part[self._n_outputs :]), self._structure))
+        loss: Tensor = self._loss_fn(made, *self._take_target(part))
         return loss
+
+    def _take_target(self, part: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the target that lies after the outputs in a list."""
+        made: tuple[Any, ...] = pytree.tree_unflatten(list(part[self._n_outputs :]), self._structure)
+        return made
 
 
 def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> list[Any]:
@@ -158,6 +252,51 @@ def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> li
             shares if value.is_floating_point() or value.is_complex() else [s.round().to(value.dtype) for s in shares]
         )
     return [value, _vary(value, VARIED), _vary(value, -VARIED * sizes[0] / sizes[1])]
+
+
+def _list_others(value: Tensor, marks: Sequence[float], *, spread: bool) -> Iterator[tuple[Tensor, bool]]:
+    """Yield other entries of a tensor's dtype, and whether any function takes them that takes the tensor's own.
+
+    The others of a class or of a length are smaller, those of a mask its opposite. `spread`: of outputs, numbers far
+    from each other.
+    """
+    if value.dtype is torch.bool:
+        yield ~value, True
+        return
+    if spread:
+        if value.is_floating_point():
+            yield torch.where(_count_entries(value) % 4 < 2, 30.0, -0.03).to(value.dtype) * value, False
+        return
+    if value.is_floating_point():
+        yield (value == 0).to(value.dtype), True
+    elif not value.is_complex():
+        yield torch.where(value > 0, value // 2, torch.where(value == 0, 1, value)), True
+    for mark in marks:
+        fits = value.is_floating_point() or (mark == mark and mark == int(mark))
+        if fits and not value.is_complex():
+            with suppress(RuntimeError):  # a dtype of few values may not have this one
+                yield torch.full_like(value, mark), False
+
+
+def _choose_entries(cut: Cut, value: Tensor, sizes: tuple[int, int], *, whole_piece: bool) -> Tensor:
+    """Return a mask of the entries to change: all of the second piece, or every second one of the first piece."""
+    chosen = torch.zeros(value.shape, dtype=torch.bool, device=value.device)
+    if whole_piece:
+        cut.narrow(chosen, sizes[0], sizes[1]).fill_(True)
+    else:
+        first = cut.narrow(chosen, 0, sizes[0])
+        first.copy_(_count_entries(first) % 2 == 0)
+    return chosen
+
+
+def _count_entries(value: Tensor) -> Tensor:
+    """Return the number of each entry, in the tensor's own order."""
+    return torch.arange(value.numel(), device=value.device).reshape(value.shape)
+
+
+def _to_host(value: Any) -> Any:
+    """Return a tensor in host memory, and any other value as it is."""
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _vary(value: Tensor, share: float) -> Tensor:

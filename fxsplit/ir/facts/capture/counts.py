@@ -50,12 +50,14 @@ class Count:
     safe: a number that counts nothing has gradients of zero where it has the weight zero, as torch's means over labels.
         A sum that is divided by zero has others (see `keep_zeros`).
     reads: the tensors that `compute` reads besides.
+    additive: whether the count of a batch is the sum of those of its microbatches, as `mask.sum().clamp(min=1)` is not.
     """
 
     compute: Callable[..., Tensor]
     by_rows: bool = False
     safe: bool = False
     reads: tuple[Tensor, ...] = ()
+    additive: bool = True
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
         """Return the weight of each piece's number in that of the whole; `rows` has the rows of each piece.
@@ -147,14 +149,14 @@ COUNTS_NOTHING = (
 
 
 def check_nothing_counts(number: Tensor | None, name: str) -> None:
-    """Raise InputError unless a number that was divided by a count of zero is 0 / 0, and so is no part of the whole."""
-    if number is not None and not number.isnan().all():
+    """Raise InputError unless a number that was divided by a count of zero is 0 / 0, or zero in place of that."""
+    if number is not None and not (number.isnan() | (number == 0)).all():
         raise InputError(f"{name} is {number.item()}: {COUNTS_NOTHING}")
 
 
 def find_miscounted(numbers: Tensor, weights: Tensor) -> Tensor:
-    """Return, as a flag where they are, whether any of the numbers that weigh nothing is something else than 0 / 0."""
-    return ((weights == 0) & ~numbers.isnan()).any()
+    """Return, as a flag where they are, whether any of the numbers that weigh nothing is neither 0 / 0 nor zero."""
+    return ((weights == 0) & ~numbers.isnan() & (numbers != 0)).any()
 
 
 def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.counts import Count, Watch
 from fxsplit.runtime.backends.crew import Occasion
 from fxsplit.runtime.loss.loss import BatchLoss, find_loss_meaning
+from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch
+
+Cutting = Callable[[Sequence[int]], tuple[Sequence[Sequence[Any]], Sequence[Any]]]
+"""Returns what counts read of pieces of so many rows, and of all of them."""
 
 
 class Kind(IntEnum):
@@ -71,7 +76,7 @@ def find_portion(occasion: Occasion, *, has_loss: bool, ended: bool) -> Portion:
         return find_own_portion(batch, found)
     count = loss.meaning.count
     if isinstance(count, Count):
-        return found._replace(kind=Kind.COUNTED, counted=_count_labels(count, loss, batch.rows))
+        return _find_counted(count, loss, batch, found)
     if loss.meaning.is_open and not ended:
         return found._replace(kind=Kind.OPEN)
     if isinstance(count, Watch):
@@ -80,10 +85,29 @@ def find_portion(occasion: Occasion, *, has_loss: bool, ended: bool) -> Portion:
     return found._replace(kind=Kind.SUM if loss.meaning.reduction == "sum" else Kind.MEAN)
 
 
-def _count_labels(count: Count, loss: BatchLoss, rows: Sequence[int]) -> float:
-    """Return how many labels a loss is divided by; the host waits for those on an accelerator."""
-    pieces = zip(loss.given_targets, rows, strict=True)
-    return sum(count.find_divisor([target], n) for target, n in pieces)
+def _find_counted(count: Count, loss: BatchLoss, batch: Batch, found: Portion) -> Portion:
+    """Return what there is of a loss that is divided by a count of its target; the host waits for an accelerator."""
+    if count.additive:
+        pieces = zip(loss.given_targets, batch.rows, strict=True)
+        return found._replace(kind=Kind.COUNTED, counted=sum(count.find_divisor([target], n) for target, n in pieces))
+    cut = partial(split_target, loss.target, inputs=batch.program.inputs)
+    return _add_up(count, lambda rows: ([[piece] for piece in cut(rows)], [loss.target]), batch, found)
+
+
+def _add_up(count: Count, cut: Cutting, batch: Batch, found: Portion) -> Portion:
+    """Return the portion of a count; that of all pipelines is the sum of theirs if it is so in parts of this one."""
+    rows = batch.rows if len(batch.rows) > 1 else [sum(batch.rows) - 1, 1]
+    if not min(rows):
+        return found._replace(kind=Kind.OTHER)
+    pieces, whole = cut(rows)
+    for kind in (Kind.COUNTED, Kind.COUNTED_ROWS) if count.by_rows else (Kind.COUNTED,):
+        # A mean over rows that is divided by a mean over rows is a sum that is divided by a sum.
+        find = count.find_divisor if kind == Kind.COUNTED else lambda piece, n: count.find_count(piece)
+        counted = find(whole, sum(rows))
+        parts = sum(find(piece, n) for piece, n in zip(pieces, rows, strict=True))
+        if abs(parts - counted) <= 1e-9 * abs(counted):
+            return found._replace(kind=kind, counted=counted)
+    return found._replace(kind=Kind.OTHER)
 
 
 def find_own_portion(batch: Batch, found: Portion) -> Portion:
@@ -98,14 +122,7 @@ def find_own_portion(batch: Batch, found: Portion) -> Portion:
         return found._replace(kind=Kind.WATCHED, counted=_sum_up(own.count, [whole], [found.rows]))
     if own.count is None:
         return found._replace(kind=Kind.SUM if own.kind == "sum" else Kind.MEAN)
-    # A count of all pipelines is the sum of theirs if it is so in parts of this one.
-    rows = batch.rows if len(batch.rows) > 1 else [sum(batch.rows) - 1, 1]
-    pieces, whole = batch.cut_for_counts(rows)
-    count = own.count.find_count(whole)
-    parts = sum(own.count.find_count(piece) for piece in pieces) if min(rows) else None
-    if parts is None or abs(parts - count) > 1e-9 * abs(count):
-        return found._replace(kind=Kind.OTHER)
-    return found._replace(kind=Kind.COUNTED_ROWS if own.count.by_rows else Kind.COUNTED, counted=count)
+    return _add_up(own.count, batch.cut_for_counts, batch, found)
 
 
 def _sum_up(watch: Watch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
@@ -130,6 +147,8 @@ def weigh_portion(own: int, portions: Sequence[Portion]) -> float | None:
             "return a sum"
         )
     if kind == Kind.WATCHED and len({portion.counted for portion in portions if portion.kind == kind}) > 1:
+        kind = Kind.OTHER
+    if kind in (Kind.COUNTED, Kind.COUNTED_ROWS) and {p.kind for p in portions} - {kind, Kind.UNKNOWN}:
         kind = Kind.OTHER
     if kind == Kind.OTHER:
         raise InputError(

@@ -1,0 +1,210 @@
+"""Find in the calls of a loss function what its loss is divided by, as a graph that needs the target alone.
+
+A masked mean written by hand, such as `(losses * mask).sum() / mask.sum()`, is that of the whole batch if microbatches
+weigh by their counts. The function is called once, and each call of torch in it becomes a node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from fxsplit.frontend.meanings.counts import find_count, is_safe
+from fxsplit.frontend.meanings.stand_ins import list_ancestors, read_name
+from fxsplit.ir.facts.capture.counts import Count
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fx.interpret import describe_tensor
+from fxsplit.torch_internals.nn.expectations import expect_averages
+from fxsplit.torch_internals.thread_modes import enter_function_mode
+
+REFLECTED = {
+    "__rdiv__": operator.truediv,
+    "__rtruediv__": operator.truediv,
+    "__rsub__": operator.sub,
+    "__rpow__": operator.pow,
+}
+"""Methods of tensors that take the left operand second."""
+EQUALITIES = {"eq", "ne", "isin", "__eq__", "__ne__"}
+ORDERS = {"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "bucketize", "clamp", "clip"}
+TABLES = {"getitem", "index_select", "take", "embedding"}
+"""Names of functions that look up entries of a tensor, which may be a table of weights by class."""
+LEAVING = {"numpy", "tolist", "item", "__array__", "__int__", "__float__", "__index__"}
+"""Names of functions whose result is no tensor any more, so that no comparison with it is seen."""
+USUAL_MARKS = (-100, -1, 0)
+NAN_ASKED = {"isnan", "isfinite", "nan_to_num", "nansum", "nanmean"}
+MOST_MARKS = 16
+"""How many numbers that the target is compared with are tried as entries of it."""
+
+
+class LossCounts(NamedTuple):
+    """What a loss may be divided by, and the `marks`: numbers that an entry of the target may count or not count for.
+
+    The counts are yet to be tried. Each is divided into a sum, or into a mean over rows.
+    """
+
+    counts: Sequence[Count] = ()
+    marks: Sequence[float] = ()
+
+
+def find_loss_counts(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> LossCounts:
+    """Call `loss_fn` once; return what its loss may be divided by, and the marks of this target."""
+    record = Record(pytree.tree_leaves(outputs), pytree.tree_leaves(target))
+    with expect_averages(), enter_function_mode(record):
+        loss = loss_fn(outputs, *target)
+    marks = list(dict.fromkeys(record.list_marks()))[:MOST_MARKS]
+    # A call that no graph can hold makes no count. The trial then tells whether microbatches make the loss.
+    with suppress(Exception):
+        graph = record.find_count(loss)
+        if graph is not None:
+            return LossCounts([*_make_counts(graph)], marks)
+    return LossCounts((), marks)
+
+
+def _make_counts(graph: fx.GraphModule) -> Iterator[Count]:
+    """Yield the counts that a graph may compute: the divisor of a sum, and that of a mean over rows."""
+    reads = tuple(tensor for tensor in graph.buffers() if tensor.numel())
+
+    def compute(target: Any) -> Any:
+        # A call of the module itself would print what fails.
+        return graph.forward(*(leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)))
+
+    for by_rows in (False, True):
+        yield Count(compute, by_rows, safe=is_safe(graph) and not by_rows, reads=reads, additive=False)
+
+
+class Record(TorchFunctionMode):
+    """Records each call of torch as a node of a graph whose inputs are the tensors of a target.
+
+    Outputs of the model are parameters there: no count may follow from them, as it has to be known before they are.
+    Tensors that come from elsewhere are buffers.
+    """
+
+    def __init__(self, outputs: Sequence[Any], target: Sequence[Any]) -> None:
+        super().__init__()
+        self._root, self._graph = nn.Module(), fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._leaves_torch = False
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one of them
+        for i, leaf in enumerate(leaf for leaf in target if isinstance(leaf, Tensor)):
+            self._note(leaf, self._graph.placeholder(f"target_{i}"))
+        for leaf in outputs:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._nodes:
+                self._note(leaf, self._fetch(nn.Parameter(leaf.detach(), requires_grad=False)))
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and record it."""
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        self._leaves_torch |= name in LEAVING and self._follows_from_target(self._find(args[0]))
+        with suppress(Exception):  # without its node a tensor counts as one from elsewhere
+            self._record(function, args, kwargs, result)
+        return result
+
+    def find_count(self, loss: Any) -> fx.GraphModule | None:
+        """Return a graph that computes from the target what the loss is divided by, or None."""
+        node = self._nodes.get(id(loss))
+        if node is None:
+            return None
+        self._graph.output(node)
+        return find_count(fx.GraphModule(self._root, self._graph), node)
+
+    def list_marks(self) -> Iterator[float]:
+        """Yield the numbers that the target is compared with, after any steps, and the classes that tables single out."""
+        for node in list(self._graph.nodes):
+            name = read_name(node).strip("_")
+            if not self._follows_from_target(node):
+                continue
+            if name in NAN_ASKED:
+                yield float("nan")
+            for number in self._list_numbers(node) if name in EQUALITIES | ORDERS else ():
+                yield number
+                if name in ORDERS:
+                    yield from (number - 1, number + 1)
+            if name in TABLES:
+                yield from (place for table in self._list_tables(node) for place in _find_extremes(table))
+        if self._leaves_torch:
+            yield from USUAL_MARKS
+
+    def _follows_from_target(self, node: fx.Node) -> bool:
+        """Return whether a node is computed from the target."""
+        return any(n.op == "placeholder" for n in list_ancestors([node]))
+
+    def _list_numbers(self, node: fx.Node) -> Iterator[float]:
+        """Yield the numbers among the arguments of a node, those in small tensors too."""
+        for value in pytree.tree_leaves([node.args, node.kwargs]):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield value
+            elif isinstance(value, fx.Node) and value.op == "call_function" and not value.all_input_nodes:
+                yield from self._list_numbers(value)  # a tensor that is made of numbers
+            elif isinstance(value, fx.Node) and value.op == "get_attr":
+                tensor = getattr(self._root, str(value.target))
+                if not isinstance(tensor, nn.Parameter) and tensor.numel() <= MOST_MARKS:
+                    yield from tensor.flatten().tolist()
+
+    def _list_tables(self, node: fx.Node) -> Iterator[Tensor]:
+        """Yield the tensors from elsewhere that have one entry for each class."""
+        for value in node.all_input_nodes:
+            table = getattr(self._root, str(value.target)) if value.op == "get_attr" else None
+            if table is not None and not isinstance(table, nn.Parameter) and table.ndim == 1 and table.numel():
+                yield table
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add a node for a call that makes tensors, or writes to one."""
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors and result is not None:
+            return
+        given = pytree.tree_map_only(Tensor, self._find, (args, kwargs))
+        node = self._call(function, *given)
+        if isinstance(result, Tensor):
+            self._note(result, node)
+        elif isinstance(result, (tuple, list)):
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    self._note(part, self._graph.call_function(operator.getitem, (node, i)))
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Return a node that calls a function, or a method of tensors by its name."""
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            return self._graph.call_function(getattr, (args[0], function.__self__.__name__))
+        if getattr(function, "__module__", None) not in (None, "torch._tensor"):
+            return self._graph.call_function(function, args, kwargs)
+        if name in REFLECTED:
+            return self._graph.call_function(REFLECTED[name], (args[1], args[0]))
+        if name.startswith("__"):
+            return self._graph.call_function(getattr(operator, name), args)
+        return self._graph.call_method(name, args, kwargs)
+
+    def _find(self, tensor: Tensor) -> fx.Node:
+        """Return the node that makes a tensor, or one that fetches a tensor from elsewhere."""
+        if id(tensor) not in self._nodes:
+            self._note(tensor, self._fetch(tensor))
+        return self._nodes[id(tensor)]
+
+    def _fetch(self, tensor: Tensor) -> fx.Node:
+        """Return a node that fetches a tensor, a parameter or else a buffer."""
+        name = f"held_{len(self._kept)}"
+        if isinstance(tensor, nn.Parameter):
+            self._root.register_parameter(name, tensor)
+        else:
+            self._root.register_buffer(name, tensor)
+        return self._graph.get_attr(name)
+
+    def _note(self, tensor: Tensor, node: fx.Node) -> None:
+        """Take a node for what makes a tensor from now on."""
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)
+        node.meta["fxsplit_shape"] = describe_tensor(tensor)
+
+
+def _find_extremes(table: Tensor) -> tuple[int, int]:
+    """Return the places of a smallest and of a largest entry."""
+    return int(table.argmin()), int(table.argmax())
