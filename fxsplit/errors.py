@@ -129,9 +129,7 @@ class StepTimeout(FxsplitError, TimeoutError):
 
 
 class RanksDiffer(InputError):
-    """The ranks of one pipeline disagree on batch, call, options or code; the message names the ranks and the
-    difference.
-    """
+    """Ranks disagree on batch, call, options or code; the message names the ranks and the difference."""
 
 
 class RankError(FxsplitError, RuntimeError):
@@ -155,8 +153,8 @@ class StageError(FxsplitError):
     """A stage raised an error, which is the `__cause__`.
 
     `locate_stage_error` makes the error that users see. It is also of the original's type, so that `except` clauses for
-    that type keep working. `where` names the stage, the microbatch and the line of the user's code. If an accelerator
-    may have reported the error late, `where` adds that an earlier operator may have caused it.
+    that type keep working. `where` names the stage, the microbatch and the line of the user's code, and warns if an
+    accelerator may have reported the error late, for an earlier operator.
     """
 
     where: str = ""
@@ -173,7 +171,7 @@ LATE = (
 
 
 def locate_stage_error(original: Exception, where: str) -> StageError:
-    """Return an error that is both a StageError and of `original`'s type, with the place `where` in its text.
+    """Return an error that is both a StageError and of `original`'s type, with its place in the text.
 
     A ValueError in a stage is caught by `except ValueError` and by `except StageError`, and `str(error)` ends with "(in
     stage 1 of 2 on cpu:1, forward of microbatch 0, node 'linear' ...)".

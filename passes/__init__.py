@@ -10,7 +10,7 @@ A pass takes an IR (a graph and the facts known about it) and returns another IR
 # The root of the checkout may be on sys.path, as `passes`. A pass imported under two names would be two classes, and a
 # lookup by one class would miss the other.
 if __name__ != "fxsplit.passes":
-    raise ImportError("import fxsplit.passes: passes is only the folder that it lies in")
+    raise ImportError("import fxsplit.passes: the name passes is only that of its folder")
 
 from fxsplit.passes.augment import Augment
 from fxsplit.passes.batch_norm import BatchNorm

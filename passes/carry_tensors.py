@@ -77,8 +77,8 @@ class _Writer:
         for number, names in enumerate(self._crossing):
             if not any(map(self._is_tensor, names)):
                 raise NotExportable(
-                    f"no tensor crosses from stage {number} to stage {number + 1}, and torch's runtime sends no less "
-                    "than one: compile for fewer devices"
+                    f"no tensor crosses from stage {number} to stage {number + 1}, and torch's runtime needs at "
+                    "least one: compile for fewer devices"
                 )
 
     def write(self, stage: Stage) -> Stage:
@@ -121,15 +121,13 @@ class _Writer:
         return f"a {type(self._value(self._makers[name])).__name__}"
 
     def _compute(self, name: str, stage: int, graph: fx.Graph, arrived: Mapping[str, fx.Node]) -> Any:
-        """Return a node of `graph` that computes a value from the arrived tensors, or the value itself
-        as a constant.
-        """
+        """Return a node of `graph` that computes a value from arrived tensors, or the value as a constant."""
         value = self._value(self._makers[name])
         holds = pytree.tree_leaves(value)
         if any(isinstance(leaf, Tensor) for leaf in holds):
             raise NotExportable(
                 f"value {name!r}, {self._describe(name)} of tensors, crosses into stage {stage}, and torch's runtime "
-                "sends single tensors: keep together what makes and what reads it, with fxsplit.leaf or pins"
+                "sends single tensors: keep its maker and its readers in one stage, with fxsplit.leaf or pins"
             )
         # None needs no computation.
         if value is None:
@@ -145,8 +143,8 @@ class _Writer:
             return value
         raise NotExportable(
             f"value {name!r}, {self._describe(name)}, crosses into stage {stage}, and it is computed there from no "
-            "tensor's shape: torch's runtime sends only tensors; make it a tensor in the model, or pin what makes it "
-            "and what reads it to one stage"
+            "tensor's shape: torch's runtime sends only tensors; make it a tensor in the model, or pin its maker "
+            "and its readers to one stage"
         )
 
     def _follow(
@@ -197,7 +195,7 @@ class _Writer:
 
 
 def _find_makers(stages: Stages) -> dict[str, Place]:
-    """Return the node that makes each value which crosses stages, enters the first, or leaves the last."""
+    """Return the maker of each value that crosses stages, enters the first, or leaves the last."""
     first = stages[0].module.graph.find_nodes(op="placeholder")
     makers = {node.name: Place(0, node) for node in first}
     for stage in stages.stages:

@@ -49,7 +49,7 @@ class Emit:
         a graph that has been cut already.
         """
         if ir.get(Stages) is not None:
-            raise ChainError("the graph is cut into stages already: the chain has two passes that do so, drop one")
+            raise ChainError("the graph is cut into stages already: the chain has two passes that cut, drop one")
         plan, machine = ir[Plan], ir[Machine]
         taken = [d for stage in plan.stages for d in stage.devices]
         if taken != list(range(len(taken))):

@@ -36,8 +36,8 @@ class Leaf:
         # If its operators are in the graph without its call, the submodule could be cut.
         if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(
-                f"the inside of submodule {self.path!r} is in the graph, and no call of it: forward() calls its parts "
-                "by themselves; name those"
+                f"the graph has the inside of submodule {self.path!r}, and no call of it: forward() calls its parts "
+                "directly; name those"
             )
         return ir
 

@@ -1,6 +1,4 @@
-"""`fxsplit demo`: train torchvision's ResNet-18 as a pipeline on real images, and compare the results
-with the model's.
-"""
+"""`fxsplit demo`: train ResNet-18 as a pipeline on real images, and compare the results with the model's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`fxsplit explain`: the contents of each stage of the best plan, the traffic of each cut, and the cost of leaving it
-out.
-"""
+"""`fxsplit explain`: the contents of each stage, the traffic of each cut, and the cost of leaving it out."""
 
 from __future__ import annotations
 

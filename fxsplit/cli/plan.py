@@ -133,8 +133,7 @@ class Question:
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:
             print(f"note: {self.profile.costs.noise}", file=sys.stderr)
-        # The solver for these files takes devices in any order. A machine's links, and replicas, require the machine's
-        # order.
+        # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
         self.options = Options(
             model=arguments.cost_model or self.profile.cost_model,
@@ -213,7 +212,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.emit:
         return _emit(question, counts)
     if arguments.to:
-        raise InputError(f"--to {arguments.to}: it is where --emit titan writes")
+        raise InputError(f"--to {arguments.to}: it needs --emit titan")
     with show_progress():
         plans = [(count, question.plan(count)) for count in track(counts, "numbers of devices")]
     if arguments.json:

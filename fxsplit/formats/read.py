@@ -33,7 +33,7 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
         # A ProfileError is a ValueError too. Keep the one from _refuse, which is more specific.
         if isinstance(error, ProfileError):
             raise
-        raise ProfileError(f"{name!r} is no whole JSON file (is it cut off?): {error}") from error
+        raise ProfileError(f"{name!r} is not a complete JSON file (is it cut off?): {error}") from error
     except RecursionError as error:
         raise ProfileError(f"{name!r} is no profile: {explain_unreadable(error)}") from error
     # fxsplit's own files have nodes but no edges: each node lists its inputs.

@@ -27,8 +27,7 @@ from fxsplit.system.figures import show
 
 RECOMPUTE = ("never", "always", "auto")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
-"""Above this number of cells (configurations x states) a search leaves only the last devices idle, so its plan has a
-gap.
+"""Above this number of cells (configurations x states) only the last devices may stay idle, so a gap remains.
 
 The second number applies with memory limits, since a cell then takes longer.
 """
@@ -108,8 +107,7 @@ class Task:
     @property
     def idle(self) -> str:
         """The devices that may stay idle without excluding the best plan: "none", "last" or "any" (see list_moves)."""
-        # Among equal devices it makes no difference which ones are idle. A stage without nodes does not make its device
-        # idle.
+        # Among equal devices any may be idle. A stage without nodes does not make its device idle.
         alike = self.interchangeable or self.workload.may_idle
         return "none" if self.options.use_all else "last" if alike else "any"
 
@@ -242,8 +240,7 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> P
             idle = replace(task, options=replace(options, use_all=False))
             lower = min(lower, search(idle, chains, states, clock, upper=lower).lower)
         lower = max(lower - task.bound_slack_ms(chains.slack), bound_by_work(costs, machine))
-    # The search's bound holds for these costs only if the planner itself enumerated the states, with sums of these
-    # costs.
+    # The bound holds only if the planner itself enumerated the states, with sums of these costs.
     sound = chains.enumerated and isclose(best.load, reached, rel_tol=PROVEN)
     lower = lower if sound else bound_by_work(costs, machine)
     proven = sound and outcome.complete and best.load - lower <= 1e-9 * reached
@@ -346,8 +343,7 @@ def _fits(task: Task, chains: Antichains, path: Path) -> bool:
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load in ms that no plan beats: the total work divided by the devices' speeds, or all launches divided
-    evenly.
+    """Return a load in ms that no plan beats: all work over all devices' speed, or all launches over all hosts.
 
     It is 0 for a machine with hosts, since their time differs for each node.
     """
@@ -414,7 +410,7 @@ def _check_size(task: Task, chains: Antichains) -> None:
     if not chains.blocks.members:
         raise PlanError(
             "the graph has no nodes, so there is nothing to plan: give a model that computes its outputs; "
-            "one that hands its inputs on, as nn.Identity does, needs no pipeline"
+            "a model that returns its inputs, as nn.Identity does, needs no pipeline"
         )
     largest = max(chains.blocks.members, key=len)
     joined = (
@@ -423,7 +419,7 @@ def _check_size(task: Task, chains: Antichains) -> None:
         "stay together, or lie between nodes that do)"
     )
     raise TooFewParts(
-        f"a plan of {len(task.machine)} stages, and the graph has only {blocks} nodes that can be parted"
+        f"a plan of {len(task.machine)} stages, and the graph has only {blocks} nodes that cuts can separate"
         f"{joined if len(largest) > 1 else ''}: use {blocks} devices or fewer, with a stage each, or leave some idle "
         "(partition{use_all=false})"
     )

@@ -40,8 +40,7 @@ class Action(NamedTuple):
     """One action of a device, for one stage and one microbatch.
 
     - `F` is a forward and `B` a full backward. A split backward is an `I`, for the gradients of the stage's inputs, and
-      a
-      later `W`, for the gradients of its weights.
+      a later `W`, for the gradients of its weights.
     - `SEND_F` and `RECV_F` move a value to the next stage, `SEND_B` and `RECV_B` a gradient to the previous stage.
     - `REDUCE` sums the gradients of a stage's replicas. It covers all microbatches, and its `microbatch` is -1.
     - `STEP` is the optimizer step that makes weight `version` from the gradients of all microbatches up to

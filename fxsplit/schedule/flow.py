@@ -30,9 +30,7 @@ from fxsplit.schedule.action import (
 from fxsplit.schedule.schedule import Schedule
 
 Need = tuple[Action, int | None]
-"""An action, and the boundary that its result crosses between devices (the number of the stage after the
-cut), or None.
-"""
+"""An action, and the boundary its result crosses (number of the stage after the cut), or None."""
 
 
 class Message(NamedTuple):

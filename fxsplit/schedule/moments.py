@@ -39,9 +39,7 @@ class Turn(NamedTuple):
 
 
 def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[Turn]:
-    """Yield each action of a device with its stages' moments. `outstanding` are the messages still held
-    at each action.
-    """
+    """Yield a device's actions with its stages' moments; `outstanding` are the messages held at each action."""
     # Sums of gradients exist from the first backward of a step to the optimizer step.
     first = Moment(sums=1 - schedule.trains)
     held = {stage: first for stage, home in enumerate(schedule.homes) if device in home}

@@ -157,7 +157,7 @@ class Schedule:
         return tuple(kept)
 
     def lag(self) -> tuple[int, ...]:
-        """Return, for each stage, the most versions by which a gradient lags behind the weights it is applied to."""
+        """Return, for each stage, the most versions by which a gradient is older than the weights it is applied to."""
         lags = [0] * self.n_stages
         for row in self.actions:
             # For each stage and replica, the versions that computed the gradients since the last step.

@@ -108,5 +108,5 @@ def _parse_cell(cell: str) -> list[Action]:
     # torch adds a meaningless microbatch to REDUCE_GRAD, since the reduction covers all of them.
     action = Action.parse(re.sub(r"REDUCE_GRAD\d*$", REDUCE, cell))
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:
-        raise ScheduleError(f"{show(cell)} is no action of torch's")
+        raise ScheduleError(f"{show(cell)} is not an action of torch")
     return [action]

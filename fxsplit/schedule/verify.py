@@ -122,7 +122,7 @@ def _check_order(schedule: Schedule) -> None:
                     raise ScheduleError(f"{schedule.at(device, position)}: needs {need}, which is never done")
                 # Across devices the order may depend on waiting, which refuse_deadlock checks.
                 if other == device and at > position:
-                    raise ScheduleError(f"{schedule.at(device, position)}: stands before {need}, which it needs")
+                    raise ScheduleError(f"{schedule.at(device, position)}: comes before {need}, which it needs")
     refuse_deadlock(schedule)
 
 

@@ -52,8 +52,7 @@ class _InterruptHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, and note it."""
         self.noted = True
-        # While torch switches a mode, an exception would pass through C code that then aborts the process: try again
-        # later.
+        # While torch switches a mode, an exception would make its C code abort the process: try again later.
         if _is_switching(frame):
             start_new_thread(self._send_again, ())
             return

@@ -24,9 +24,7 @@ WIDE = 120
 
 @dataclass(frozen=True)
 class Table:
-    """A table: heads of columns, and rows of cells. A head that begins with `>` right-aligns its column,
-    for numbers.
-    """
+    """Heads of columns, and rows of cells. A `>` before a head right-aligns its column, for numbers."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[object]]

@@ -22,9 +22,7 @@ import torch
 from fxsplit.torch_internals.tensors import accelerators
 
 PORTION = 64
-"""The number of nodes queued at once. A GPU queues about 1,024 launches, including events, before the
-host must wait.
-"""
+"""Nodes queued at once. A GPU queues about 1,024 launches, including events; then the host must wait."""
 EMPTY = 4
 """Measurements of empty work at the beginning of each portion: the overhead of a measurement."""
 SPARE_MS = 1.0
@@ -82,8 +80,7 @@ class Clock:
 
 
 class AcceleratorClock(Clock):
-    """The clock of an accelerator: events for the device, the wall clock for the host, without waiting inside a
-    portion.
+    """The clock of an accelerator: events for the device, wall clock for the host, no wait inside a portion.
 
     The first sweep runs without the dummy kernel. It loads the kernels and shows the host's time. Later sweeps check at
     each node whether the dummy kernel is still running. If it has ended, the previous node held up the host, perhaps

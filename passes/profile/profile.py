@@ -59,11 +59,9 @@ class Profile:
     """Measure the graph on the kind of device and with the number of threads that the pipeline will use.
 
     - repeats: the number of steps after a warm-up; the median counts, and one operator of each signature is measured.
-      If
-      the weights are not in memory or exceed the device, operators are measured one by one.
+      If the weights are not in memory or exceed the device, operators are measured one by one.
     - tied: "replicated" lets a parameter with several users be in several stages, which share it or sum the gradients
-      of
-      copies; "together" keeps its users in one stage
+      of copies; "together" keeps its users in one stage
 
     Inference measures only forwards. Buffers, random generators and gradients are restored afterwards. Raises
     ChainError for other options.
@@ -131,7 +129,7 @@ class Profile:
         hardware = {key: found[key] for key in HARDWARE if key in found}
         costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
         if chosen:
-            # Use them for prices too, so that ranks with different random masks get the same plan.
+            # Use them for prices too, so that all ranks get the same plan even if their masks select different entries.
             costs = replace(costs, nodes=tuple(chosen.get(node.name, node) for node in costs.nodes))
         loss = ir.get(Loss)
         if trains and loss is not None and len(costs.outputs) == 1:
@@ -219,9 +217,7 @@ def _build_costs(
     tied: str,
     hardware: Mapping[str, str],
 ) -> Costs:
-    """Return Costs from observations and measurements. `times` are by signature, `hardware` describes
-    the accelerator.
-    """
+    """Return Costs; `times` are measured by signature, `hardware` describes the accelerator."""
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
@@ -306,9 +302,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
 
 
 def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
-    """Return the node with the tensor whose memory contains all of a value, such as a view; "" for
-    memory of its own.
-    """
+    """Return the node whose tensor contains all memory of a value, as of a view; "" if it owns its memory."""
     owners = nodes[name].owners
     # If a node made several tensors, each has memory of its own.
     if len(owners) != 1 or owners[0] == name or nodes[owners[0]].is_container:

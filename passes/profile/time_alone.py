@@ -63,7 +63,7 @@ def time_alone(
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ProfileError(
                 f"node {name!r} cannot be timed on made-up values of its shapes ({error}): give the model its weights, "
-                "or a profile measured where it has them (costs=)"
+                "or give a profile measured with weights (costs=)"
             ) from error
     return times
 
@@ -168,8 +168,7 @@ def _make_up_weights(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def make_up_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on `device` with the same shape, strides, dtype and requires_grad as `tensor`, and made-up
-    values.
+    """Return a made-up tensor on `device` with the shape, strides, dtype and requires_grad of `tensor`.
 
     Floating-point values are normal numbers. Integers are 0, a valid index of any table, and booleans are true.
     """

@@ -161,9 +161,7 @@ class Sweep(Interpreter):
         return {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners} & self._written
 
     def _needs_copies(self, n: fx.Node) -> bool:
-        """Return whether a node gets copies of its arguments: it writes to them, or may save memory that is written
-        later.
-        """
+        """Return whether a node gets copies: it writes to its arguments, or may save memory that is written later."""
         return bool(self._seen[n.name].mutates) or bool(self._list_written(n))
 
     def _is_view_of_written(self, n: fx.Node) -> bool:

@@ -44,8 +44,7 @@ class Weight:
         self._is_turned = is_turned
         # The gradient arrives as a part of a larger one, for example from a concatenation.
         self._is_joined = is_joined
-        # The backwards that are still to run: (layout of the gradient, in halves or whole). None before the first
-        # backward.
+        # Backwards still to run: (layout of the gradient, in halves or whole). None before the first backward.
         self._ways: list[tuple[Layout, bool]] | None = None
 
     @property
@@ -102,9 +101,7 @@ class Weight:
         return made
 
     def _note_early(self, made: Counted, first: Sequence[Tensor | None], layout: Layout) -> None:
-        """Record the allocations of a first half, and the memory held until the second; `first` are gradients of
-        inputs.
-        """
+        """Record the allocations of a first half, and the bytes held until the second; `first`: input gradients."""
         # One branch may wait with a view of another branch's memory: count each storage once.
         waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
         # A gradient that is a part of a larger one, as of a concatenated value, keeps the whole storage.

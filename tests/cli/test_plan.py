@@ -143,7 +143,7 @@ def test_no_plan_exits_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert cli.main(["plan", str(tmp_path / "heavy.json"), "--machine", str(machine)]) == 3
     assert "no plan fits in memory" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "heavy.json"), "--devices", "5", "--use-all-devices"]) == 3
-    assert "has only 4 nodes that can be parted" in capsys.readouterr().err
+    assert "has only 4 nodes that cuts can separate" in capsys.readouterr().err
 
 
 SLOW_AND_FAST = "[[devices]]\nname = 'slow'\nspeed = 0.5\n[[devices]]\nname = 'fast'"

@@ -85,7 +85,7 @@ def changed(kind: str, index: int, **fields: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         ("", "has no nodes"),
-        ("hello\n", r"line 1 is neither a node .* nor an indented edge .*'hello'; is this a profile"),
+        ("hello\n", r"line 1 is neither a node .* nor an indented edge .*'hello'; is this a complete profile"),
         (PIPEDREAM + "\tnode3 -- node9\n", "line 9: edge node3 -- node9 names 'node9', which is no node"),
         (
             PIPEDREAM + "\tnode3 -- node2\n",
@@ -96,7 +96,7 @@ def changed(kind: str, index: int, **fields: Any) -> dict[str, Any]:
         (PIPEDREAM.replace("time=2.0", "time=fast", 1), r"forward_compute_time=fast is no number"),
         (PIPEDREAM[:150], "is missing; is the file cut off"),
         (PIPEDREAM.replace("node2 -- Linear", "node1 -- Linear"), "line 3: node 'node1' appears twice"),
-        (json.dumps(dnn())[:-40], "is no whole JSON file .is it cut off"),
+        (json.dumps(dnn())[:-40], "is not a complete JSON file .is it cut off"),
         ("[1, 2]", "neither a node"),
         ("{}", "is not a profile"),
         (dnn(nodes=[]), "has no nodes"),

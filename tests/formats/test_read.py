@@ -26,7 +26,7 @@ def test_the_contents_tell_the_format_and_not_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"nodes": [', "is no whole JSON file"),
+        ('{"nodes": [', "is not a complete JSON file"),
         ('{"nodes": NaN}', "holds NaN: every time and size must be a finite number"),
         ('{"a":' * 10**5 + "0" + "}" * 10**5, "nested too deeply"),
     ],

@@ -124,7 +124,7 @@ def test_what_values_decide_is_refused() -> None:
         lambda x: (x, method("item", method("sum", x))),
         lambda x, item: (call(torch.mul, x, item),),
     )
-    with pytest.raises(NotExportable, match=r"value 'item', a .*, crosses into stage 1, and .* pin what makes it"):
+    with pytest.raises(NotExportable, match=r"value 'item', a .*, crosses into stage 1, and .* pin its maker"):
         CarryTensors()(ir)
 
 

@@ -40,7 +40,7 @@ def test_more_stages_than_parts_train_as_the_model(schedule: ScheduleName, parts
     model = nn.Sequential(nn.Linear(4, 4), *[nn.Tanh()] * (parts - 1)).double()
     unsplit, (x, y) = copy.deepcopy(model), torch.randn(2, 8, 4, dtype=torch.float64)
     with (
-        pytest.warns(FxsplitWarning, match=r"some stages only pass values on.* only [12] nodes that can be parted"),
+        pytest.warns(FxsplitWarning, match=r"some stages only pass values on.* only [12] nodes that cuts can separate"),
         fxsplit.compile(
             model, 4, example_inputs=x, n_microbatches=4, schedule=schedule, passes=FAST, loss_fn=F.mse_loss
         ) as pipe,

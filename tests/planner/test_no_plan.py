@@ -24,7 +24,9 @@ def x(rows: int = 8) -> Tensor:
 
 def test_more_devices_than_nodes() -> None:
     costs = fxsplit.profile(Mlp(), x(), n_microbatches=1)
-    with refused(PlanError, "a plan of 9 stages, and the graph has only 7 nodes that can be parted.*use 7 devices or"):
+    with refused(
+        PlanError, "a plan of 9 stages, and the graph has only 7 nodes that cuts can separate.*use 7 devices or"
+    ):
         fxsplit.plan(costs, 9)
 
 

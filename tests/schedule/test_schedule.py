@@ -211,7 +211,7 @@ ILLEGAL = [
     ("GPipe", [(1, 3, None)], "1B1 is never done"),
     ("GPipe", [(0, 4, "0F1")], "device 0, position 4, 0F1: done twice"),
     ("GPipe", [(0, 1, "0B0"), (0, 2, "0F1")], "deadlock"),
-    ("GPipe", [(0, 0, "0B0"), (0, 2, "0F0")], "device 0, position 0, 0B0: stands before 0F0, which it needs"),
+    ("GPipe", [(0, 0, "0B0"), (0, 2, "0F0")], "device 0, position 0, 0B0: comes before 0F0, which it needs"),
     ("GPipe", [(0, 3, "1B1")], "device 0, position 3, 1B1: stage 1 lives on device 1"),
     ("GPipe", [(0, 3, "2B1")], "device 0, position 3, 2B1: no such stage; there are 2"),
     ("GPipe", [(0, 3, "0B7")], "device 0, position 3, 0B7: no such microbatch; there are 2"),
@@ -223,10 +223,10 @@ ILLEGAL = [
     ("GPipe", [(0, 3, "0B1v1")], "device 0, position 3, 0B1v1: its forward used version 0"),
     ("GPipe", [(0, 1, "0F1v1"), (0, 3, "0B1v1")], "device 0, position 1, 0F1v1: uses version 1, and the newest is 0"),
     ("GPipe", [(0, 4, "0STEP1v2")], "device 0, position 4, 0STEP1v2: makes version 2 after version 0"),
-    ("1F1B", [(1, 2, "1STEP0v1"), (1, 4, "1F1"), (1, 3, "1B1")], "device 1, position 3, 1B1: stands before 1F1"),
-    ("Chimera", [(0, 1, "1B1r1"), (0, 2, "1F1r1")], "device 0, position 1, 1B1r1: stands before 1F1r1"),
+    ("1F1B", [(1, 2, "1STEP0v1"), (1, 4, "1F1"), (1, 3, "1B1")], "device 1, position 3, 1B1: comes before 1F1"),
+    ("Chimera", [(0, 1, "1B1r1"), (0, 2, "1F1r1")], "device 0, position 1, 1B1r1: comes before 1F1r1"),
     ("Chimera", [(0, 2, "1B1")], "device 0, position 2, 1B1: stage 1 lives on device 1"),
-    ("Chimera", [(0, 0, "0REDUCE"), (0, 4, "0F0")], "device 0, position 0, 0REDUCE: stands before 0B0"),
+    ("Chimera", [(0, 0, "0REDUCE"), (0, 4, "0F0")], "device 0, position 0, 0REDUCE: comes before 0B0"),
     ("PipeDream", [(0, 3, "0STEP0v2")], "makes version 2 after version 0"),
 ]
 

@@ -74,13 +74,13 @@ def test_what_torchtitan_adds_is_read(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         (["0F0,0X0"], r"rank 0, cell 1: '0X0' is no action"),
-        (["0F0,0B0r1"], r"rank 0, cell 1: '0B0r1' is no action of torch's"),
-        (["0F0,0STEP0v1"], "is no action of torch's"),
+        (["0F0,0B0r1"], r"rank 0, cell 1: '0B0r1' is not an action of torch"),
+        (["0F0,0STEP0v1"], "is not an action of torch"),
         (["0F0,0B0", "0F1,0B1"], "rank 1, 0F1: stage 0 is rank 0's too"),
         (["0F0,0B0", "2F0,2B0"], "no rank has stage 1, and one has stage 2"),
         ([""], "no rank computes anything"),
         (["0F0,0B0", "1F0"], "bad: 1B0 is never done"),
-        (["0B0,0F0"], "bad: device 0, position 0, 0B0: stands before 0F0"),
+        (["0B0,0F0"], "bad: device 0, position 0, 0B0: comes before 0F0"),
         (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "0SEND_F0 is never done.*unpaired"),
     ],
 )

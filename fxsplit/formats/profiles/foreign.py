@@ -25,8 +25,7 @@ class Profile:
     - `cost_model`: the cost model that the other tool plans with
     - `never_ms`: a stage that takes this long has nodes that cannot run on its devices
     - `nominal_bytes_per_ms`: if the file states times of transfers instead of sizes, a millisecond is represented by
-      this
-      number of bytes; 0 for real sizes
+      this number of bytes; 0 for real sizes
     """
 
     costs: Costs

@@ -75,7 +75,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, s
         else:
             raise ProfileError(
                 f"{where} is neither a node ('id -- description -- times') nor an indented edge ('id -- id'): "
-                f"{line.strip()[:60]!r}; is this a profile, and whole?"
+                f"{line.strip()[:60]!r}; is this a complete profile?"
             )
     # An edge may come before its nodes, so look up the ids at the end.
     for (a, b), number in edges.items():

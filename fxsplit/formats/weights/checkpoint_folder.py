@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name in manifest.files:
         if os.path.basename(name) != name or not (folder / name).is_file():
             raise InputError(
-                f"{str(path)!r} names {show(name)}, which is no file beside it: is the checkpoint complete?"
+                f"{str(path)!r} names {show(name)}, which is not a file in that folder: is the checkpoint complete?"
             )
     return manifest
 
@@ -142,7 +142,7 @@ def _check_manifest(manifest: Manifest) -> None:
         and all(_is_list_of_texts(names) and isinstance(options, dict) for names, options in groups)
     )
     if not fine:
-        raise ValueError("a value is of another type than it should be")
+        raise ValueError("a value has the wrong type")
     manifest.make_extra()
 
 
@@ -211,7 +211,7 @@ class NewCheckpoint:
             if not any(self.path.iterdir()):
                 return
         raise FileError(
-            f"{str(self.path)!r} is there already, and is no checkpoint that can be read: move it away, or give "
+            f"{str(self.path)!r} exists and is not a readable checkpoint: move it away, or give "
             "another folder or step; nothing was changed there"
         )
 
@@ -243,8 +243,7 @@ class NewCheckpoint:
 
     def _take_place(self) -> None:
         """Move the temporary folder to its place, and remove the previous checkpoint."""
-        # A non-empty folder cannot be replaced in one step. If the writer dies in between, the previous checkpoint
-        # remains.
+        # A non-empty folder cannot be replaced in one step. If the writer dies in between, the old one remains.
         old = self.beside.with_name(self.beside.name + "-old")
         if os.path.lexists(self.path):
             os.rename(self.path, old)

@@ -84,8 +84,8 @@ def _report_extra(model: nn.Module, names: Sequence[str], extra: Extra, path: Pa
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         warn_user(
             f"{str(path)!r} holds {len(names)} tensors that {kind} does not have, and which are left out: "
-            f"{', '.join(map(repr, names[:NAMED]))}{more}. If it should have them, build the model as the checkpoint's "
-            "was"
+            f"{', '.join(map(repr, names[:NAMED]))}{more}. If it should have them, build the model like the "
+            "checkpoint's"
         )
 
 
@@ -108,9 +108,7 @@ def _list_unasked(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _may_lack(model: nn.Module, name: str, weight: Tensor) -> bool:
-    """Return whether a checkpoint may lack a weight: a buffer that has values and that the model permits
-    to be missing.
-    """
+    """Return whether a checkpoint may lack a weight: a buffer with values that the model marks as optional."""
     if weight.is_meta or isinstance(weight, nn.Parameter):
         return False
     return any(re.search(text, name) for text in _read_patterns(model, "_keys_to_ignore_on_load_missing"))

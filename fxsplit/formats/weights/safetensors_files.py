@@ -43,7 +43,9 @@ class WeightFiles:
 
     def __init__(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise InputError(f"weights={path!r}: give the path of a checkpoint; a state_dict is loaded by the model")
+            raise InputError(
+                f"weights={path!r}: give the path of a checkpoint, or use load_state_dict() for a state_dict"
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
             raise InputError(
                 f"dtype={show(dtype)}: give the floating-point dtype of the model's weights, such as torch.float32"
@@ -67,8 +69,7 @@ class WeightFiles:
         """Load each weight of the model from the files to its device, in the order of `places`.
 
         - `places`: pairs of a weight and its device. Other weights stay on their devices, or go to host memory if they
-          have no
-          values yet.
+          have no values yet.
         - `extra`: how to treat a tensor that the model neither has nor ignores
 
         Weights are found by the names of the model's state_dict (a tied weight has several), or by transformers' rules.
@@ -103,8 +104,7 @@ class WeightFiles:
     def _find_recipes(
         self, files: Any, model: nn.Module, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Recipe], dict[str, dict[str, Parts]]]:
-        """Return by name the recipe of each weight in the files, and the parts of weights that can be filled part by
-        part.
+        """Return by name the recipe of each stored weight, and the parts of weights that can be filled piecewise.
 
         The recipes include tensors that the model lacks. Raises InputError for a weight of another shape or dtype.
         """
@@ -166,8 +166,8 @@ class WeightFiles:
             return trace_copies(recipe.make, kinds)
         except Exception as error:
             raise InputError(
-                f"{self.path.name}: {recipe.target!r} cannot be made of its {len(kinds)} tensors, such as "
-                f"{recipe.sources[0]!r} ({error}): is it complete, and of this model?"
+                f"{self.path.name}: {recipe.target!r} cannot be made from its {len(kinds)} tensors, such as "
+                f"{recipe.sources[0]!r} ({error}): is it complete, and a checkpoint of this model?"
             ) from error
 
     def _read_kind(self, files: Any, name: str) -> Tensor:
@@ -200,9 +200,7 @@ class WeightFiles:
         return held
 
     def _check_dtype(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Raise InputError if no weight of the model has the requested dtype: loading never changes a
-        weight's dtype.
-        """
+        """Raise InputError if no weight has the requested dtype: loading never changes a weight's dtype."""
         own = sorted({str(w.dtype) for w in state.values() if _is_convertible(w.dtype)})
         if self._dtype is not None and own and str(self._dtype) not in own:
             raise InputError(
@@ -218,15 +216,15 @@ class WeightFiles:
         file = self._file_of[recipe.sources[0]].name
         what = f"{name!r} is {found.dtype} {tuple(found.shape)} in {file} and {weight.dtype} {tuple(weight.shape)}"
         if found.shape != weight.shape:
-            raise InputError(f"{what} in the model: build the model as the checkpoint's was")
+            raise InputError(f"{what} in the model: build the model like the checkpoint's")
         if found.dtype == weight.dtype:
             return
         if not (_is_convertible(found.dtype) and _is_convertible(weight.dtype)):
-            raise InputError(f"{what} in the model, which no dtype= converts: build the model as the checkpoint's was")
+            raise InputError(f"{what} in the model, which no dtype= converts: build the model like the checkpoint's")
         if self._dtype != weight.dtype:
             raise InputError(
                 f"{what} in the model: dtype={weight.dtype} converts tensors as they are read, and "
-                f"model.to({found.dtype}) makes the model as the checkpoint is"
+                f"model.to({found.dtype}) converts the model to the checkpoint's dtype"
             )
 
 

@@ -143,8 +143,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
             return
         before = sorted(p.name for p in folder.iterdir() if OF_A_CHECKPOINT.fullmatch(p.name))
         (beside / "old").mkdir()
-        # Remove the old index first and add the new one last. If the computer stops in between, no index mixes two
-        # checkpoints.
+        # Remove the old index first and add the new one last, so that a crash leaves no index of two checkpoints.
         change.make(
             [
                 *((folder / name, beside / "old" / name) for name in sorted(before, key=lambda name: name != INDEX)),

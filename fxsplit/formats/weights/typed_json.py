@@ -54,7 +54,7 @@ def encode(value: Any, what: str) -> tuple[Any, Notes]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{what} cannot be kept as JSON: {error}") from error
+        raise InputError(f"{what} cannot be stored as JSON: {error}") from error
     return tree, notes
 
 
@@ -85,8 +85,8 @@ def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
     if kind is Tensor and f"Tensor {NAMES.get(value.dtype)}" in TENSORS and _is_plain(value):
         if value.numel() > LARGEST:
             raise InputError(
-                f"{what} is a tensor of {value.numel()} numbers, and JSON keeps {LARGEST} at most: let it be a buffer "
-                "of the module that is saved"
+                f"{what} is a tensor of {value.numel()} numbers, and JSON keeps {LARGEST} at most: make it a buffer "
+                "of the saved module"
             )
         notes.append([path, f"Tensor {NAMES[value.dtype]}"])
         return [list(value.shape), value.flatten().tolist()]
@@ -133,7 +133,7 @@ def _check_key(parent: Any, key: Any) -> Any:
     """Return a key of a list or dict. Raises ValueError if the key is missing or invalid."""
     fits = isinstance(parent, dict) if type(key) is str else isinstance(parent, list) and type(key) is int
     if not fits or (type(key) is int and key < 0):
-        raise ValueError(f"a note of a type leads to {show(key)}, which is not there")
+        raise ValueError(f"a note of a type refers to {show(key)}, which does not exist")
     return key
 
 
@@ -151,7 +151,7 @@ def _find_maker(kind: Any) -> Callable[[Any], Any]:
     word, _, factory = str(kind).partition(" ")
     if word == "defaultdict" and factory in FACTORIES:
         return lambda tree: defaultdict(FACTORIES[factory], _make_dict(tree))
-    raise ValueError(f"a note is of the type {show(kind)}, which is not known")
+    raise ValueError(f"a note has the unknown type {show(kind)}")
 
 
 def _make_dict(tree: Any) -> dict[Any, Any]:

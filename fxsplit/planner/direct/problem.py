@@ -57,9 +57,7 @@ class DirectProblem(Problem):
     better: Bools
 
     def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return the bytes of tensors that the stage between each pair of `states` shares with the rest;
-        see Problem.
-        """
+        """Return the bytes that each stage between two of `states` shares with others; see Problem."""
         return self._shared(states), self.rate
 
     def device_loads(self, path: Path) -> list[float]:
@@ -73,8 +71,7 @@ class DirectProblem(Problem):
     def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
         """Return a chain in which every stage has load <= threshold (ms) and fits, or None. Raises OutOfTime."""
         path = self._test(threshold, clock or Clock(), closing=True)
-        # Closures ignore memory and launches, so a chain found with them may be invalid. Without them the test is
-        # slower.
+        # Closures ignore memory and launches, so their chain may be invalid. Without them the test is slower.
         if path is not None and (not self._fits(path) or max(self.launches(path)) > threshold):
             path = self._test(threshold, clock or Clock(), closing=False)
         return path

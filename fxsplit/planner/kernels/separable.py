@@ -63,8 +63,7 @@ def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
                     slowest[b, i], origin[b, i], via[b, i] = slowest[a, i], i, m
                     first[b] = min(first[b], i)
             continue
-        # Above `most` the used devices cannot have done the work. Below `least` the remaining devices cannot do the
-        # rest.
+        # Above `most` the used devices cannot have done the work; below `least` the others cannot do the rest.
         most, least = threshold * done[b] * SLACK, work[n - 1] - threshold * left[b] * SLACK
         # Subsets have smaller numbers, so one sweep carries the starts through the lattice.
         for i in range(first[a], n):

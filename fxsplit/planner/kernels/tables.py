@@ -54,11 +54,10 @@ class Tables(NamedTuple):
 
     - in_ptr, in_from: the ideals just below each ideal, CSR
     - work: [ideals], the work of the nodes inside, in ms
-    - start, end, start_floor, end_floor: [kinds, ideals], in ms;
-      load(J, I) = max(end[I] - start[J], start_floor[J], end_floor[I])
+    - start, end, start_floor, end_floor: [kinds, ideals], in ms; load(J, I) = max(end[I] - start[J], start_floor[J],
+      end_floor[I])
     - space_start, space_end: [kinds, ideals], in bytes; a stage may fit if space_end[I] - space_start[J] plus its
-      `needs`
-      is at most `capacity` [kinds], unless it is in `bans`
+      `needs` is at most `capacity` [kinds], unless it is in `bans`
     - space_low: the part of space_end that only grows with I
     - launch: [kinds, ideals], in ms; a load is at least launch[I] - launch[J]; [0, 0] without launches
     - allowed: [configurations, ideals], whether a stage may end there

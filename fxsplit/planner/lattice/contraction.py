@@ -28,7 +28,7 @@ from fxsplit.ir.facts.lattice.blocks import Blocks
 from fxsplit.planner.lattice.cuts import MOST_ANCESTORS
 
 MOST_COPIES, MOST_IN_FLIGHT = 2e6, 1e6
-"""Above the copies of a parameter, and the microbatches, that any optimizer and schedule makes a device hold."""
+"""More copies of a parameter than any optimizer holds, and more microbatches than any schedule holds at once."""
 
 TAIL = ("forward_ms", "backward_ms", "host_ms", "parameter_bytes", "forward_launch_ms", "backward_launch_ms")
 """The costs that a stage gains with another block, in the order of Slack's fields."""
@@ -84,8 +84,7 @@ def memory_may_bind(costs: Costs, memory_bytes: float) -> bool:
 def contract_light_nodes(
     costs: Costs, blocks: Blocks, apart: Collection[str], light_ms: float, ms_per_byte: float = 0.0
 ) -> tuple[Blocks, Slack]:
-    """Join light blocks to the blocks that they follow. Return the blocks, and how much slower the best plan may
-    become.
+    """Join light blocks to the blocks they follow; return the blocks and a bound on the loss.
 
     A block joins its only predecessor u under three conditions: u has no other successor, the block sends no more bytes
     than it receives from u, and everything joined to u takes at most `light_ms`. A byte of parameters counts
@@ -209,8 +208,7 @@ class _Graph:
         return self.find_link(b, ahead=True) if link is None else link
 
     def find_link(self, b: int, *, ahead: bool = False) -> int | None:
-        """Return the only group before `b` (`ahead`: after it) if `b` is also its only neighbour on that side, else
-        None.
+        """Return the only group before (or `ahead`: after) `b`, if `b` is its only neighbour there too.
 
         The tensors that `b` has elsewhere must be no larger than the tensors between the two.
         """

@@ -142,9 +142,7 @@ class _Network:
         return table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), whole, unit
 
     def cut(self, inside: NDArray[np.bool_], outside: NDArray[np.bool_]) -> tuple[float, NDArray[np.int64]]:
-        """Return the fewest bytes over a cut, and an ideal that attains them: all `inside` blocks and no `outside`
-        block.
-        """
+        """Return the fewest bytes over a cut, and its ideal: with all `inside` and no `outside` blocks."""
         # scipy takes a third of a second to import, and few graphs need it.
         import_whole(["scipy.sparse.csgraph"])
         from scipy.sparse import csr_array
@@ -159,8 +157,7 @@ class _Network:
         capacity = np.concatenate([capacity, np.full(held.size + left.size, ENDLESS, np.int32)])
         network = csr_array((capacity, (tail, head)), shape=(self.vertices, self.vertices))
         flow = maximum_flow(network, source, sink)
-        # The vertices still reachable from the source over arcs with free capacity form the source side of a minimum
-        # cut.
+        # A minimum cut separates the vertices that the source still reaches over arcs with free capacity.
         residual = network.astype(np.int64) - flow.flow.astype(np.int64)
         residual.data = (residual.data > 0).astype(np.int8)
         residual.eliminate_zeros()

@@ -101,8 +101,7 @@ def _enumerate_within(
     tries: Iterable[tuple[Blocks, Slack]],
     at_least: int,
 ) -> Antichains:
-    """Return every ideal if they are at most `max_states`, else the ideals of fewer blocks or of one topological
-    order.
+    """Return all ideals if they are at most `max_states`, else ideals of fewer blocks or of one order.
 
     First try `tries`, which join more and more light nodes, while at least `at_least` blocks are left; `slack` then
     bounds the loss due to joining. If this is not enough, return the ideals of one topological order along light cuts,
@@ -139,8 +138,7 @@ def _sort_by_pins(blocks: Blocks, order: Sequence[int], pinned: Mapping[str, int
         latest[b] = min([least.get(b, inf), *(latest[a] for a in blocks.after[b])])
     if any(latest[b] < device for b, device in least.items()):
         return list(order)
-    # A descendant's latest stage is never earlier than the block's own, and the sort is stable, so the order stays
-    # topological.
+    # The sort is stable and a descendant's latest stage is never earlier, so the order stays topological.
     return sorted(order, key=lambda b: latest[b])
 
 
@@ -157,8 +155,7 @@ def _live(
     last: Ints,
     find: Callable[[str, float], float] = lambda name, output_bytes: output_bytes,
 ) -> NDArray[np.float64]:
-    """Return the bytes live across each ideal, as float64 [ideals, 3]: values (as `find` counts them), gradients, and
-    sent.
+    """Return bytes live across each ideal, float64 [ideals, 3]: values (as found by `find`), gradients, sent.
 
     The *pins* of a value are the blocks that make or read it. A value is live across an ideal if the ideal contains
     some of its pins, but not all. The caller is one more pin: always inside for an input of the model, never for an

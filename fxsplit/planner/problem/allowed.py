@@ -1,6 +1,4 @@
-"""The states at which a chain may be cut: the full state ends it, and pinned nodes lie on the right side
-of each cut.
-"""
+"""Where a chain may be cut: the full state ends it, and pinned nodes are on the right side of each cut."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ def list_allowed(
         return allowed
     devices_of = _collect_pins(chains, pinned, len(machine), several=several)
     for q, used in enumerate(moves.used):
-        # For each state, count the contained pins to devices still free (must be none) and to used devices (must be
-        # all).
+        # For each state, count the contained pins to free devices (must be 0) and to used devices (must be all).
         weight = np.zeros((len(chains.blocks), 2))
         for block, devices in devices_of.items():
             weight[block] = [len(devices - set(used)), len(devices & set(used))]

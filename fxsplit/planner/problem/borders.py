@@ -130,7 +130,7 @@ def compress_cuts(costs: Costs, how: str) -> Costs:
     """Return costs that price compressed cuts. Raises ProfileError if the profile has no dtypes."""
     if how and not any(node.made for node in costs.nodes):
         raise ProfileError(
-            f"the profile does not say which dtypes and shapes nodes make, which compress={how!r} asks for: profile "
+            f"the profile does not say which dtypes and shapes nodes make, which compress={how!r} needs: profile "
             "the model again"
         )
     return replace(costs, compress=how)
@@ -143,6 +143,6 @@ def check_modules(costs: Costs, n_stages: int, at: str = "modules") -> None:
         modules = [name for name in parts if not name.startswith(BETWEEN)]
         named = ", ".join(modules[:MOST_NAMED]) + (", ..." if modules[MOST_NAMED:] else "")
         raise PlanError(
-            f"the model has {len(modules)} modules at whose borders it can be cut ({named or 'none'}), "
+            f"the model has {len(modules)} modules to cut between ({named or 'none'}), "
             f"too few for {n_stages} stages: plan for fewer devices, or let cuts lie anywhere"
         )

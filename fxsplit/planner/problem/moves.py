@@ -31,8 +31,7 @@ class Move:
     - `rank`: the number of the stage if it is known beforehand, else -1
     - `recompute`: the stage keeps no activations and runs its forward again in the backward
     - `near_before`, `near_after`: the stage before, or after, is on the neighbouring device. Across an idle device the
-      link
-      may be slower.
+      link may be slower.
     """
 
     source: int
@@ -80,8 +79,7 @@ def list_moves(
     """Return the moves over a machine's devices.
 
     - In the machine's order each stage takes the next device, or several if stages may be `replicated`; in `free` order
-      it
-      takes any unused device
+      it takes any unused device
     - `idle`: the devices that may stay idle, "none", the "last" ones (enough for equal devices) or "any"; in free order
       "last" means any
     - `n_stages`: plans must have exactly this many stages, and configurations count them, since the memory of a stage

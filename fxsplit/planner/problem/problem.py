@@ -115,9 +115,7 @@ class Problem:
         return run_counted(reach_bounded if bounded or t.launch.size else reach, len(self), steps, t, threshold)
 
     def trace(self, origin: Ints, via: Ints) -> Path | None:
-        """Follow two tables [configurations, states] back from the full state; return the chain, or None if there is
-        none.
-        """
+        """Follow two tables [configurations, states] back from the full state; return the chain or None."""
         full = len(self) - 1
         # All final configurations are equally good under a threshold. Take the first, so that plans are deterministic.
         at = next((q for q in sorted(self.moves.final) if origin[q, full] >= 0), None)
@@ -133,9 +131,7 @@ class Problem:
         return path[::-1]
 
     def loads(self, path: Path) -> list[float]:
-        """Return the load of every stage in a chain, in ms: the time of its devices or of its host's launches, if
-        longer.
-        """
+        """Return the load of every stage in a chain, in ms: the longer of device time and launch time."""
         return [max(pair) for pair in zip(self.device_loads(path), self.launches(path), strict=True)]
 
     def launches(self, path: Path) -> list[float]:
@@ -187,8 +183,7 @@ class Problem:
         return costs
 
     def shared(self, states: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Return additional bytes [J, I] that the stage between each pair of `states` pays for, and ms per byte by
-        kind.
+        """Return additional bytes [J, I] paid by the stage between two `states`, and ms per byte by kind.
 
         In this class the first array is empty: no stage pays for more.
         """
@@ -234,9 +229,7 @@ class Problem:
         return bound
 
     def _share(self, work: Floats, everyone: float, most: float) -> float:
-        """Return the least ms of the slowest stage if all stages together do `everyone` of `work` in 1 ms, and any one
-        `most`.
-        """
+        """Return a bound on the slowest stage in ms; all stages do `everyone` of `work` per ms, and one `most`."""
         if not work[-1] > 0:
             return 0.0
         # Each edge of the lattice adds one block, which some stage must run as a whole.

@@ -61,8 +61,7 @@ def contained(chains: Antichains) -> Bools:
 def best_path(
     problem: Problem, chains: Antichains, upper: float = inf, clock: Clock | None = None
 ) -> tuple[Path | None, bool]:
-    """Return the chain with the smallest bottleneck, or None if no chain is below `upper` ms; and whether that is
-    proven.
+    """Return the chain with the smallest bottleneck (None if none is below `upper` ms), and whether it is proven.
 
     First solve the chains of one topological order. Their best load excludes many states: states with too much work for
     the devices before them, and states that leave too much work for the devices after them.
@@ -206,8 +205,7 @@ def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: flo
             continue
         starts = np.flatnonzero(best[move.source] < upper)
         ends = np.flatnonzero(t.allowed[move.target][states])
-        # Exclude starts from which the remaining devices cannot finish in time, and ends that the used devices cannot
-        # reach.
+        # Exclude starts that leave too much work, and ends with too much work for the used devices.
         if upper < inf:
             starts = starts[work[-1] - work[starts] <= upper * t.left[move.source] * SLACK]
             least = work[-1] - upper * t.left[move.target] * SLACK

@@ -25,9 +25,7 @@ from fxsplit.planner.search.dense import best_line, best_path, first_order
 SLACK = 1e-9
 """Two loads closer than this relative distance count as equal, because of rounding."""
 LEAP = 0.35
-"""The position of the next threshold between the bounds. Refutations are cheaper than chains, so test near the lower
-one.
-"""
+"""Where to test between the bounds: nearer to the lower one, since refutations are cheaper than chains."""
 
 HALF_A_BYTE = 0.5
 """The tolerance in bytes between a sum of memory and the capacity of a device."""
@@ -37,9 +35,7 @@ ANYTHING = 1e200
 
 @dataclass(frozen=True)
 class Found:
-    """The best chain, its slowest load, and a load that no chain beats, in ms. The loads are equal
-    unless time ran out.
-    """
+    """The best chain, its bottleneck, and a bound that no chain beats, in ms; both are equal unless time ran out."""
 
     path: Path
     load: float
@@ -130,9 +126,7 @@ def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
 
 
 def _climb(problem: Problem, lower: float, clock: Clock) -> Path | None:
-    """Return a chain near the best: raise the threshold until a chain exists, since low thresholds are
-    cheap to test.
-    """
+    """Raise the threshold until a chain exists, since low thresholds are cheap; the chain is near the best."""
     # With memory limits there may be no chain, and tests are expensive: take few steps before ANYTHING.
     times, step = (16, 0.04) if np.isfinite(problem.capacity).any() else (4, 0.01)
     while True:

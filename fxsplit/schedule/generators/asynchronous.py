@@ -17,8 +17,7 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def pipedream(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return PipeDream with weight stashing (Narayanan et al. 2019): an optimizer step after every microbatch's
-    backward.
+    """Return PipeDream with weight stashing (Narayanan et al. 2019): a step after every backward.
 
     On 2 devices with 4 microbatches (`v2` is weight version 2):
 
@@ -26,7 +25,7 @@ def pipedream(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -
         1F0 1B0 1STEP0v1 1F1v1 1B1v1 1STEP1v2 1F2v2 1B2v2 1STEP2v3 1F3v3 1B3v3 1STEP3v4
 
     A forward uses the newest weights of its stage. Stage s has n_devices - s microbatches in flight and keeps that many
-    weight versions. Its gradients lag n_devices - 1 - s versions behind the weights they are applied to.
+    weight versions. Its gradients are applied to weights that are n_devices - 1 - s versions newer.
     """
     rows = []
     for stage in range(n_devices):
@@ -38,8 +37,7 @@ def pipedream(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -
 
 
 def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return PipeDream-2BW (Narayanan et al. 2021): a step after every n_devices microbatches, with two weight
-    versions.
+    """Return PipeDream-2BW (Narayanan et al. 2021): a step every n_devices microbatches, two weight versions.
 
     On 2 devices with 4 microbatches:
 
@@ -47,7 +45,7 @@ def pipedream_2bw(n_devices: int, n_microbatches: int, stages_per_device: int = 
         1F0 1B0 1F1 1B1 1STEP1v1 1F2 1B2 1F3 1B3 1STEP3v2
 
     The microbatches of batch k use weight version k - 1, and their gradients make version k + 1 from version k: the
-    gradients of every stage lag one version behind. Raises ScheduleError unless n_devices divides n_microbatches.
+    gradients of every stage are one version old. Raises ScheduleError unless n_devices divides n_microbatches.
     """
     # With several stages a device no number of microbatches works; _schedule_stream raises that error.
     if stages_per_device == 1 and n_microbatches % n_devices:

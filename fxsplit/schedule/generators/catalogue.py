@@ -140,9 +140,7 @@ class Scheduler:
     stages_per_device: int | None = None
 
     def schedule(self, n_microbatches: int, n_stages: int | None = None) -> Schedule:
-        """Return the schedule for `n_stages` stages (default: all); with one stage a device, some
-        devices may be idle.
-        """
+        """Return the schedule for `n_stages` stages (default: all), perhaps with idle devices."""
         # With one stage a device, a plan may leave devices idle; with several, it must have all stages.
         made = generate(self.name, self.n_devices, n_microbatches, self.stages_per_device)
         if n_stages is None or n_stages == made.n_stages:

@@ -154,16 +154,14 @@ def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
     chunks = range(stages_per_device)
     rows = []
     for d in range(n_devices):
-        # The order of a device's forwards: the microbatches of a round pass its first stage, then its second, and so
-        # on.
+        # The order of a device's forwards: a round passes its first stage, then its second, and so on.
         turns = [(c, m) for r in range(rounds) for c in chunks for m in range(r * size, (r + 1) * size)]
         forwards = [Action(c * n_devices + d, FORWARD, m) for c, m in turns]
         backwards = [Action((stages_per_device - 1 - c) * n_devices + d, BACKWARD, m) for c, m in turns]
         # With one stage a device there is nothing to interleave: this is 1F1B.
         warm_up = n_devices - d - 1
         if stages_per_device > 1:
-            # The warm-up of torch and Megatron: a round through all chunks except the last, and two for each later
-            # device.
+            # Warm up as torch and Megatron do: a round through all but the last chunk, two for each later device.
             warm_up = 2 * warm_up + (stages_per_device - 1) * size
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("Interleaved1F1B", n_microbatches, deal_in_turn(n_devices, stages_per_device), tuple(rows))
@@ -201,8 +199,7 @@ def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Sc
 
 
 def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
-    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, down the line and back, with delayed weight
-    gradients.
+    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, there and back, with delayed weight gradients.
 
         device 0: 0F0 0F1     3F0 3I0 3F1 3I1 0I0 3W0 0I1 0W0 3W1 0W1      device 0 has stages 0 and 3
         device 1:     1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1      device 1 has stages 1 and 2

@@ -34,11 +34,9 @@ class Times:
     """The time of each action, in ms for one microbatch. Every list has one entry for each stage.
 
     - `backward_ms` is a full backward; its weight gradients take `weight_ms` of it (default: half), its input gradients
-      the
-      rest
+      the rest
     - `forward_hop_ms[s]` is the time of a value on the link from stage s - 1 to stage s, and `backward_hop_ms[s]` the
-      time
-      of its gradient on the link back; both apply only between different devices
+      time of its gradient on the link back; both apply only between different devices
     - `reduce_ms` is a sum over replicas, `step_ms` an optimizer step; 0 by default
     - `forward_launch_ms` and `backward_launch_ms` are the launch times on the stage's host; 0 by default
     """

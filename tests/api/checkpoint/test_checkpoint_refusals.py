@@ -230,7 +230,7 @@ CONTENTS: dict[str, tuple[dict[str, Tensor | None], str]] = {
         {"typed.blocks.0.bias.x": torch.tensor([*b"[1]"], dtype=torch.uint8)}, "cannot be read as JSON",
     ),
     "a value of code": (
-        {"typed.blocks.0.bias.x": torch.tensor([*b'[[1], [[[], "eval"]]]'], dtype=torch.uint8)}, "not known",
+        {"typed.blocks.0.bias.x": torch.tensor([*b'[[1], [[[], "eval"]]]'], dtype=torch.uint8)}, "the unknown type",
     ),
     "a parameter that the optimizer does not have": ({"optimizer.gone.exp_avg": torch.zeros(8)}, "no such parameter"),
 }  # fmt: skip
@@ -359,7 +359,7 @@ def test_values_that_json_does_not_know_come_back_as_they_were(tmp_path: Path) -
 
 def test_a_file_or_a_folder_of_another_tool_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-12").write_text("notes")
-    with pytest.raises(InputError, match="step-12' is there already, and is no checkpoint that can be read"):
+    with pytest.raises(InputError, match="step-12' exists and is not a readable checkpoint"):
         fxsplit.save_checkpoint(tmp_path, nn.Linear(1, 1), step=12)
     assert (tmp_path / "step-12").read_text() == "notes" and len([*tmp_path.iterdir()]) == 1
 

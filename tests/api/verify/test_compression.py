@@ -178,6 +178,6 @@ def test_a_profile_without_dtypes_is_refused() -> None:
     from fxsplit.planner.problem.borders import compress_cuts
     from tests.cli.test_plan import chain
 
-    with pytest.raises(ProfileError, match=r"compress='bf16' asks for: profile the model again"):
+    with pytest.raises(ProfileError, match=r"compress='bf16' needs: profile the model again"):
         compress_cuts(chain([1, 2]), "bf16")
     assert compress_cuts(chain([1, 2]), "").compress == ""

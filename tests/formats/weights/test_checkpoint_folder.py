@@ -79,9 +79,9 @@ def test_only_own_names_are_checkpoints(tmp_path: Path) -> None:
     assert set(names(tmp_path)) == before - {"step-3"} | {"step-4"}
     for step in (12, 13, 14):
         new = begin(tmp_path, step)
-        with pytest.raises(FileError, match=rf"step-{step}' is there already, and is no checkpoint"):
+        with pytest.raises(FileError, match=rf"step-{step}' exists and is not a readable checkpoint"):
             new.check_place()
-        with pytest.raises(FileError, match=rf"step-{step}' is there already, and is no checkpoint"):
+        with pytest.raises(FileError, match=rf"step-{step}' exists and is not a readable checkpoint"):
             new.complete(Manifest(step, []), None)
         new.abandon()
     assert set(names(tmp_path)) == before - {"step-3"} | {"step-4"}

@@ -103,7 +103,7 @@ def test_an_expert_is_missing(transformers: Any, tmp_path: Path) -> None:
     save_file({name: value for name, value in held.items() if name != lost}, path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     options: Any = {"passes": FAST, "n_microbatches": 1, "example_inputs": {"input_ids": torch.ones(4, 8).long()}}
-    with pytest.raises(InputError, match=r"experts.*(_proj' is torch.float32 \(3, |cannot be made of its 7 tensors)"):
+    with pytest.raises(InputError, match=r"experts.*(_proj' is torch.float32 \(3, |cannot be made from its 7 tensors)"):
         fxsplit.compile(model, 2, weights=tmp_path, **options)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -110,10 +110,10 @@ LOOP.append(LOOP)
         (torch.zeros(2, device="meta"), "a Tensor"),
         (torch.zeros(1, dtype=torch.complex64), "a Tensor"),
         (torch.eye(2).to_sparse(), "a Tensor"),
-        (torch.zeros(1000, 1001), r"extra\['s'\] is a tensor of 1001000 numbers, .* a buffer of the module"),
+        (torch.zeros(1000, 1001), r"extra\['s'\] is a tensor of 1001000 numbers, .* a buffer of the saved module"),
         (np.ones(2), "a ndarray"),
-        (LOOP, "extra cannot be kept as JSON"),
-        (10**5000, "extra cannot be kept as JSON"),
+        (LOOP, "extra cannot be stored as JSON"),
+        (10**5000, "extra cannot be stored as JSON"),
     ],
     ids=lambda v: type(v).__name__,
 )

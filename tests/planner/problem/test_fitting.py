@@ -143,7 +143,7 @@ def try_case(seed: int) -> str:
     try:
         plan = Planner(costs).plan(machine, workload, options)
     except PlanError as error:
-        assert best == inf or "nodes that can be parted" in str(error), (seed, best, str(error))
+        assert best == inf or "nodes that cuts can separate" in str(error), (seed, best, str(error))
         return "refused"
     assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9) and plan.optimal, (seed, best, str(plan))
     for stage in plan.stages:
