@@ -25,9 +25,11 @@ from fxsplit.runtime.loss.meaning import LossMeaning
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.torch_csv import format_csv
+from fxsplit.system.imports import import_whole
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fx.interpret import describe_tensor
 from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
+from fxsplit.torch_internals.needs import PIPELINING, require
 
 if TYPE_CHECKING:  # loaded where it is asked for: torch's pipelining takes a second
     from torch.distributed.pipelining import PipelineStage
@@ -83,6 +85,9 @@ def export_stages(compiled: Compiled, options: Options, group: dist.ProcessGroup
             "to_torch_stages() needs a process group: run the script with torchrun, and call "
             "torch.distributed.init_process_group() first"
         )
+    # An interrupt would leave half of torch's pipelining imported.
+    import_whole(["torch.distributed.pipelining.schedules"], if_there=True)
+    require(PIPELINING)
     from fxsplit.torch_internals.torch_pipelining import build_module, build_runtime, build_stage
 
     program, example = compiled.program, compiled.captured[Example]

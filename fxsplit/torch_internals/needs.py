@@ -49,8 +49,6 @@ NEEDED = (
     "torch.distributed.distributed_c10d._set_pg_timeout",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._world.pg_map",
-    "torch.distributed.pipelining.microbatch._Replicate",
-    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "torch._C._disabled_torch_function_impl",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._nn._parse_to",
@@ -156,7 +154,11 @@ STAGE_COMPILERS = (
     "torch._functorch.config.patch",
     "torch.compiler.config.recompile_limit",
 )
-LATE = (*COMPILERS, *INDUCTOR, *STAGE_COMPILERS)
+PIPELINING = (
+    "torch.distributed.pipelining.microbatch._Replicate",
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+)
+LATE = (*COMPILERS, *INDUCTOR, *STAGE_COMPILERS, *PIPELINING)
 """What takes torch seconds to load."""
 
 

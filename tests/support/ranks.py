@@ -46,6 +46,7 @@ PRELOADED = [
     "pytest",
     "torch",
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining.schedules",
     "fxsplit.api.compile",
     "fxsplit.api.pipeline.pipeline",
     *LATE,
