@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
     action: Action
     during: dict[int, Moment]
-    behind: dict[int, Moment]
+    after: dict[int, Moment]
 
 
 def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[Turn]:
@@ -90,7 +90,7 @@ def list_moments(schedule: Schedule) -> tuple[Moments, ...]:
     """Return the moments at which each stage may hold most, over all replicas of the stage."""
     found: list[set[Moment]] = [set() for _ in schedule.homes]
     for device, outstanding in enumerate(list_outstanding(schedule)):
-        for action, during, behind in follow_device(schedule, device, outstanding):
+        for action, during, after in follow_device(schedule, device, outstanding):
             # During an action the device's other stages do not change, except that their messages are received.
-            found[action.stage] |= {during[action.stage], behind[action.stage]}
+            found[action.stage] |= {during[action.stage], after[action.stage]}
     return tuple(keep_largest(moments or {Moment()}) for moments in found)

@@ -124,10 +124,10 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
     """Write the files to a temporary folder, and move them to their place once all are complete."""
     there = folder.is_dir()
     # On the same disk, so that moving does not copy.
-    beside = (folder if there else folder.absolute().parent) / f"{BEING_WRITTEN}{secrets.token_hex(8)}"
-    change = _Change(beside)
+    temporary = (folder if there else folder.absolute().parent) / f"{BEING_WRITTEN}{secrets.token_hex(8)}"
+    change = _Change(temporary)
     with undo_after(change.settle):
-        made = beside / "new"
+        made = temporary / "new"
         made.mkdir(parents=True)
         names = [name_file("model", number, len(shards)) for number in range(len(shards))]
         # Asking for the next tensor reports the previous one as written.
@@ -142,11 +142,11 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
             change.make([(made, folder)])
             return
         before = sorted(p.name for p in folder.iterdir() if OF_A_CHECKPOINT.fullmatch(p.name))
-        (beside / "old").mkdir()
+        (temporary / "old").mkdir()
         # Remove the old index first and add the new one last, so that a crash leaves no index of two checkpoints.
         change.make(
             [
-                *((folder / name, beside / "old" / name) for name in sorted(before, key=lambda name: name != INDEX)),
+                *((folder / name, temporary / "old" / name) for name in sorted(before, key=lambda name: name != INDEX)),
                 *((made / name, folder / name) for name in names),
             ]
         )
@@ -155,8 +155,8 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
 class _Change:
     """Files to move, all or none, and the temporary folder that holds them."""
 
-    def __init__(self, beside: Path) -> None:
-        self._beside = beside
+    def __init__(self, temporary: Path) -> None:
+        self._temporary = temporary
         self._moves: list[tuple[Path, Path]] = []
         self._complete = False
 
@@ -173,7 +173,7 @@ class _Change:
             for source, target in reversed(self._moves):
                 if not source.exists() and target.exists():
                     os.rename(target, source)
-        shutil.rmtree(self._beside, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, Sequence[str]]) -> None:

@@ -134,8 +134,8 @@ def lattice_edges(parent: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
                 # Edges ascend by node. From the maximum on they are edges of the search tree.
                 if node[e] >= m:
                     break
-                beside = child[e]
-                low, high = tree_ptr[beside], tree_ptr[beside + 1]
+                above = child[e]
+                low, high = tree_ptr[above], tree_ptr[above + 1]
                 # Bisect for the extension by m in the ascending list of extensions.
                 while low < high:
                     middle = (low + high) // 2

@@ -89,19 +89,19 @@ def _name_between(costs: Costs, found: dict[str, str]) -> dict[str, str]:
     """Return a name for each node outside the modules of `found`; nodes between the same modules get the same name.
 
     Two nodes lie between the same modules if the same modules precede both, and the same modules follow both. A node
-    without modules before and after it, such as the labels of a loss, gets no name, and may lie anywhere.
+    with no module before or after it, such as the labels of a loss, gets no name, and may lie anywhere.
     """
     bits = {module: 1 << i for i, module in enumerate(dict.fromkeys(filter(None, found.values())))}
     before: dict[str, int] = defaultdict(int)
-    behind: dict[str, int] = defaultdict(int)
+    after: dict[str, int] = defaultdict(int)
     for node in costs.nodes:
         for name in node.inputs:
             before[node.name] |= before[name] | bits.get(found.get(name, ""), 0)
     for node in reversed(costs.nodes):
         for name in node.inputs:
-            behind[name] |= behind[node.name] | bits.get(found[node.name], 0)
-    free = [n.name for n in costs.nodes if not found[n.name] and (before[n.name] or behind[n.name])]
-    return {name: f"{BETWEEN}{before[name]:x} {behind[name]:x}" for name in free}
+            after[name] |= after[node.name] | bits.get(found[node.name], 0)
+    free = [n.name for n in costs.nodes if not found[n.name] and (before[n.name] or after[n.name])]
+    return {name: f"{BETWEEN}{before[name]:x} {after[name]:x}" for name in free}
 
 
 def _suggest(costs: Costs, at: str) -> str:

@@ -94,7 +94,11 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
 # Every training step calls this, and so does the choice among many schedules.
 @lru_cache(maxsize=256)
 def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
-    """Return the schedule called `name`. Raises ScheduleError for an unknown name or unsupported numbers."""
+    """Return the schedule called `name` for numbers of devices and microbatches.
+
+    `stages_per_device` defaults to the schedule's own number. Raises ScheduleError for an unknown name, and for numbers
+    that the schedule does not support.
+    """
     generator = inference if name == INFERENCE else find_schedule(name)
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():

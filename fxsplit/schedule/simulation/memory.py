@@ -17,7 +17,7 @@ Course = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Footprint(MicrobatchMemory):
-    """The memory of one stage, in bytes: for each microbatch, and
+    """The memory of one stage, in bytes: for each microbatch (see MicrobatchMemory), and
 
     - `held_bytes`: constant: weights, their gradients, optimizer state, buffers
     - `parameter_bytes`: one more version of the weights
@@ -47,7 +47,7 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
         for turn, (begin, end) in zip(follow_device(schedule, device, outstanding), spans, strict=True):
             if turn.action.op in DURING:
                 course.append((begin, count(turn.during)))
-            course.append((end, count(turn.behind)))
+            course.append((end, count(turn.after)))
         courses.append(tuple(course))
     return tuple(courses)
 
