@@ -1,4 +1,4 @@
-"""`fxsplit simulate`: the time of a schedule, and its devices' idle share and memory; without torch or a model."""
+"""`fxsplit simulate`: the time of a schedule, and each device's idle share and memory; needs no torch or model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's words: checks of option values, and errors with options instead of Python arguments."""
+"""The command's options: checks of their values, and their names in errors instead of Python arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def take_text(text: str) -> str:
-    """Return the value of an option. For argparse, which reports an empty value as an error."""
+    """Return the value of an option, and refuse an empty one, for argparse."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: is it a variable of the shell that is not set?")
     return text

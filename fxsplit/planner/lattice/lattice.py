@@ -33,7 +33,7 @@ from fxsplit.planner.lattice.cuts import find_cut_levels
 
 
 def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> Antichains:
-    """Return every ideal of the blocks, or the ideals of one topological order if all are more than `max_states`.
+    """Return every ideal of the blocks; beyond `max_states`, only the ideals of one topological order.
 
     `blocks` default to the smallest sets of nodes that `costs` keeps together. Pass contracted blocks for fewer ideals.
     """
