@@ -12,7 +12,7 @@ from fxsplit.frontend import choose
 from fxsplit.frontend.watch import places
 from fxsplit.ir.facts.costs.costs import UNSTEADY
 from fxsplit.runtime.stage import recompute
-from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule import RUNNABLE, SCHEDULES, Times, generate, simulate
 from fxsplit.torch_internals import contents
 from tests.docs.markdown import ROOT
 from tests.proof.test_transparency import CASES, SLOW
@@ -45,6 +45,8 @@ def read(page: str) -> str:
         ("README.md", "for {} networks under all", len(networks.BUILDERS)),
         ("README.md", "under all {} synchronous schedules on 2 devices", len(RUNNABLE)),
         ("README.md", "All but the {} slowest are also checked on 3 and 4", len(SLOW)),
+        ("docs/proof.md", "{} networks, seven synchronous schedules", len(networks.BUILDERS)),
+        ("docs/proof.md", "all but the {} slowest also on 3 and 4", len(SLOW)),
     ],
 )
 def test_figures_of_sentences_are_those_of_the_code(page: str, sentence: str, figure: int) -> None:
@@ -71,3 +73,19 @@ def test_the_models_that_are_counted_are_listed() -> None:
         re.MULTILINE,
     )
     assert [(b, a) for a, b in rows] == found
+
+
+def test_the_table_of_schedules_has_the_figures_of_the_simulator() -> None:
+    """Idle time and activations on 4 devices: one figure of activations if all devices hold as many."""
+    rows = re.findall(
+        r"^\| `([\w-]+)`(.*?) \|.*?\| ([\d.]+) %.*? \| ([\d., ]+) \|$",
+        (ROOT / "docs/schedules.md").read_text(),
+        re.MULTILINE,
+    )
+    assert {name for name, *_ in rows} == set(SCHEDULES)
+    for name, remark, idle, activations in rows:
+        schedule = generate(name, 4, 4 if "4 microbatches)" in remark else 8)
+        peaks = schedule.peak_activations()
+        held = ", ".join(f"{peak:g}" for peak in (set(peaks) if len(set(peaks)) == 1 else peaks))
+        found = simulate(schedule, Times.unit(schedule.n_stages))
+        assert (f"{100 * found.bubble:.1f}", held) == (idle, activations), name
