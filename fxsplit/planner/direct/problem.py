@@ -81,7 +81,7 @@ class DirectProblem(Problem):
         return self.trace(*clock.run(lambda steps: self.reach(threshold, steps, closing=closing)))
 
     def reach(self, threshold: float, steps: int, *, closing: bool = True) -> tuple[Ints, Ints, int]:
-        """Run the kernel for at most `steps` steps; return its two tables for `trace` and the steps it took."""
+        """Run the kernel for at most `steps` steps; return the two tables that `trace` reads, and the steps it took."""
         tables = self._lattice, self.tables, self._tensors
         return run_counted(kernels.reach, len(self), steps, *tables, closing, threshold)
 

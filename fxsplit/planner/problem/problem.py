@@ -106,7 +106,7 @@ class Problem:
         return self.tables.take(states)._replace(bans=self.refused.list_among(n_kinds, states))
 
     def reach(self, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
-        """Run the kernel for at most `steps` steps; return its two tables for `trace` and the steps it took."""
+        """Run the kernel for at most `steps` steps; return the two tables that `trace` reads, and the steps it took."""
         # Lists of starts are slower than a single start: use them only if memory or launches matter.
         t, bounded = self.list_tables(), bool(np.isfinite(self.tables.capacity).any())
         if t.launch.size and not bounded:
