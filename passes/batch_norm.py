@@ -19,7 +19,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.fx.interpret import find_target
-from fxsplit.torch_internals.nn.batch_norm import Calls, Noted, is_batch_norm
+from fxsplit.torch_internals.nn.batch_norm import Calls, DeferredBatchNorm, is_batch_norm
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def _note_statistics(stage: Stage, at_once: bool, noted: dict[nn.Module, Calls])
         target = find_target(module, node)
         if is_batch_norm(target):
             # A layer that is called twice updates its statistics twice per batch, but in turn for each microbatch.
-            target = Noted(target, at_once, {} if at_once else noted.setdefault(target, {}))
+            target = DeferredBatchNorm(target, at_once, {} if at_once else noted.setdefault(target, {}))
             copy.target = f"noted_{node.name}"
         held[str(copy.target)] = target
     # Return an unchanged stage as the same object, so that compiled code and copies of it stay valid.
-    if not any(isinstance(target, Noted) for target in held.values()):
+    if not any(isinstance(target, DeferredBatchNorm) for target in held.values()):
         return stage
     return replace(stage, module=fx.GraphModule(held, graph, class_name=type(module).__name__))
 

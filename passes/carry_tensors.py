@@ -31,7 +31,7 @@ CONSTANTS = (bool, int, float, complex, str, slice, type(None), torch.dtype, tor
 """Types that may be written into a graph. Devices may not, since each stage has another."""
 
 
-class Place(NamedTuple):
+class StageNode(NamedTuple):
     """A node of one of the stages."""
 
     stage: int
@@ -114,7 +114,7 @@ class _Writer:
     def _is_tensor(self, name: str) -> bool:
         return isinstance(self._value(self._makers[name]), Tensor)
 
-    def _value(self, place: Place) -> Any:
+    def _value(self, place: StageNode) -> Any:
         return self._recorded[place.stage][place.node]
 
     def _describe(self, name: str) -> str:
@@ -148,7 +148,7 @@ class _Writer:
         )
 
     def _follow(
-        self, place: Place, arrived: Mapping[str, fx.Node], made: dict[fx.Node, fx.Node], graph: fx.Graph
+        self, place: StageNode, arrived: Mapping[str, fx.Node], made: dict[fx.Node, fx.Node], graph: fx.Graph
     ) -> fx.Node:
         """Return a node of `graph` with the value of an earlier stage's node. Raises _Unknown if that is impossible.
 
@@ -169,38 +169,38 @@ class _Writer:
             return self._follow(self._makers[node.name], arrived, made, graph)
         if not self._is_pure(place):
             raise _Unknown
-        args = {read: self._follow(Place(stage, read), arrived, made, graph) for read in node.all_input_nodes}
+        args = {read: self._follow(StageNode(stage, read), arrived, made, graph) for read in node.all_input_nodes}
         made[node] = graph.node_copy(node, args.__getitem__)
         return made[node]
 
-    def _find_source(self, place: Place) -> Place:
+    def _find_source(self, place: StageNode) -> StageNode:
         """Follow a received value back to the node that made it."""
         while place.node.op == "placeholder" and place.stage > 0:
             place = self._makers[place.node.name]
         return place
 
-    def _follows_from_shapes(self, place: Place) -> bool:
+    def _follows_from_shapes(self, place: StageNode) -> bool:
         """Return whether a value is the same for all tensors of the example's shapes."""
         place = self._find_source(place)
         if place.node.op == "placeholder" or not self._is_pure(place):
             return False
-        reads = [Place(place.stage, read) for read in place.node.all_input_nodes]
+        reads = [StageNode(place.stage, read) for read in place.node.all_input_nodes]
         return all(isinstance(self._value(read), Tensor) or self._follows_from_shapes(read) for read in reads)
 
-    def _is_pure(self, place: Place) -> bool:
+    def _is_pure(self, place: StageNode) -> bool:
         """Return whether a node reads only numbers, or only shapes of tensors."""
         stage, node = place
         reads_tensors = any(isinstance(self._recorded[stage][read], Tensor) for read in node.all_input_nodes)
         return node.op in ("call_function", "call_method") and (not reads_tensors or reads_shape(node))
 
 
-def _find_makers(stages: Stages) -> dict[str, Place]:
+def _find_makers(stages: Stages) -> dict[str, StageNode]:
     """Return the maker of each value that crosses stages, enters the first, or leaves the last."""
     first = stages[0].module.graph.find_nodes(op="placeholder")
-    makers = {node.name: Place(0, node) for node in first}
+    makers = {node.name: StageNode(0, node) for node in first}
     for stage in stages.stages:
         for name, node in zip(stage.outputs, list_outputs(stage.module), strict=True):
             # A stage that only passes a value on is not its maker.
             if node.op != "placeholder":
-                makers[name] = Place(stage.index, node)
+                makers[name] = StageNode(stage.index, node)
     return makers

@@ -25,7 +25,7 @@ from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.fx.graph_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import find_target
 from fxsplit.torch_internals.nn.containers import rebuild
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 EMPTY = inspect.Signature.empty
 Names = tuple[str, ...]
@@ -121,7 +121,7 @@ def _build_stage_module(
         copy = copies[node.name] = graph.node_copy(node, lambda n: copies[n.name])
         if node.name in effects.drawing:
             copy.op, copy.target = "call_module", f"draw_{node.name}"
-            held[f"draw_{node.name}"] = Draw(node.name, find_target(gm, node), drew=node.name in effects.drew)
+            held[f"draw_{node.name}"] = SeededCall(node.name, find_target(gm, node), drew=node.name in effects.drew)
         # Modules and attributes keep their paths in the user's model.
         elif node.op in ("call_module", "get_attr"):
             held[str(node.target)] = find_target(gm, node)

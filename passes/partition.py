@@ -18,7 +18,7 @@ from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.planner import plan_stages
@@ -50,7 +50,7 @@ class Partition(Options):
             return found, sequence_states(costs, found)
 
         # The time limit covers only this pass, not the enumeration of ideals before it.
-        clock = Clock.limited(self.time_limit)
+        clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
             return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))

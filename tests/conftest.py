@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
-from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
 from tests.support.times import measure_times, state_times
 
@@ -47,7 +47,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     And most of the weights, but no biases, are large enough to be caught.
     """
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
-    monkeypatch.setattr(grad_catch, "LEAST_BYTES", 200)
+    monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", 200)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import FAST, MICROBATCHES, RECOMPUTING, Net, Setting
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
-from fxsplit.runtime.stage.streams import AcceleratorStream, Stream
+from fxsplit.runtime.stage.streams import AcceleratorStream, DeviceStream
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"passes": RECOMPUTING}, {"deferred_batch_norm": True})
 STEPS = 3
@@ -50,7 +50,7 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
 def delay_streams(setting: Setting, delay: Callable[[], None]) -> Iterator[None]:
     """Delay what is queued before and after each send, take and mark inside the block, and copies on their streams."""
     # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
-    kind: type[Any] = Stream if setting.dry else AcceleratorStream
+    kind: type[Any] = DeviceStream if setting.dry else AcceleratorStream
 
     def make_late(own: Callable[..., Any]) -> Callable[..., Any]:
         def late(*args: Any) -> Any:

@@ -92,7 +92,7 @@ def list_said(pipe: Pipeline, count: int) -> list[float]:
     """Return the most that each device holds by the plan's simulation, in bytes."""
     schedule = find_program(pipe).schedule(count)
     simulation = simulate(schedule, read_times(pipe.plan, schedule))
-    return [find_peak(course) for course in trace_memory(simulation, read_footprints(pipe.plan))]
+    return [find_peak(trace) for trace in trace_memory(simulation, read_footprints(pipe.plan))]
 
 
 def list_kinds(pipe: Pipeline, peaks: list[Peak], said: list[float]) -> list[str]:

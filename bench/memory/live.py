@@ -15,10 +15,10 @@ from unittest import mock
 
 from bench.memory.counter import start_counting
 from fxsplit.runtime.job.job import Job
-from fxsplit.runtime.stage.streams import Stream
+from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.schedule.action import Action
 
-Handler = Callable[[Job, Action, int, Stream], None]
+Handler = Callable[[Job, Action, int, DeviceStream], None]
 
 
 class Storage(NamedTuple):
@@ -43,7 +43,7 @@ def log_storages() -> Iterator[Log]:
     actions: list[str] = [""]
 
     def name_action(do: Handler) -> Handler:
-        def named(job: Job, action: Action, device: int, stream: Stream) -> None:
+        def named(job: Job, action: Action, device: int, stream: DeviceStream) -> None:
             actions.append(str(action))
             counter.choose_action(len(actions) - 1)
             do(job, action, device, stream)

@@ -21,7 +21,7 @@ from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.stage.streams import Stream
+from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.schedule.action import Action
 
 
@@ -45,20 +45,22 @@ class Watch:
     """Follows the actions of all workers; `peaks` has the highest of each."""
 
     peaks: dict[int, Peak] = field(default_factory=dict)
-    courses: dict[int, list[Peak]] = field(default_factory=dict)
+    traces: dict[int, list[Peak]] = field(default_factory=dict)
 
-    def wrap(self, do: Callable[[Job, Action, int, Stream], None]) -> Callable[[Job, Action, int, Stream], None]:
+    def wrap(
+        self, do: Callable[[Job, Action, int, DeviceStream], None]
+    ) -> Callable[[Job, Action, int, DeviceStream], None]:
         """Return a handler of an action that notes what the worker held."""
         counter = start_counting()
 
-        def watched(job: Job, action: Action, device: int, stream: Stream) -> None:
+        def watched(job: Job, action: Action, device: int, stream: DeviceStream) -> None:
             slot = device + 1
             counter.choose_slot(slot)
             counter.forget_most(slot)
             before, sums = counter.count_live(slot), _count_sums(job, device)
             do(job, action, device, stream)
             peak = Peak(counter.count_most(slot), sums, before, str(action))
-            self.courses.setdefault(device, []).append(peak)
+            self.traces.setdefault(device, []).append(peak)
             if device not in self.peaks or peak.held > self.peaks[device].held:
                 self.peaks[device] = peak
 
@@ -72,7 +74,7 @@ def _count_sums(job: Job, device: int) -> int:
     return sum(total.untyped_storage().nbytes() for s in sums for total in s.totals.values())
 
 
-def _receive_copies(stream: Stream, values: Any, token: Any = None) -> list[Any]:
+def _receive_copies(stream: DeviceStream, values: Any, token: Any = None) -> list[Any]:
     """Return copies of values, as a device gets them from another one; CPU workers of one process share memory."""
     return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
 
@@ -88,7 +90,7 @@ def watch_workers(first: int) -> Iterator[Watch]:
         handlers = {op: order.wrap(watch.wrap(do)) for op, do in Job.HANDLERS.items()}
         stack.enter_context(order.lead())
         stack.enter_context(mock.patch.object(Job, "HANDLERS", handlers))
-        stack.enter_context(mock.patch.object(Stream, "receive", _receive_copies))
+        stack.enter_context(mock.patch.object(DeviceStream, "receive", _receive_copies))
         yield watch
 
 

@@ -13,10 +13,10 @@ from unittest import mock
 
 from fxsplit.runtime.job.channels import Inboxes, Message
 from fxsplit.runtime.job.job import Job
-from fxsplit.runtime.stage.streams import Stream
+from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.schedule.action import Action
 
-Handler = Callable[[Job, Action, int, Stream], None]
+Handler = Callable[[Job, Action, int, DeviceStream], None]
 
 LONGEST_S = 60.0
 """No action waits longer for its turn: a device that has failed never waits for a message."""
@@ -35,7 +35,7 @@ class RunAhead:
     def wrap(self, do: Handler) -> Handler:
         """Return a handler of an action that waits for its turn."""
 
-        def in_turn(job: Job, action: Action, device: int, stream: Stream) -> None:
+        def in_turn(job: Job, action: Action, device: int, stream: DeviceStream) -> None:
             if device != self._device:
                 with self._turn:
                     self._turn.wait_for(lambda: self._over or self._awaited is not None, LONGEST_S)

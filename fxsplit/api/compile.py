@@ -12,10 +12,10 @@ from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
+from fxsplit.api.compiler.compile_group import GradientHook, make_compile_group
 from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.compiler.devices import Devices, read_devices
-from fxsplit.api.compiler.options import Options, load_costs
-from fxsplit.api.compiler.team import GradientHook, make_team
+from fxsplit.api.compiler.options import CompileOptions, load_costs
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.formats.weights.safetensors_files import WeightFiles
@@ -118,7 +118,7 @@ def compile(
         )
     model = inner
     machine, world = read_devices(devices, model)
-    options = Options(
+    options = CompileOptions(
         machine=machine,
         chain=to_chain(passes, standard.PASSES),
         schedule=schedule,
@@ -144,7 +144,7 @@ def compile(
         )
     # Nothing is compiled before there is an example, or the first call.
     files = None if weights is None else WeightFiles(weights, dtype)
-    pipeline = Pipeline(Compiler(model, options, files, team=make_team(world, options)))
+    pipeline = Pipeline(Compiler(model, options, files, compile_group=make_compile_group(world, options)))
     if example_inputs is not None:
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
-from fxsplit.formats import Profile, read
+from fxsplit.formats import ProfileFile, read
 from fxsplit.ir.facts.costs.compress import Compress, check_compress
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.forwards import keep_forwards
@@ -142,7 +142,7 @@ def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None
     return Scheduler(schedule, len(machine)).lay_out(machine, count)
 
 
-def build_machine(profile: Profile, devices: int | None, bandwidth: float | None) -> Machine:
+def build_machine(profile: ProfileFile, devices: int | None, bandwidth: float | None) -> Machine:
     """Return the machine that a file states, or `devices` equal accelerators in their place."""
     stated = 2 if profile.accelerators is None else profile.accelerators
     count = stated if devices is None else devices

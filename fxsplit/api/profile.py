@@ -17,13 +17,13 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import enable_gradients
 from fxsplit.torch_internals.torch_compile.compiled_code import unwrap_compiled
 
 
 @lose_no_interrupt
-@leave_no_trace
+@restores_all
 def profile(
     model: nn.Module,
     example_inputs: Any,

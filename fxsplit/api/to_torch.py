@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fxsplit.api.compiler.compiled import Compiled
-from fxsplit.api.compiler.options import Options
+from fxsplit.api.compiler.options import CompileOptions
 from fxsplit.errors import InputError, NotExportable
 from fxsplit.frontend.meanings.losses import find_loss_counts
 from fxsplit.frontend.watch.calls import CallWatch
@@ -34,7 +34,7 @@ from fxsplit.torch_internals.needs import PIPELINING, require
 if TYPE_CHECKING:  # loaded where it is asked for: torch's pipelining takes a second
     from torch.distributed.pipelining import PipelineStage
 
-    from fxsplit.torch_internals.torch_pipelining import Ends, Runtime
+    from fxsplit.torch_internals.torch_pipelining import Runtime, StageTensors
 
 LEAST_TORCH = "2.13"
 """The oldest torch whose own runtime was seen to run what is made here; that of 2.11 loses the connection."""
@@ -70,7 +70,7 @@ class TorchStages:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-def export_stages(compiled: Compiled, options: Options, group: dist.ProcessGroup | None) -> TorchStages:
+def export_stages(compiled: Compiled, options: CompileOptions, group: dist.ProcessGroup | None) -> TorchStages:
     """Return torch's stages for this rank of a group, which has a rank for each device.
 
     Raises NotExportable for what torch's runtime has no word for, and InputError where ranks have other plans.
@@ -181,7 +181,7 @@ def _check_weights(program: Program) -> None:
         )
 
 
-def _count_microbatches(compiled: Compiled, options: Options) -> int:
+def _count_microbatches(compiled: Compiled, options: CompileOptions) -> int:
     """Return how many microbatches the example's batch has; raises NotExportable where they are not equal."""
     specs = compiled.captured[Example].inputs.specs
     whole = next(s.shape[s.cut.dim] // s.cut.each for s in specs if s.cut.dim is not None)
@@ -239,9 +239,9 @@ class TorchLoss:
             )
 
 
-def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[Ends]:
+def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[StageTensors]:
     """Return what each stage takes and gives, by shapes alone."""
-    from fxsplit.torch_internals.torch_pipelining import Ends
+    from fxsplit.torch_internals.torch_pipelining import StageTensors
 
     # By shapes alone: nothing is computed, and weights of other ranks need no memory.
     values = record_values([stage.module for stage in stages.stages], tensors)
@@ -254,7 +254,7 @@ def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[Ends]:
             raise NotExportable(f"a {odd.layout} tensor enters or leaves stage {stage.index}: make it dense before")
         takes = [value for value in places if isinstance(value, Tensor)]
         there, back = (tuple(_forget_values(value) for value in side) for side in (takes, gives))
-        found.append(Ends(there, back, _joins_inputs(stage.module, made)))
+        found.append(StageTensors(there, back, _joins_inputs(stage.module, made)))
     return found
 
 

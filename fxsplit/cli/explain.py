@@ -10,7 +10,7 @@ from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.plan import Question
+from fxsplit.cli.plan import PlanArguments
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.text import sum_by_module
@@ -30,7 +30,7 @@ would pay.
 
 def main(arguments: argparse.Namespace) -> int:
     """Explain the best plan, as text or JSON. Raises InputError for a range of devices."""
-    question = Question(arguments)
+    question = PlanArguments(arguments)
     counts = question.counts()
     if len(counts) > 1:
         raise InputError(f"--devices {arguments.devices}: one plan is explained at a time, so give one number")
@@ -83,7 +83,7 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
     }
 
 
-def _tabulate(question: Question, stage: dict[str, Any]) -> Table:
+def _tabulate(question: PlanArguments, stage: dict[str, Any]) -> Table:
     """Return a table of a stage's largest modules and nodes."""
     shares = {name: (share, "") for name, share in stage["modules"].items()}
     for name, share in stage["largest"].items():
@@ -93,7 +93,7 @@ def _tabulate(question: Question, stage: dict[str, Any]) -> Table:
     return Table(("  largest", ">of its computing", ""), rows)
 
 
-def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str]:
+def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> list[str]:
     """Return lines that say why devices are idle, and from which bandwidth more of them would pay."""
     machine = question.machine(count)
     used = {device for stage in plan.stages for device in stage.devices}
@@ -117,7 +117,7 @@ def _explain_idle(question: Question, count: int | None, plan: Plan) -> list[str
     return lines
 
 
-def _explain_cut(question: Question, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
+def _explain_cut(question: PlanArguments, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
     """Return the values that cross the cut before stage `number`, and the best plan's objective without that cut."""
     costs = question.profile.costs
     # The nodes of all stages before it identify a cut.
@@ -143,7 +143,7 @@ def _explain_cut(question: Question, count: int | None, plan: Plan, number: int)
     }
 
 
-def _describe(question: Question, name: str) -> str:
+def _describe(question: PlanArguments, name: str) -> str:
     """Return a node's place in the model, or its name and operator for PipeDream's numbered nodes."""
     node = question.profile.costs.by_name.get(name)
     # An input of the model crosses cuts too.
@@ -157,7 +157,7 @@ def _format_amount(bytes_: float, nominal: float) -> str:
     return f"{bytes_ / nominal:.4g} ms" if nominal else format_bytes(bytes_)
 
 
-def _find_next_best(question: Question, count: int | None, before: set[str]) -> Plan | None:
+def _find_next_best(question: PlanArguments, count: int | None, before: set[str]) -> Plan | None:
     """Return the best plan without a cut right after the nodes `before`, or None if none exists."""
     # The search excludes only this state as a cut.
     planner = replace(question.planner, never=(*question.planner.never, frozenset(before)))

@@ -16,7 +16,7 @@ from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import read_bandwidth, take_text
 from fxsplit.errors import InputError, NoFit, PlanError
-from fxsplit.formats import Profile, read
+from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict
 from fxsplit.ir.facts.costs.compress import HOW
@@ -98,7 +98,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
 
 
-class Question:
+class PlanArguments:
     """The parsed and checked arguments: a profile, and the planning task.
 
     Raises InputError with the name of an invalid argument, and ProfileError for the file.
@@ -118,7 +118,7 @@ class Question:
         profile = read(arguments.file, by_bytes)
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
         costs = compress_cuts(costs, arguments.compress or "")
-        self.profile: Profile = replace(profile, costs=costs)
+        self.profile: ProfileFile = replace(profile, costs=costs)
         pins = dict(_parse_pin(text) for text in arguments.pin)
         keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
         try:
@@ -207,7 +207,7 @@ class Question:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the plan, or a row for each number of devices if --devices is a range."""
-    question = Question(arguments)
+    question = PlanArguments(arguments)
     counts = question.counts()
     if arguments.emit:
         return _emit(question, counts)
@@ -255,7 +255,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
     return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages"), rows)
 
 
-def _emit(question: Question, counts: Sequence[int | None]) -> int:
+def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
     """Write the plan for torchtitan, and print the modules of each stage."""
     if len(counts) > 1:
         raise InputError(f"--devices {question.arguments.devices}: --emit writes one plan, give one number")
@@ -277,7 +277,7 @@ def _emit(question: Question, counts: Sequence[int | None]) -> int:
     return 0
 
 
-def _price_baselines(question: Question, count: int | None, plan: Plan) -> Table:
+def _price_baselines(question: PlanArguments, count: int | None, plan: Plan) -> Table:
     """Return a table of simple splits, with the ratio of their bottleneck to the plan's."""
     machine, workload = question.lay_out(count)
     # A simple split may cut inside a contracted block, so use all states.

@@ -19,7 +19,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
 from fxsplit.schedule.generators.catalogue import Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
-from fxsplit.schedule.simulation.memory import Course, find_peak, trace_memory
+from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 from fxsplit.system.figures import format_bytes
@@ -77,9 +77,9 @@ def main(arguments: argparse.Namespace) -> int:
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
-    courses = () if plan is None else trace_memory(simulation, read_footprints(plan))
+    traces = () if plan is None else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
-    timeline = Timeline.of(simulation, _name_devices(plan, schedule), courses, places)
+    timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
     # Import reports only if requested: matplotlib takes a second.
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace
@@ -92,9 +92,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
     if arguments.json:
-        print_json(_describe(simulation, courses, plan is None))
+        print_json(_describe(simulation, traces, plan is None))
     else:
-        _show(simulation, courses, timeline, plan is None)
+        _show(simulation, traces, timeline, plan is None)
     return 0
 
 
@@ -148,7 +148,7 @@ def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
     return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
 
 
-def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -> dict[str, Any]:
+def _describe(simulation: Simulation, traces: tuple[MemoryTrace, ...], unit: bool) -> dict[str, Any]:
     """Return the simulation as a JSON object for other programs.
 
     Times are in ms, or in forwards of a stage with `unit`. Bubbles and busy links are shares of the step. Bytes are
@@ -167,13 +167,13 @@ def _describe(simulation: Simulation, courses: tuple[Course, ...], unit: bool) -
         "bubbles": list(simulation.bubbles),
         "links": [{"from": a, "to": b, "busy": busy} for (a, b), busy in simulation.busy_links.items()],
         "peak_activations": list(schedule.peak_activations()),
-        "peak_bytes": [find_peak(course) for course in courses] if courses else None,
+        "peak_bytes": [find_peak(trace) for trace in traces] if traces else None,
         "weight_versions": list(schedule.weight_versions()),
         "lag": list(schedule.lag()),
     }
 
 
-def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timeline, unit: bool) -> None:
+def _show(simulation: Simulation, traces: tuple[MemoryTrace, ...], timeline: Timeline, unit: bool) -> None:
     """Print a row for each device, the whole step, and the timeline in the terminal's width."""
     from rich.console import Console
 
@@ -185,7 +185,7 @@ def _show(simulation: Simulation, courses: tuple[Course, ...], timeline: Timelin
     for d, name in enumerate(timeline.devices):
         own = [s for s, home in enumerate(schedule.homes) if d in home]
         figures = f"{100 * simulation.bubbles[d]:.1f} %", f"{schedule.peak_activations()[d]:g}"
-        held = format_bytes(find_peak(courses[d])) if courses else "-"
+        held = format_bytes(find_peak(traces[d])) if traces else "-"
         behind = (max((kept[s] for s in own), default=0) for kept in (versions, lags))
         rows.append((name, ", ".join(map(str, own)), *figures, held, *behind))
     heads = ("device", "stages", ">bubble", ">activations", ">memory", ">versions", ">lag")

@@ -23,7 +23,7 @@ CHAIN = "profile{repeats=1},augment,order,partition,emit"
 """The default passes. One repeat suffices, since the results do not depend on exact costs."""
 
 
-class Made(NamedTuple):
+class FactoryResult(NamedTuple):
     """The result of a factory: a model, the arguments of a call, and a target or None."""
 
     model: Any
@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
         with join_ranks(1 if arguments.pipelines is None else arguments.pipelines) as launched:
             made = _call_factory(arguments.factory)
             call, target = launched.take_rows(made.model, Call(made.args, made.kwargs), made.target)
-            own = Made(made.model, call.args, call.kwargs, target)
+            own = FactoryResult(made.model, call.args, call.kwargs, target)
             return _verify(arguments, launched.devices, own, quiet=not launched.leads)
     for name in ("pipelines", "gradient_hook"):
         if getattr(arguments, name) is not None:
@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     return _verify(arguments, ["cpu"] * devices, _call_factory(arguments.factory))
 
 
-def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: bool = False) -> int:
+def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *, quiet: bool = False) -> int:
     """Compile and verify a model, print the result unless `quiet`, and return the exit code."""
     from fxsplit.api.compile import compile
     from fxsplit.api.verify.verify import verify
@@ -127,7 +127,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
                 compress=arguments.compress,
             ) as pipe:
                 # With data-parallel pipelines some have fewer rows, and ranks compile for one shape.
-                if pipe.compiler.team is None:
+                if pipe.compiler.compile_group is None:
                     pipe.compile_for(*made.args, **made.kwargs)
                 found = verify(pipe, made.args, made.kwargs, target=made.target)
         except FxsplitError:
@@ -146,7 +146,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: Made, *, quiet: b
     return 0 if found.equal else 1
 
 
-def _call_factory(name: str) -> Made:
+def _call_factory(name: str) -> FactoryResult:
     """Call a factory and return its model, arguments, keyword arguments and target.
 
     `name` is module:function. Raises InputError if it cannot be imported or called, or returns an invalid result.
@@ -170,7 +170,7 @@ def _call_factory(name: str) -> Made:
         args = (args,)
     if not isinstance(kwargs, Mapping):
         raise InputError(f"{name!r} returned a {type(kwargs).__name__} as kwargs: return a dict")
-    return Made(model, tuple(args), dict(kwargs), target)
+    return FactoryResult(model, tuple(args), dict(kwargs), target)
 
 
 def _import(name: str, form: str) -> Any:

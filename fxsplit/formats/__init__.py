@@ -3,7 +3,7 @@
 A file is data: fxsplit never runs code from a file.
 """
 
-from fxsplit.formats.profiles.foreign import Profile
+from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.formats.read import read
 
-__all__ = ["Profile", "read"]
+__all__ = ["ProfileFile", "read"]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fxsplit.errors import ProfileError
 from fxsplit.formats.profiles import dnn_partitioning, pipedream
-from fxsplit.formats.profiles.foreign import Profile
+from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.system.files import explain_unreadable
 
 
-def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
+def read(path: str | os.PathLike[str], by_bytes: bool = False) -> ProfileFile:
     """Return the profile in a file: fxsplit's JSON, PipeDream's graph.txt, or dnn-partitioning's JSON.
 
     A file may state both the time and the size of a transfer; with `by_bytes` the size counts. Raises ProfileError,
@@ -39,7 +39,7 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> Profile:
     # fxsplit's own files have nodes but no edges: each node lists its inputs.
     if "nodes" in data and "edges" in data:
         return dnn_partitioning.parse(data, name, by_bytes)
-    return Profile(Costs.parse(data, name), "fxsplit")
+    return ProfileFile(Costs.parse(data, name), "fxsplit")
 
 
 def _refuse(name: str, word: str) -> float:

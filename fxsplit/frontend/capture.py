@@ -24,14 +24,14 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.capture.numbers import find_arguments, find_reads
-from fxsplit.ir.facts.capture.python_state import Number, PythonState
+from fxsplit.ir.facts.capture.python_state import NumberPlace, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.system.imports import import_whole
 from fxsplit.system.progress import phase
 from fxsplit.torch_internals.fake.fake_weights import lacks_values
 from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_CHANGES = 5
@@ -53,7 +53,7 @@ LATE = (
 """What torch itself imports while it traces or exports a model for the first time in a process."""
 
 
-class Stated(NamedTuple):
+class CaptureOptions(NamedTuple):
     """What the user states of a model.
 
     chunks: by argument where the batch is, see `Inputs.of`. leaves: paths of submodules that stay whole. joined:
@@ -65,7 +65,7 @@ class Stated(NamedTuple):
     joined: bool = True
 
 
-NOTHING_STATED = Stated()
+NOTHING_STATED = CaptureOptions()
 
 
 def capture(
@@ -73,7 +73,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rows: int | Sequence[int],
-    stated: Stated = NOTHING_STATED,
+    stated: CaptureOptions = NOTHING_STATED,
     from_shapes: bool = False,
     grad_enabled: bool = True,
     earlier: Sequence[IR] = (),
@@ -97,7 +97,7 @@ def capture(
     known = find_arguments(earlier, args, kwargs)
     inputs, tensors = Inputs.of(model, args, kwargs, stated.chunks, known)
     divided = (rows,) if isinstance(rows, int) else tuple(rows)
-    arguments = [Number(spec.place, known[spec.name]) for spec in inputs.numbers]
+    arguments = [NumberPlace(spec.place, known[spec.name]) for spec in inputs.numbers]
     subject = Subject(
         model,
         inputs,
@@ -113,7 +113,7 @@ def capture(
     watch = Watch(model)
     # Every attempt runs forward(), which may write to more than the model.
     # What torch logs of an operator that fails, a TraceError says in a line.
-    with undo_after(watch.put_back), hide_logged_warnings("torch"):
+    with restore_after(watch.put_back), hide_logged_warnings("torch"):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())

@@ -20,11 +20,11 @@ from fxsplit.frontend.graph import FrontEnd, Graph
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.numbers import hold_numbers, list_number_nodes, set_numbers
-from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.torch_internals.fx.dependences import find_inseparable, find_ordered_pairs
 from fxsplit.torch_internals.fx.observe import observe
 from fxsplit.torch_internals.scopes.log import hide_warnings
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
 """Compares a graph with the model, and returns it with what a call leaves behind."""
@@ -39,7 +39,7 @@ def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple
     if found is not None or len(subject.numbers) < 2:
         return found
     # One alone may be in the way.
-    kept: list[Number] = []
+    kept: list[NumberPlace] = []
     for number in subject.numbers:
         more = _attempt(front_end, subject, [*kept, number], check)
         if more is not None:
@@ -49,11 +49,11 @@ def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple
 
 
 def _attempt(
-    front_end: FrontEnd, subject: Subject, numbers: Sequence[Number], check: Check
+    front_end: FrontEnd, subject: Subject, numbers: Sequence[NumberPlace], check: Check
 ) -> tuple[Graph, CallEffects] | None:
     """Return the checked graph with these numbers as inputs; None where that is impossible."""
     # What the graph without them warns of has been said.
-    with hide_warnings(), undo_after(subject.empty_caches):
+    with hide_warnings(), restore_after(subject.empty_caches):
         try:
             # A cache that the model's own runs have filled hides what is computed with the number. What tracing puts
             # into one is no number.
@@ -71,11 +71,11 @@ def _attempt(
     return replace(checked[0], followed=tuple(numbers)), checked[1]
 
 
-def _check_others(subject: Subject, graph: Graph, numbers: Sequence[Number]) -> None:
+def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]) -> None:
     """Raise TraceError unless the graph is the model with other values of the numbers too, and has the same effects."""
     now, others = [n.place.read() for n in numbers], [n.other for n in numbers]
     subject.empty_caches()
-    with undo_after(partial(set_numbers, graph.gm, now)), undo_after(subject.empty_caches):
+    with restore_after(partial(set_numbers, graph.gm, now)), restore_after(subject.empty_caches):
         drawing, bound = _list_effects(subject, graph.gm)
         set_numbers(graph.gm, others)
         with hold_numbers(numbers, others):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit.frontend.subject import Subject
-from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.fx.interpret import find_target
 from fxsplit.torch_internals.fx.module_stack import find_module_path
@@ -28,7 +28,7 @@ class Graph:
 
     gm: fx.GraphModule
     scope: Scope
-    followed: tuple[Number, ...] = ()
+    followed: tuple[NumberPlace, ...] = ()
     computed: frozenset[int] = frozenset()
 
 

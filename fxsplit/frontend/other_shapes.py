@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxsplit.errors import FxsplitError
-from fxsplit.frontend.capture import Stated
+from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.frontend.check.values import check_graph, check_other_sizes
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.restore.no_trace_left import restore_model
@@ -28,13 +28,15 @@ from fxsplit.ir.facts.capture.python_state import PythonState
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """What a graph, or a model, raises on a shape that it is not made for."""
 
 
-def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int | Sequence[int], stated: Stated) -> IR | None:
+def fit_to_shapes(
+    captured: IR, model: nn.Module, call: Call, rows: int | Sequence[int], stated: CaptureOptions
+) -> IR | None:
     """Return the IR as one for the shapes of `call`, if its graph is the model there; None where a new one is needed.
 
     rows: the size of the call's largest microbatch, or those of all microbatches. stated: what the caller has stated of
@@ -54,7 +56,7 @@ def fit_to_shapes(captured: IR, model: nn.Module, call: Call, rows: int | Sequen
         fitted.check_rows(divided)
         # Noted once, since the check runs forward(), which may write to more than the model.
         list_changes(subject, watch)
-        with undo_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
+        with restore_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
             graph = _copy_graph(captured.gm)
             set_numbers(graph, numbers)
             check_other_sizes(subject, graph, scope)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.capture.call import Call, Inputs
-from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.fake_weights import has_values, make_runnable, make_up_weights
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
@@ -47,7 +47,7 @@ class Subject:
     whole: tuple[str, ...] = ()
     from_shapes: bool = False
     asks_for_gradients: bool = False
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[NumberPlace, ...] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
     divided: tuple[int, ...] = ()
     made_up: bool = False

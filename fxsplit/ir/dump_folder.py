@@ -21,7 +21,7 @@ from typing import Any
 
 from fxsplit.errors import FileError
 from fxsplit.system.files import BEING_WRITTEN, make_folder, write_whole
-from fxsplit.torch_internals.scopes.undo import Turn
+from fxsplit.torch_internals.scopes.undo import CallerLock
 from fxsplit.torch_internals.user_lines import warn_user
 
 FORMAT = "fxsplit-dump"
@@ -33,7 +33,7 @@ LONGEST = 60
 
 _FILE = re.compile(r"\d\d+-.*\.txt")
 # Compiles of several threads may want one folder at once.
-_turn = Turn()
+_turn = CallerLock()
 # Which compile of this process each folder is of; folders of earlier processes are nobody's.
 _owners: dict[str, DumpFolder] = {}
 

@@ -22,7 +22,7 @@ The order of a search: `contraction` joins nodes that need no stage of their own
 `problem` poses the problem, `search` finds the best chain, `solve` turns it into a plan, and `planner` calls them all.
 """
 
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.kernels import prefer_compiled
 from fxsplit.planner.lattice.contraction import contract_costless_nodes
 from fxsplit.planner.lattice.lattice import antichains, enumerate_ideals
@@ -30,7 +30,7 @@ from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Options, Task, bound_by_work, partition, pose_problems
 
 __all__ = [
-    "Clock",
+    "SearchClock",
     "Options",
     "Task",
     "antichains",

@@ -21,7 +21,7 @@ class OutOfTime(Exception):
 
 
 @dataclass
-class Clock:
+class SearchClock:
     """Runs kernels until `deadline`, in seconds of time.monotonic.
 
     `steps_per_s` is the speed of the last kernel, and a low guess before the first.
@@ -31,7 +31,7 @@ class Clock:
     steps_per_s: float = 1e6
 
     @classmethod
-    def limited(cls, seconds: float) -> Clock:
+    def limited(cls, seconds: float) -> SearchClock:
         """Return a clock that starts now and ends after `seconds`."""
         return cls(time.monotonic() + seconds)
 
@@ -40,7 +40,7 @@ class Clock:
         """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
-    def halve(self) -> Clock:
+    def halve(self) -> SearchClock:
         """Return a clock that ends after half of the remaining time."""
         now = time.monotonic()
         return replace(self, deadline=now + (self.deadline - now) / 2)

@@ -12,10 +12,10 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.price import find_ends, name_span
-from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.clock import OutOfTime, SearchClock
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem.problem import Path, Problem
-from fxsplit.planner.search.search import Found, find_any, minimise
+from fxsplit.planner.search.search import BestChain, find_any, minimise
 from fxsplit.system.figures import format_bytes
 
 NEAR_BYTES, NEAR, NEAR_IN_LARGE = 0.5, 1e-6, 1e-3
@@ -31,7 +31,7 @@ def explain_misfit(
     costs: Costs,
     machine: Machine,
     schedule: str,
-    clock: Clock,
+    clock: SearchClock,
     *,
     complete: bool,
     keeps: bool,
@@ -102,7 +102,7 @@ def _name_place(costs: Costs, chains: Antichains, path: Path, stage: int) -> str
     return f" ({name_span(first, last)})" if first else ""
 
 
-def find_least_excess(problem: Problem, chains: Antichains, clock: Clock, found: Found) -> Path:
+def find_least_excess(problem: Problem, chains: Antichains, clock: SearchClock, found: BestChain) -> Path:
     """Return the chain whose stages exceed the memory of their devices by the fewest bytes.
 
     `found` is the best chain by sums over states, which never exceed the true memory of a stage.

@@ -20,7 +20,7 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
@@ -32,7 +32,7 @@ MAX_STATES = 1_000_000
 Enumerate = Callable[[bool], tuple[Antichains, States]]
 
 
-def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: Clock) -> Plan:
+def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: SearchClock) -> Plan:
     """Return the plan with the smallest bottleneck.
 
     If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
@@ -58,7 +58,7 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
     return best
 
 
-def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit | PlanError:
+def _attempt(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan | Misfit | PlanError:
     """Return the best plan among these states, or the reason why none exists."""
     try:
         return find_plan(task, chains, states, clock)
@@ -66,7 +66,7 @@ def _attempt(task: Task, chains: Antichains, states: States, clock: Clock) -> Pl
         return error
 
 
-def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock: Clock) -> bool:
+def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock: SearchClock) -> bool:
     """Return whether a plan with idle devices is faster than `plan`, which uses all devices."""
     # Fewer devices leave more freedom, so such a plan bounds the loss due to joining.
     idle = replace(task, options=replace(task.options, use_all=False))
@@ -145,7 +145,7 @@ class Planner:
 
     def plan(self, machine: Machine, workload: Workload, options: Options) -> Plan:
         """Return the plan with the smallest bottleneck. Raises PlanError if no plan exists."""
-        clock = Clock.limited(options.time_limit)
+        clock = SearchClock.limited(options.time_limit)
         begin, earlier = time.perf_counter(), self.seconds["states"]
         try:
             # plan_stages may enumerate again; that time counts as "states", not as "solve".

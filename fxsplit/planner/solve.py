@@ -16,13 +16,13 @@ from fxsplit.ir.facts.lattice.antichains import Antichains, Slack
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, Split, price_split
-from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.clock import OutOfTime, SearchClock
 from fxsplit.planner.direct import pose_direct
 from fxsplit.planner.no_plan import explain_misfit
 from fxsplit.planner.problem.moves import list_moves
 from fxsplit.planner.problem.problem import Path, Problem, pose_problem
 from fxsplit.planner.search.bounds import level_bound
-from fxsplit.planner.search.search import SLACK, Found, may_fit, minimise
+from fxsplit.planner.search.search import SLACK, BestChain, may_fit, minimise
 from fxsplit.system.figures import show
 
 RECOMPUTE = ("never", "always", "auto")
@@ -164,7 +164,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """The result of a search for the best plan.
 
     - `best` is the fastest chain, or None if no chain was found
@@ -174,7 +174,7 @@ class Outcome:
     - `problems` are the problems that were searched
     """
 
-    best: Found | None
+    best: BestChain | None
     lower: float
     complete: bool
     hurried: bool
@@ -187,8 +187,8 @@ class Misfit:
 
     task: Task
     chains: Antichains
-    outcome: Outcome
-    clock: Clock
+    outcome: SearchResult
+    clock: SearchClock
 
     def explain(self) -> PlanError:
         """Return the error that names the stage without enough memory, or the contradictory pins."""
@@ -206,19 +206,19 @@ class Misfit:
         )
 
 
-def partition(task: Task, chains: Antichains, states: States, clock: Clock | None = None) -> Plan:
+def partition(task: Task, chains: Antichains, states: States, clock: SearchClock | None = None) -> Plan:
     """Return the plan with the smallest bottleneck among these states.
 
     `clock` is a running clock; by default a new one starts with the option's `time_limit`. Raises PlanError if no plan
     fits, with the stage that lacks memory and by how much.
     """
-    plan = find_plan(task, chains, states, clock or Clock.limited(task.options.time_limit))
+    plan = find_plan(task, chains, states, clock or SearchClock.limited(task.options.time_limit))
     if isinstance(plan, Misfit):
         raise plan.explain()
     return plan
 
 
-def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> Plan | Misfit:
+def find_plan(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan | Misfit:
     """Return the plan with the smallest bottleneck among these states, or a Misfit if none fits.
 
     Raises PlanError if the blocks are too few or the time is too short.
@@ -249,7 +249,7 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: Clock) -> P
     return plan.prove("search" if proven else "bound")
 
 
-def search(task: Task, chains: Antichains, states: States, clock: Clock, upper: float = inf) -> Outcome:
+def search(task: Task, chains: Antichains, states: States, clock: SearchClock, upper: float = inf) -> SearchResult:
     """Return the fastest chain below `upper` ms over all numbers of stages, and a load in ms that no plan beats.
 
     The memory of a stage depends on the number of stages, so memory limits require one search for each number. First
@@ -271,27 +271,27 @@ def search(task: Task, chains: Antichains, states: States, clock: Clock, upper: 
         # The explanation of a misfit needs the problems with their memory limits.
         failed = best is None and upper == inf and bounded
         problems = tuple(pose_problems(task, chains, states)) if failed else (problem,)
-        return Outcome(best, lower, every, hurried, problems)
+        return SearchResult(best, lower, every, hurried, problems)
     n_stages = None if best is None else len(best.path)
-    return _search_counts(task, chains, states, clock, Outcome(None, lower, every, hurried, ()), upper, n_stages)
+    return _search_counts(task, chains, states, clock, SearchResult(None, lower, every, hurried, ()), upper, n_stages)
 
 
 def _search_counts(
     task: Task,
     chains: Antichains,
     states: States,
-    clock: Clock,
-    free: Outcome,
+    clock: SearchClock,
+    free: SearchResult,
     upper: float,
     n_stages: int | None,
-) -> Outcome:
+) -> SearchResult:
     """Search once for each number of stages, nearest to `n_stages` first; return the fastest chain that fits.
 
     `free` is the outcome of the search without memory limits.
     """
     numbers = [n for n in task.stage_counts if n is not None]
     counts = sorted(numbers, key=lambda n: (abs(n - (n_stages or numbers[-1])), -n))
-    best: Found | None = None
+    best: BestChain | None = None
     least, hurried, posed = inf, False, []
     for problem in pose_problems(task, chains, states, counts):
         # With a plan in hand, skip the remaining numbers when the time is over.
@@ -314,11 +314,18 @@ def _search_counts(
     # A search of only some states, or only some sets of idle devices, gives no lower bound for all plans.
     complete = chains.complete and task.choose_idle(len(states)) == task.idle
     lower = max(free.lower, min(least, upper)) if complete else free.lower
-    return Outcome(best, lower, complete, hurried, tuple(posed))
+    return SearchResult(best, lower, complete, hurried, tuple(posed))
 
 
 def _bound(
-    task: Task, problem: Problem, best: Found | None, chains: Antichains, states: States, *, upper: float, hurried: bool
+    task: Task,
+    problem: Problem,
+    best: BestChain | None,
+    chains: Antichains,
+    states: States,
+    *,
+    upper: float,
+    hurried: bool,
 ) -> float:
     """Return a load in ms that no plan beats, including plans outside the search for `best` below `upper`."""
     least = bound_by_work(task.costs, task.machine)

@@ -45,9 +45,9 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
                     }
                 )
         # A measured timeline has no memory, so the list may be shorter than the devices.
-        for tid, (name, course) in enumerate(zip(timeline.devices, timeline.memory, strict=False)):
+        for tid, (name, trace) in enumerate(zip(timeline.devices, timeline.memory, strict=False)):
             counter = {"name": f"memory of {name}", "ph": "C", "pid": pid, "tid": tid}
-            events += [{**counter, "ts": ms * US_PER_MS, "args": {"bytes": bytes_}} for ms, bytes_ in course]
+            events += [{**counter, "ts": ms * US_PER_MS, "args": {"bytes": bytes_}} for ms, bytes_ in trace]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError
-from fxsplit.runtime.stage.streams import Stream, hand_over, make_caller_wait
+from fxsplit.runtime.stage.streams import DeviceStream, hand_over, make_caller_wait
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """From the gradients of the outputs to those of the inputs; None where there is no gradient."""
 
 
-class Tie(NamedTuple):
+class LeafNode(NamedTuple):
     """The node of one stage's leaves in the caller's graph.
 
     leaves: the stage's own. value: a tensor without elements that depends on them, on the stage's device.
@@ -30,7 +30,7 @@ class Tie(NamedTuple):
     value: Tensor
 
     @classmethod
-    def make(cls, leaves: Sequence[Tensor], stream: Stream) -> Tie:
+    def make(cls, leaves: Sequence[Tensor], stream: DeviceStream) -> LeafNode:
         """Return the node of some leaves, made on a stream."""
         with stream.enter():
             return cls(leaves, _StageLeaves.apply(stream.device, *leaves))  # type: ignore[no-untyped-call]

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import BackwardError, FxsplitError, InputError
-from fxsplit.ir.facts.capture.chunks import Cut
-from fxsplit.ir.facts.capture.meanings import Meaning
-from fxsplit.runtime.autograd_node import Backward, PipelineFunction, Tie
-from fxsplit.runtime.backends.crew import Crew, Occasion
-from fxsplit.runtime.job.handle import Course
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
+from fxsplit.ir.facts.capture.output_kinds import OutputKind
+from fxsplit.runtime.autograd_node import Backward, LeafNode, PipelineFunction
+from fxsplit.runtime.backends.backend import Backend, JobRequest
+from fxsplit.runtime.deferred_errors import DeferredErrors
+from fxsplit.runtime.job.handle import JobHandle
+from fxsplit.runtime.job.inputs import JobInputs, Tape
 from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.job.stopwatch import Stopwatch
-from fxsplit.runtime.job.work import Tape, Work
-from fxsplit.runtime.late_errors import LateErrors
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.runtime.stage.run import Packet, Saved, refuse_kept
+from fxsplit.runtime.stage.run import Packet, SavedForBackward, refuse_kept
 from fxsplit.runtime.stage.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.stage.weight_versions import Stepper
-from fxsplit.runtime.weights_then import WeightsThen
+from fxsplit.runtime.weight_snapshot import WeightSnapshot
 from fxsplit.system.interrupts import lose_no_interrupt, raise_lost_interrupt
-from fxsplit.torch_internals.autograd.accumulate import Receipt, accumulate
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
 from fxsplit.torch_internals.autograd.leaves import make_mutable
 from fxsplit.torch_internals.nn.batch_norm import count_as_one_batch
-from fxsplit.torch_internals.random.draws import lend_draws
-from fxsplit.torch_internals.scopes.undo import Turn, leave_no_trace
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
+from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 
 SPENT = (
     "this pipeline's outputs have been backwarded already and their activations are freed: call the pipeline again, or "
@@ -43,18 +43,18 @@ SPENT = (
 
 
 class Engine:
-    """Runs batches on a crew, whose workers end with `close()` or with the last reference to the engine."""
+    """Runs batches on a backend, whose workers end with `close()` or with the last reference to the engine."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._workers = crew
-        self.close = self._workers.close
-        self.get_status = self._workers.get_status
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.close = self._backend.close
+        self.get_status = self._backend.get_status
         # Jobs of one pipeline share its workers and buffers, so callers take turns.
-        self._turn = Turn(lend_draws)
+        self._turn = CallerLock(lend_draws)
 
     def refuse_own_callers(self) -> None:
         """Raise FxsplitError where what the pipeline runs calls the pipeline, and would wait for itself."""
-        if self._workers.has(threading.current_thread()):
+        if self._backend.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
                 "use torch.utils.checkpoint with use_reentrant=True"
@@ -76,8 +76,8 @@ class Engine:
         Raises BusyError where a worker is still in a job that was given up.
         """
         with self._take_turn():
-            self._workers.check_free()
-            self._workers.wait_until_idle()
+            self._backend.check_free()
+            self._backend.wait_until_idle()
             yield
 
     @contextmanager
@@ -87,8 +87,8 @@ class Engine:
         Unlike `pause` it does not mind a job that was given up, nor a caller inside of a job, as a gradient hook is.
         """
         # Who is in a job cannot wait for it, and in a forked process nobody gives the turn back.
-        with nullcontext() if self._workers.cannot_be_waited_for else self._turn.take():
-            self._workers.wait_until_idle()
+        with nullcontext() if self._backend.cannot_be_waited_for else self._turn.take():
+            self._backend.wait_until_idle()
             yield
 
     @contextmanager
@@ -101,10 +101,10 @@ class Engine:
             refresh = program.copies_weights and (anyway or program.has_stale_copies())
             # A batch of a stream that is under way reads the copies that there are.
             if refresh:
-                self._workers.wait_until_idle()
+                self._backend.wait_until_idle()
             yield refresh
 
-    def begin_forward(self, batch: Batch, *, refresh: bool) -> Course:
+    def begin_forward(self, batch: Batch, *, refresh: bool) -> JobHandle:
         """Give the workers the forwards of a batch, and do not wait for them; gradients are off.
 
         Batches that are begun run one after the other. `refresh`: whether devices are to have new copies of weights
@@ -112,52 +112,54 @@ class Engine:
         waits until no batch is under way.
         """
         program = batch.program
-        program.late_errors.raise_arrived()
+        program.deferred_errors.raise_arrived()
         schedule = program.pass_forward(len(batch.rows))
         with self._take_turn_to_copy(program, anyway=refresh) as anew:
-            course = Course(Job(program, schedule, Work(cut_packets(batch), pasts=batch.pasts), refresh=anew))
-            self._workers.begin(course)
-        return course
+            handle = JobHandle(
+                Job(program, schedule, JobInputs(cut_packets(batch), kv_caches=batch.kv_caches), refresh=anew)
+            )
+            self._backend.begin(handle)
+        return handle
 
-    @leave_no_trace
-    def finish_forward(self, batch: Batch, course: Course) -> list[Any]:
+    @restores_all
+    def finish_forward(self, batch: Batch, handle: JobHandle) -> list[Any]:
         """Return the outputs of a batch that was begun, once they are there."""
-        self._workers.finish(course)
+        self._backend.finish(handle)
         batch.program.tell_compilations()
-        return join_outputs(course.job, batch.rows, batch.weigh_outputs(), batch.program.late_errors)[0]
+        return join_outputs(handle.job, batch.rows, batch.weigh_outputs(), batch.program.deferred_errors)[0]
 
-    def give_up_forward(self, course: Course) -> None:
+    def give_up_forward(self, handle: JobHandle) -> None:
         """Stop a batch that was begun, if it is not over, and wait a moment for its workers."""
-        self._workers.give_up(course)
+        self._backend.give_up(handle)
 
-    @leave_no_trace
+    @restores_all
     def forward(self, batch: Batch) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
         program, tensors, rows, *_ = batch
-        program.late_errors.raise_arrived()
+        program.deferred_errors.raise_arrived()
         # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
-        work = Work(cut_packets(batch), pasts=batch.pasts)
+        job_inputs = JobInputs(cut_packets(batch), kv_caches=batch.kv_caches)
         schedule = program.pass_forward(len(rows))
-        with self._take_turn_to_copy(program), self._workers.meet(Occasion("forward", batch, schedule)) as meeting:
+        with self._take_turn_to_copy(program), self._backend.meet(JobRequest("forward", batch, schedule)) as session:
             with count_as_one_batch(program.noted):
-                job = Job(program, schedule, work, channels=meeting.channels, seed=meeting.seed)
-                meeting.run(job)
-            meeting.end(job)
+                job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
+                session.run(job)
+            session.end(job)
             # Here: buffers of other ranks that counts read are lent for as long as ranks meet.
             meanings = batch.weigh_outputs()
         program.tell_compilations()
-        outputs, wanted = join_outputs(job, rows, meanings, program.late_errors)
+        outputs, wanted = join_outputs(job, rows, meanings, program.deferred_errors)
         if not any(wanted):
             return outputs
-        ties = self._tie_stages(program)
-        backward = self._make_backward(batch, meanings, ties, work.tape, WeightsThen(batch))
+        nodes = self._make_leaf_nodes(program)
+        backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch))
         # torch warns of a leaf whose gradient comes from another device's node. A view is a node of the leaf's own.
         inputs = [t.view_as(t) if t.is_leaf else t for t in tensors if t.requires_grad]
-        tied = [tie.value for tie in ties]
+        tied = [node.value for node in nodes]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *tied)  # type: ignore[no-untyped-call]
         return list(joined)
 
-    @leave_no_trace
+    @restores_all
     def step(
         self,
         batch: Batch,
@@ -166,18 +168,18 @@ class Engine:
         keep_outputs: bool,
         stepper: Stepper | None = None,
         watch: Stopwatch | None = None,
-        receipt: Receipt | None = None,
+        commit: CommitRecord | None = None,
         timeout_s: float | None = None,
     ) -> Any:
         """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
 
         In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the batch's loss, and with
-        `keep_outputs` a tuple of it and the outputs. `receipt` says whether gradients were added, should this raise.
+        `keep_outputs` a tuple of it and the outputs. `commit` says whether gradients were added, should this raise.
         Raises StepTimeout where the workers take longer than `timeout_s`. Workers add to each `.grad` that is
         there already, where the receipt allows it.
         """
         program = batch.program
-        program.late_errors.raise_arrived()
+        program.deferred_errors.raise_arrived()
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
             loss.look_at(m, program, outputs)
@@ -186,94 +188,100 @@ class Engine:
         # No input gets a gradient, and a packet that wants none spares the first stage's backward its share.
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
         trained = program.list_trained()
-        work = Work(packets, finish, keep_outputs, loss.make_output_gradients, trained)
+        job_inputs = JobInputs(packets, finish, keep_outputs, loss.make_output_gradients, trained)
         # Versions of weights are leaves of their own, without hooks.
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
         schedule = program.schedule(len(batch.rows))
-        occasion = Occasion("step", batch, schedule, loss, keep_outputs)
-        with self._take_turn_to_copy(program), self._workers.meet(occasion) as meeting:
+        request = JobRequest("step", batch, schedule, loss, keep_outputs)
+        with self._take_turn_to_copy(program), self._backend.meet(request) as session:
             job = Job(
-                program, schedule, work, watch=watch, stepper=stepper, channels=meeting.channels, seed=meeting.seed
+                program,
+                schedule,
+                job_inputs,
+                watch=watch,
+                stepper=stepper,
+                channels=session.channels,
+                seed=session.seed,
             )
-            receipt = receipt or Receipt()
-            if not (receipt.atomic or stepper):
-                meeting.add_to_gradients(job)
-                receipt.begun = True
+            commit = commit or CommitRecord()
+            if not (commit.atomic or stepper):
+                session.add_to_gradients(job)
+                commit.begun = True
             # Versions of weights have leaves that come later.
             watched = list_local_leaves(program, trained) if stepper is None else []
-            with count_as_one_batch(program.noted), job.catch.watch(watched):
-                meeting.run(job, timeout_s)
+            with count_as_one_batch(program.noted), job.accumulator.watch(watched):
+                session.run(job, timeout_s)
             program.tell_compilations()
             # Of a mean that torch itself makes 0 / 0 nothing need be asked.
-            late = program.late_errors if program.keeps_zeros or loss.divides else None
-            total = meeting.end(job, partial(loss.compute_total, late))
+            late = program.deferred_errors if program.keeps_zeros or loss.divides else None
+            total = session.end(job, partial(loss.compute_total, late))
             meanings = batch.weigh_outputs() if keep_outputs else []
-            outputs = join_outputs(job, batch.rows, meanings, program.late_errors)[0] if keep_outputs else []
+            outputs = join_outputs(job, batch.rows, meanings, program.deferred_errors)[0] if keep_outputs else []
             result = (total, program.build_result(outputs)) if keep_outputs else total
-            sums = meeting.total(job)
+            sums = session.total(job)
             raise_lost_interrupt()
             # Last, so that a step that fails leaves every .grad as it was.
             if stepper is None:
-                accumulate(sums, receipt, meeting.agree_to_add)
-                meeting.share_gradients()
+                accumulate(sums, commit, session.agree_to_add)
+                session.share_gradients()
             else:
-                accumulate(sums, receipt)
+                accumulate(sums, commit)
         return result
 
-    def _tie_stages(self, program: Program) -> list[Tie]:
+    def _make_leaf_nodes(self, program: Program) -> list[LeafNode]:
         """Return a node of autograd for each stage that has leaves, made on the stage's own stream."""
-        ties, seen = [], set[Tensor]()
+        nodes, seen = [], set[Tensor]()
         for leaves, home in zip(program.list_trained(), program.homes, strict=True):
             # A leaf of two stages is given its gradient by the first of them.
             own = [leaf for leaf in leaves if leaf not in seen]
             seen.update(own)
             if own:
-                ties.append(Tie.make(own, self._workers.streams[home[0]]))
+                nodes.append(LeafNode.make(own, self._backend.streams[home[0]]))
         # A rank whose stages have no weights takes part in the backward too, and autograd calls it for a leaf alone.
-        return ties or [Tie((), torch.empty(0, requires_grad=True))]
+        return nodes or [LeafNode((), torch.empty(0, requires_grad=True))]
 
     def _make_backward(
-        self, batch: Batch, meanings: Sequence[Meaning], ties: Sequence[Tie], tape: Tape, then: WeightsThen
+        self, batch: Batch, meanings: Sequence[OutputKind], nodes: Sequence[LeafNode], tape: Tape, then: WeightSnapshot
     ) -> Backward:
         """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
         program, tensors, rows, *_ = batch
         trained = program.list_trained()
-        devices = [*(stream.device for stream in self._workers.streams), *(t.device for t in tensors)]
+        devices = [*(stream.device for stream in self._backend.streams), *(t.device for t in tensors)]
         # Autograd calls the backward where, of the caller's streams, only that on the outputs' device is current.
         queued = mark_caller(devices)
         # The tape does not say: a rank may have none of the microbatches.
         spent = False
 
         @lose_no_interrupt
-        @leave_no_trace
+        @restores_all
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             nonlocal spent
             if spent:
                 raise BackwardError(SPENT)
             # Before anything has run. Of the first stage whole graphs are searched, and hooks keep the last one too.
             for (stage, m), saved in tape.items():
-                if isinstance(saved, Saved) and (stage or m == len(rows) - 1):
+                if isinstance(saved, SavedForBackward) and (stage or m == len(rows) - 1):
                     refuse_kept(saved)
             columns = [
                 [None] * len(rows) if g is None else split_gradient(g, rows, meaning)
                 for g, meaning in zip(gradients, meanings, strict=True)
             ]
-            work = Work(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
+            job_inputs = JobInputs(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             schedule = program.pass_backward(len(rows))
             try:
                 # Hooks of leaves run once, on the sums, as autograd accumulates those.
                 for leaf in list_leaves(trained):
                     make_mutable(leaf)
-                with self._take_turn(), self._workers.meet(Occasion("backward", batch, schedule)) as meeting:
-                    job = Job(program, schedule, work, channels=meeting.channels, seed=meeting.seed)
+                with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
+                    job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
                     then.check()
                     make_caller_wait(devices, queued)
-                    with job.catch.watch(list_local_leaves(program, trained)):
-                        meeting.run(job)
-                    meeting.end(job)
-                    sums = meeting.total(job)
-                    meeting.share_gradients_after_backward()
+                    with job.accumulator.watch(list_local_leaves(program, trained)):
+                        session.run(job)
+                    session.end(job)
+                    sums = session.total(job)
+                    session.share_gradients_after_backward()
             except RuntimeError as error:
                 then.explain(error)
                 raise
@@ -283,7 +291,8 @@ class Engine:
             of_inputs = join_returned(job, batch)
             # Autograd hands all results on as made on one stream of this thread, and each stage's node has another.
             tokens = join_caller(devices)
-            return [*of_inputs, *(tie.carry([sums.totals.get(leaf) for leaf in tie.leaves], tokens) for tie in ties)]
+            of_leaves = (node.carry([sums.totals.get(leaf) for leaf in node.leaves], tokens) for node in nodes)
+            return [*of_inputs, *of_leaves]
 
         return backward
 
@@ -312,7 +321,7 @@ def cut_packets(batch: Batch) -> list[Packet]:
 
 
 def join_outputs(
-    job: Job, rows: Sequence[int], meanings: Sequence[Meaning], late: LateErrors
+    job: Job, rows: Sequence[int], meanings: Sequence[OutputKind], late: DeferredErrors
 ) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs over all microbatches, and which of them want a gradient.
 
@@ -348,7 +357,7 @@ def join_returned(job: Job, batch: Batch) -> list[Tensor | None]:
     ]
 
 
-def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: Cut) -> Tensor | None:
+def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: ChunkSpec) -> Tensor | None:
     """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor.
 
     pieces: on the first stage's devices. like: the microbatches of the input, on whose device the gradient is.

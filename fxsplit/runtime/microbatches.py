@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Inputs
-from fxsplit.ir.facts.capture.chunks import TARGET, Cut, Replicate, find_stated_dim
+from fxsplit.ir.facts.capture.chunks import TARGET, ChunkSpec, Replicate, find_stated_dim
 from fxsplit.ir.facts.capture.counts import COUNTS_NOTHING, check_nothing_counts, find_miscounted
-from fxsplit.ir.facts.capture.meanings import ROWS, Meaning
-from fxsplit.runtime.late_errors import LateErrors
+from fxsplit.ir.facts.capture.output_kinds import ROWS, OutputKind
+from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.torch_internals import pytree
 
 NOT_THE_SAME = (
@@ -69,21 +69,21 @@ def join_target(pieces: Sequence[Any], whole: Any, rows: int, inputs: Inputs | N
     return pytree.tree_unflatten(joined, pytree.tree_flatten(pieces[0])[1])
 
 
-def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[Cut]:
+def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[ChunkSpec]:
     """Return where each part of a target has so many rows. Raises InputError as `split_target` does."""
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
     elsewhere = inputs is not None and any(s.cut.dim for s in inputs.specs)
-    found: list[Cut] = []
+    found: list[ChunkSpec] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or stated is Replicate:
-            found.append(Cut(None))
+            found.append(ChunkSpec(None))
             continue
         if isinstance(stated, int):
             each, rest = divmod(leaf.shape[stated], rows) if stated < leaf.ndim else (0, 0)
-            cuts = [Cut(stated, each)] if each and not rest else []
+            cuts = [ChunkSpec(stated, each)] if each and not rest else []
         else:
             dims = [d for d, length in enumerate(leaf.shape) if length == rows]
-            cuts = [Cut(d) for d in dims if elsewhere or d == 0]
+            cuts = [ChunkSpec(d) for d in dims if elsewhere or d == 0]
         # Two dimensions of the right length leave open which has the rows.
         if len(cuts) != 1:
             way = "state the dimension that holds them, chunks={'target': 1}"
@@ -98,14 +98,14 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
 
 
 def join(
-    pieces: Sequence[Tensor], rows: Sequence[int], meaning: Meaning = ROWS, late: LateErrors | None = None
+    pieces: Sequence[Tensor], rows: Sequence[int], meaning: OutputKind = ROWS, late: DeferredErrors | None = None
 ) -> Tensor:
     """Return one output of all microbatches as that of the batch. In a mean, a microbatch weighs by its rows.
 
     Raises InputError for pieces that do not have what their meaning says: so many rows, or the same values. What only
     an accelerator knows is told to `late`, which raises it in a later batch.
     """
-    late = late or LateErrors()
+    late = late or DeferredErrors()
     if len(pieces) == 1:
         return pieces[0]
     if meaning.kind == "rows":
@@ -154,7 +154,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     return ~torch.isclose(a, b, rtol=1e-4, equal_nan=True).all()
 
 
-def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: Meaning = ROWS) -> Sequence[Tensor | None]:
+def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: OutputKind = ROWS) -> Sequence[Tensor | None]:
     """Return the gradient, or None for none, of each piece that `join` was given, from the gradient of its result."""
     if len(rows) == 1:
         return [gradient]

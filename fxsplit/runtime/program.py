@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Inputs
-from fxsplit.ir.facts.capture.counts import Count, Watch, Weights
-from fxsplit.ir.facts.capture.meanings import Meaning
+from fxsplit.ir.facts.capture.counts import Count, CountWatch, Weights
+from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages, list_weights
-from fxsplit.runtime.late_errors import LateErrors
+from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
-from fxsplit.runtime.stage.recompute import POLICIES, Written
+from fxsplit.runtime.stage.recompute import POLICIES, WrittenBuffers
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.stage.shared_modules import Turns
+from fxsplit.runtime.stage.shared_modules import ModuleLocks
 from fxsplit.schedule import Schedule, verify
 from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE
 from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
@@ -34,12 +34,12 @@ from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule import Homes
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fx.interpret import get_storage_id
-from fxsplit.torch_internals.fx.past import Pasts
-from fxsplit.torch_internals.nn.batch_norm import Noted
+from fxsplit.torch_internals.fx.kv_cache import KVCaches
+from fxsplit.torch_internals.nn.batch_norm import DeferredBatchNorm
 from fxsplit.torch_internals.nn.containers import HOOKS
 from fxsplit.torch_internals.nn.optimizer_state import note_move
 from fxsplit.torch_internals.nn.recurrent import flatten_weights
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 from fxsplit.torch_internals.tensors import accelerators
 
 ELSEWHERE = torch.device("meta")
@@ -72,7 +72,7 @@ class Program:
     scheduler: Scheduler
     inputs: Inputs
     returns: pytree.TreeSpec | None
-    joined: tuple[Meaning, ...]
+    joined: tuple[OutputKind, ...]
     writes_inputs: bool
     rewritten: tuple[tuple[int, str], ...]
     puts_hooks: bool
@@ -86,8 +86,8 @@ class Program:
     # Values of weights that live in other processes, by the id of the model's own; brought here before each batch.
     fetched: dict[int, Tensor] = field(default_factory=dict, init=False)
     # Learnt as batches run. Buffers that a recomputing stage writes are told apart by its first run.
-    written: defaultdict[int, Written] = field(default_factory=partial(defaultdict, Written), init=False)
-    late_errors: LateErrors = field(default_factory=LateErrors, init=False)
+    written: defaultdict[int, WrittenBuffers] = field(default_factory=partial(defaultdict, WrittenBuffers), init=False)
+    deferred_errors: DeferredErrors = field(default_factory=DeferredErrors, init=False)
     _schedules: dict[int, Schedule] = field(default_factory=dict, init=False)
     _passes: dict[int, tuple[Schedule, Schedule]] = field(default_factory=dict, init=False)
 
@@ -236,7 +236,7 @@ class Program:
     def list_counted(self) -> dict[str, Tensor]:
         """Return the buffers that counts of outputs read, such as weights of classes, by names alike on all ranks."""
         counts = [meaning.count for meaning in self.joined if meaning.count is not None]
-        whole = [one for count in counts for one in (count.counts if isinstance(count, Watch) else [count])]
+        whole = [one for count in counts for one in (count.counts if isinstance(count, CountWatch) else [count])]
         held = [list(c.compute.named_buffers()) if isinstance(c.compute, nn.Module) else [] for c in whole]
         return {f"{i} {name}": buffer for i, named in enumerate(held) for name, buffer in named}
 
@@ -279,14 +279,14 @@ class Program:
         return frozenset(map(get_storage_id, buffers))
 
     @cached_property
-    def turns(self) -> Turns:
+    def turns(self) -> ModuleLocks:
         """Where threads must take turns, as they run one module that sets attributes."""
-        return Turns([[replica.stage.module for replica in replicas] for replicas in self.replicas])
+        return ModuleLocks([[replica.stage.module for replica in replicas] for replicas in self.replicas])
 
     @cached_property
-    def noted(self) -> list[Noted]:
+    def noted(self) -> list[DeferredBatchNorm]:
         """The batch norms whose running statistics change at the end of a batch."""
-        return [m for s in self.stages_here for m in s.module.children() if isinstance(m, Noted)]
+        return [m for s in self.stages_here for m in s.module.children() if isinstance(m, DeferredBatchNorm)]
 
     def find_hooked_stages(self) -> list[bool]:
         """Return, for each stage, whether its modules have hooks now, or put hooks on activations."""
@@ -299,7 +299,7 @@ class Program:
     def draws(self) -> bool:
         """Return whether any stage takes random numbers in the mode that its modules are in now."""
         # Not kept: the same program may serve training, where dropout draws, and evaluation.
-        return any(isinstance(m, Draw) and not m.idle for s in self.stages.stages for m in s.module.children())
+        return any(isinstance(m, SeededCall) and not m.idle for s in self.stages.stages for m in s.module.children())
 
     @cached_property
     def _modules(self) -> list[list[nn.Module]]:
@@ -341,17 +341,17 @@ class Program:
 class Batch(NamedTuple):
     """A call that is ready to run: the program, the tensors among its arguments, and the rows of each microbatch.
 
-    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets them. `pasts` are what stages
-    keep of each microbatch from call to call, as keys and values of attention (None: nothing).
+    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets them. `kv_caches` are what
+    stages keep of each microbatch from call to call: keys and values of attention (None: nothing).
     """
 
     program: Program
     tensors: Sequence[Tensor]
     rows: Sequence[int]
     numbers: tuple[float, ...] = ()
-    pasts: Pasts | None = None
+    kv_caches: KVCaches | None = None
 
-    def weigh(self, meaning: Meaning, first: int = 0, last: int | None = None) -> Weights:
+    def weigh(self, meaning: OutputKind, first: int = 0, last: int | None = None) -> Weights:
         """Return the weight of each microbatch, from `first` up to `last`, in what these make."""
         rows = self.rows[first:last]
         if meaning.count is None:
@@ -367,6 +367,6 @@ class Batch(NamedTuple):
         columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]
         return [[*piece, *self.numbers] for piece in zip(*columns, strict=True)], [*whole, *self.numbers]
 
-    def weigh_outputs(self) -> list[Meaning]:
+    def weigh_outputs(self) -> list[OutputKind]:
         """Return what each output of the program means, with the weights of this batch's microbatches."""
         return [m if m.count is None else replace(m, weights=self.weigh(m)) for m in self.program.joined]

@@ -33,7 +33,7 @@ Need = tuple[Action, int | None]
 """An action, and the boundary its result crosses (number of the stage after the cut), or None."""
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """A message between devices: the value made by a forward, or the gradient made by a backward.
 
     `made` is the action that makes it, `boundary` the number of the stage after the cut that it crosses.
@@ -86,7 +86,7 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
     return [(drop_version(a), None) for a in own if a.replica == action.replica and a.microbatch <= m]
 
 
-def find_message(schedule: Schedule, action: Action) -> Message | None:
+def find_message(schedule: Schedule, action: Action) -> Transfer | None:
     """Return the message to another device that is ready once `action` is done, or None."""
     stage, m = action.stage, action.microbatch
     sends = (SEND_F, SEND_B) if schedule.transfers else (FORWARD, *GRADIENTS)
@@ -96,7 +96,7 @@ def find_message(schedule: Schedule, action: Action) -> Message | None:
     if not 0 <= other < schedule.n_stages:
         return None
     source, destination = schedule.device_of(stage, m), schedule.device_of(other, m)
-    return None if source == destination else Message(action, max(stage, other), source, destination)
+    return None if source == destination else Transfer(action, max(stage, other), source, destination)
 
 
 def _find_arrival(schedule: Schedule, made: Action, stage: int, op: str) -> Need:

@@ -30,7 +30,7 @@ DURING = {
 """The stage's figure for the peak during each action. A sum over replicas needs no additional memory."""
 
 
-class Turn(NamedTuple):
+class ActionMoment(NamedTuple):
     """One action of a device, with the contents of each of the device's stages during and after it."""
 
     action: Action
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     after: dict[int, Moment]
 
 
-def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[Turn]:
+def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Action, ...]]) -> Iterator[ActionMoment]:
     """Yield a device's actions with its stages' moments; `outstanding` are the messages held at each action."""
     # Sums of gradients exist from the first backward of a step to the optimizer step.
     first = Moment(sums=1 - schedule.trains)
@@ -83,7 +83,7 @@ def follow_device(schedule: Schedule, device: int, outstanding: list[tuple[Actio
         own = own._replace(versions=own.versions + further)
         seen[one] = versions
         held = {**held, action.stage: own}
-        yield Turn(action, during, held)
+        yield ActionMoment(action, during, held)
 
 
 def list_moments(schedule: Schedule) -> tuple[Moments, ...]:

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.needs import COMPILERS, require
-from fxsplit.torch_internals.random.draws import lend_draws
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
-from fxsplit.torch_internals.scopes.undo import Turn, undo_after
+from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 
 OTHERS = "and a pipeline's stages run in others"
-_compilers = Turn(lend_draws)
+_compilers = CallerLock(lend_draws)
 NO_CONTEXT = nullcontext()
 """A context manager that does nothing. It has no state, so all threads may enter this one."""
 
@@ -34,7 +34,7 @@ NO_CONTEXT = nullcontext()
 @contextmanager
 def keep_modes() -> Iterator[None]:
     """Leave this thread in the modes that it is in, whatever an interrupt inside the block keeps from ending."""
-    with undo_after(Modes.read().put_back):
+    with restore_after(Modes.read().put_back):
         yield
 
 
@@ -53,7 +53,7 @@ class OwnModes:
     def enter(self) -> Iterator[None]:
         """Let the generator run in the block, in the modes that it left, or in the thread's where it changed none."""
         outside = Modes.read()
-        with undo_after(outside.put_back):
+        with restore_after(outside.put_back):
             if self._left is not None:
                 self._left.take_up(self._blocks)
             try:
@@ -81,7 +81,7 @@ def leave_inference_mode() -> Iterator[None]:
             outside.__exit__(None, None, None)
 
     # No `with` for torch's own blocks: one that an interrupt kept from ending ends when the garbage collector comes.
-    with keep_modes(), undo_after(leave):
+    with keep_modes(), restore_after(leave):
         outside.__enter__()
         torch.set_grad_enabled(False)
         yield
@@ -136,7 +136,7 @@ def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Itera
             begun = True
             mode.__exit__(None, None, None)
 
-    with keep_modes(), undo_after(leave):
+    with keep_modes(), restore_after(leave):
         mode.__enter__()
         yield
 
@@ -151,7 +151,7 @@ def leave_saved_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*taken[-1])
             taken.pop()
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         while (hooks := read_hooks()) is not None:
             taken.append(hooks)
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -161,7 +161,7 @@ def leave_saved_hooks() -> Iterator[None]:
 @contextmanager
 def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
     """Call these for what autograd saves in the block, which is left once, also where an interrupt skips its end."""
-    with undo_after(partial(drop_hooks, read_hooks())):
+    with restore_after(partial(drop_hooks, read_hooks())):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         yield
 
@@ -173,7 +173,7 @@ def disable_compilers() -> Iterator[None]:
     from torch._dynamo import eval_frame  # takes seconds to load, and compile() has loaded it
 
     # The whole process has one stance, so threads take turns.
-    with _compilers.take(), undo_after(partial(eval_frame._set_stance, eval_frame._stance)):
+    with _compilers.take(), restore_after(partial(eval_frame._set_stance, eval_frame._stance)):
         eval_frame._set_stance(eval_frame.DynamoStance("force_eager"))
         yield
 

@@ -26,7 +26,7 @@ Runtime = _PipelineScheduleRuntime
 """torch's runtime for schedules that are given to it as files."""
 
 
-class Ends(NamedTuple):
+class StageTensors(NamedTuple):
     """The tensors that a stage takes and gives for one microbatch, on the meta device.
 
     divides: whether torch can divide the stage's backward in two. It finds what is left for the second half along the
@@ -79,7 +79,7 @@ def leave_stage(value: Tensor) -> Tensor:
     return _make_alias(value.contiguous())
 
 
-def build_module(stage: fx.GraphModule, ends: Ends, *, copies: bool) -> fx.GraphModule:
+def build_module(stage: fx.GraphModule, ends: StageTensors, *, copies: bool) -> fx.GraphModule:
     """Return a stage with the modules, and so the state_dict, of another one, as torch's runtime can run it."""
     graph = fx.Graph()
     held: dict[fx.Node, Any] = {}
@@ -100,7 +100,12 @@ def build_module(stage: fx.GraphModule, ends: Ends, *, copies: bool) -> fx.Graph
 
 
 def build_stage(
-    module: fx.GraphModule, index: int, count: int, device: torch.device, ends: Ends, group: dist.ProcessGroup | None
+    module: fx.GraphModule,
+    index: int,
+    count: int,
+    device: torch.device,
+    ends: StageTensors,
+    group: dist.ProcessGroup | None,
 ) -> PipelineStage:
     """Return torch's stage number `index` of `count`; one that does not divide does all of a backward at once."""
     takes, gives = _lay_out(ends.takes), _lay_out(ends.gives)

@@ -34,7 +34,7 @@ MOST_SWEEPS = 8
 
 
 @dataclass
-class Span:
+class WorkTime:
     """The time of a piece of work: `device_ms` on its device, `launch_ms` on its host (0 on a CPU).
 
     On an accelerator both are valid after the end of the sweep. `calls` is the number of calls of autograd in it.
@@ -70,9 +70,9 @@ class Clock:
         """Return the beginning of a span."""
         return Begin(self.now())
 
-    def stop(self, begin: Begin, calls: int = 0) -> Span:
+    def stop(self, begin: Begin, calls: int = 0) -> WorkTime:
         """Return the span from `begin` to now, which contains `calls` calls of autograd.grad."""
-        return Span(self.now() - begin.ms)
+        return WorkTime(self.now() - begin.ms)
 
     def end_sweep(self) -> bool:
         """Complete the spans of a sweep, and return whether they can be trusted."""
@@ -102,8 +102,8 @@ class AcceleratorClock(Clock):
         self._leaf = torch.zeros(1, device=device, requires_grad=True)
         self._seed = torch.ones(1, device=device)
         self._cycles_per_ms = self._find_cycles_per_ms()
-        self._spans: list[tuple[Span, torch.Event, torch.Event]] = []
-        self._empty: list[Span] = []
+        self._spans: list[tuple[WorkTime, torch.Event, torch.Event]] = []
+        self._empty: list[WorkTime] = []
         self._calls_ms: list[float] = []
         # The time to keep the device busy for each portion; 0 in the first sweep.
         self._busy_ms = 0.0
@@ -134,9 +134,9 @@ class AcceleratorClock(Clock):
         events[0].record(self._stream)
         return Begin(self.now(), events)
 
-    def stop(self, begin: Begin, calls: int = 0) -> Span:
+    def stop(self, begin: Begin, calls: int = 0) -> WorkTime:
         """Return the span from `begin` to now, which becomes valid at the end of the sweep."""
-        span = Span(0.0, self.now() - begin.ms, calls)
+        span = WorkTime(0.0, self.now() - begin.ms, calls)
         assert begin.events is not None  # this clock's own start() created it
         first, last = begin.events
         last.record(self._stream)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import ChainError, ProfileError, suggest
 from fxsplit.ir.facts.capture.effects import Effects, observe_effects
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.costs.costs import HARDWARE, Costs, InputCost, NodeCost, Tie, name_operator
+from fxsplit.ir.facts.costs.costs import HARDWARE, Costs, InputCost, NodeCost, TiedParameter, name_operator
 from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.ir.facts.costs.known import KnownCosts, Observed
 from fxsplit.ir.facts.costs.loss import Loss
@@ -26,7 +26,7 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.passes.profile.thread import run_in_worker_thread
-from fxsplit.passes.profile.time_alone import Call, time_alone
+from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import (
     NodeTimes,
     describe_operator,
@@ -35,14 +35,14 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.passes.profile.weigh_loss import weigh_loss
 from fxsplit.system.progress import track
-from fxsplit.torch_internals.autograd.catch import is_caught
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.autograd.eager_accumulator import is_caught
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.fx.dependences import list_node_weights
 from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
+from fxsplit.torch_internals.fx.kv_cache import find_slot
 from fxsplit.torch_internals.fx.module_stack import find_module_path
 from fxsplit.torch_internals.fx.observe import Observation
-from fxsplit.torch_internals.fx.past import find_slot
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 
@@ -88,7 +88,7 @@ class Profile:
         """
         machine, example, known = ir[Machine], ir[Example], ir.get(KnownCosts)
         signatures: dict[str, str] = {}
-        calls: dict[str, Call] = {}
+        calls: dict[str, TimedCall] = {}
         workload = ir.get(Workload)
         trains = workload is None or not workload.inference
         one_by_one = example.from_shapes or _is_too_big(ir.gm, machine, trains=trains)
@@ -97,7 +97,7 @@ class Profile:
             signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
             # Keep arguments only if they are needed: those of a large model would fill the memory.
             if one_by_one:
-                calls[node.name] = Call(call, args, kwargs)
+                calls[node.name] = TimedCall(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
         # A backward's allocations depend on the memory order in which its gradient arrives.
@@ -151,7 +151,7 @@ def _describe_gradient(seen: Observation) -> str:
     return ", gradient turned" * seen.is_read_turned + ", gradient in parts" * seen.is_read_joined
 
 
-def _tell_effects(call: Call, seen: Observation) -> Call:
+def _tell_effects(call: TimedCall, seen: Observation) -> TimedCall:
     """Return a call with its known effects and the layout of its gradient."""
     return replace(call, writes=bool(seen.mutates), turned=seen.is_read_turned, joined=seen.is_read_joined)
 
@@ -191,7 +191,7 @@ def _measure(
     tick = partial(next, track(range(turns), "profiling"))
     device = machine.torch_devices()[0]
     # The workers' streams cannot reuse memory cached by this stream: release it.
-    freed = undo_after(accelerators.release_cached_memory) if accelerators.is_accelerator(device) else nullcontext()
+    freed = restore_after(accelerators.release_cached_memory) if accelerators.is_accelerator(device) else nullcontext()
     with preserve(gm, [device]), torch.set_grad_enabled(trains), freed:
         return run_in_worker_thread(partial(run, tick), machine.intraop_threads(), device)
 
@@ -202,7 +202,7 @@ def _is_too_big(gm: fx.GraphModule, machine: Machine, *, trains: bool) -> bool:
     Weights on other ranks always do: each rank has memory only for its own stages.
     """
     device = machine.devices[0]
-    if any(map(is_away, list_weights(gm))):
+    if any(map(is_remote, list_weights(gm))):
         return True
     # Weights already on the device need no further memory, except for gradients.
     elsewhere = [w for w in list_weights(gm) if w.device != device.torch_device]
@@ -266,13 +266,13 @@ def _build_costs(
     )
 
 
-def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[str]]) -> Iterator[Tie]:
+def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[str]]) -> Iterator[TiedParameter]:
     """Yield the weights that several nodes use and count. `holders` are the nodes' names, by the weight's storage."""
     for key, weight in weight_of.items():
         names = tuple(dict.fromkeys(holders[key]))
         size = float(count_bytes(weight))
         if len(names) > 1:
-            yield Tie(size, 0.0, names) if weight.requires_grad else Tie(0.0, size, names)
+            yield TiedParameter(size, 0.0, names) if weight.requires_grad else TiedParameter(0.0, size, names)
 
 
 def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Measured) -> NodeCost:

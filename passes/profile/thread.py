@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from fxsplit.torch_internals.autograd.leaves import mute
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
@@ -47,7 +47,7 @@ def use_own_stream(device: torch.device) -> Iterator[None]:
         return
     accelerators.synchronize(device)
     own = accelerators.use_stream(accelerators.make_stream(device))
-    with undo_after(partial(accelerators.synchronize, device)), own:
+    with restore_after(partial(accelerators.synchronize, device)), own:
         yield
 
 
@@ -85,6 +85,6 @@ def run_in_worker_thread(run: Callable[[], R], intraop_threads: int, device: tor
         if thread.is_alive():
             wait([done])
 
-    with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(end):
+    with restore_after(partial(torch.set_num_threads, torch.get_num_threads())), restore_after(end):
         thread.start()
         return done.result()

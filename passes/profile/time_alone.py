@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs.measured import Measured
-from fxsplit.passes.profile.clock import Span, make_clock
+from fxsplit.passes.profile.clock import WorkTime, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (
     Halves,
@@ -26,13 +26,13 @@ from fxsplit.passes.profile.time_in_step import (
     take_medians,
     time_halves,
 )
-from fxsplit.passes.profile.weigh import Weight
+from fxsplit.passes.profile.weigh import OperatorMemory
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.copies import copy_module
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """A node's target (module, function, or name of a method) and arguments; tensors may have shapes without values.
 
     writes: the call writes to its arguments in place. turned: its result's gradient arrives in another memory order
@@ -48,7 +48,12 @@ class Call:
 
 
 def time_alone(
-    calls: Mapping[str, Call], device: torch.device, repeats: int, tick: Callable[[], object], *, trains: bool = True
+    calls: Mapping[str, TimedCall],
+    device: torch.device,
+    repeats: int,
+    tick: Callable[[], object],
+    *,
+    trains: bool = True,
 ) -> NodeTimes:
     """Return the median times of each call, by the node's name. Calls `tick` once for each call.
 
@@ -68,15 +73,15 @@ def time_alone(
     return times
 
 
-def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
+def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
     """Return the median times of one call. Its backward runs in halves in the `turns` that are true."""
     target, args, kwargs, leaves = _make_up_call(call, device)
     clock = make_clock(device)
-    forward: list[Span] = []
-    backward: list[Span] = []
+    forward: list[WorkTime] = []
+    backward: list[WorkTime] = []
     halves: list[Halves] = []
 
-    def run(halved: bool = False, weight: Weight | None = None) -> bool:
+    def run(halved: bool = False, weight: OperatorMemory | None = None) -> bool:
         """Run the call forward and backward, and return whether its times can be trusted.
 
         halved: run the backward in two halves. weight: record allocations here instead of times.
@@ -112,14 +117,14 @@ def _time(call: Call, device: torch.device, turns: Sequence[bool], repeats: int)
     for halved in turns:
         run(halved)
     times = take_medians(forward, backward, halves, repeats)
-    weight = Weight(is_turned=call.turned, is_joined=call.joined)
+    weight = OperatorMemory(is_turned=call.turned, is_joined=call.joined)
     run(weight=weight)
     while weight.is_unfinished:
         run(weight=weight)
     return weight.add_to(times)
 
 
-def _make_up_call(call: Call, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:
+def _make_up_call(call: TimedCall, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:
     """Return a call's target and arguments with made-up values, and the leaves of its backward."""
     made: dict[int, Tensor] = {}
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.ir.facts.costs.measured import Measured
-from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, Span, make_clock
+from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, WorkTime, make_clock
 from fxsplit.passes.profile.thread import check_stop
-from fxsplit.passes.profile.weigh import Weight
+from fxsplit.passes.profile.weigh import OperatorMemory
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.autograd.sums import Sums, make_shares
@@ -32,7 +32,7 @@ WARM_UP = 1
 """Steps that run first without counting: they load kernels and allocate memory."""
 HALVED = 2
 """Additional steps with backwards in two halves, to measure the share of weight gradients."""
-Halves = tuple[Span, Span]
+Halves = tuple[WorkTime, WorkTime]
 """The times of the two halves of a backward: input gradients, and delayed weight gradients."""
 NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
@@ -53,11 +53,12 @@ class Sweep(Interpreter):
     ) -> None:
         super().__init__(gm)
         # By node, the times of each step; nodes without a backward have no entry.
-        self.forwards: dict[str, list[Span]] = defaultdict(list)
-        self.backwards: dict[str, list[Span]] = defaultdict(list)
+        self.forwards: dict[str, list[WorkTime]] = defaultdict(list)
+        self.backwards: dict[str, list[WorkTime]] = defaultdict(list)
         self.halves: dict[str, list[Halves]] = defaultdict(list)
         self.weights = {
-            name: Weight(is_turned=seen[name].is_read_turned, is_joined=seen[name].is_read_joined) for name in timed
+            name: OperatorMemory(is_turned=seen[name].is_read_turned, is_joined=seen[name].is_read_joined)
+            for name in timed
         }
         self._weighing = False
         self._seen = seen
@@ -216,7 +217,7 @@ def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums 
     first = [leaf for leaf in leaves if id(leaf) not in late]
     # Nothing can be delayed. Any positive time will do, since only the ratio of the halves counts.
     if not nodes:
-        return Span(1.0), Span(0.0)
+        return WorkTime(1.0), WorkTime(0.0)
     ends: list[Any] = [*first, *(edge for branch in nodes.values() for edge in branch.edges)]
     begin = clock.start()
     # The second half starts from the same graph, so keep it.
@@ -277,7 +278,7 @@ def list_turns(repeats: int, *, trains: bool) -> list[bool]:
     return [False] * (WARM_UP + repeats) + [True] * (HALVED * trains)
 
 
-def take_medians(forward: list[Span], backward: list[Span], halves: list[Halves], repeats: int) -> Measured:
+def take_medians(forward: list[WorkTime], backward: list[WorkTime], halves: list[Halves], repeats: int) -> Measured:
     """Return the median times of forward and backward, the weight gradients' part of backward, and the spread.
 
     forward, backward: the spans of all steps, of which `repeats` count after the warm-up. halves: the spans of the

@@ -27,7 +27,7 @@ larger tensor.
 
 
 @dataclass
-class Weight:
+class OperatorMemory:
     """The memory that one operator allocates, in bytes; see the fields of NodeCost with these names."""
 
     forward_peak_bytes: float | None = None
@@ -86,7 +86,7 @@ class Weight:
         if not nodes:
             self._note_early(made, made.gradients, layout)
 
-    def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> Counted:
+    def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> BackwardMemory:
         """Run the whole backward. Record its allocations, and the bytes it returns in memory that it was given.
 
         Over several layouts the smallest such number counts.
@@ -100,7 +100,7 @@ class Weight:
             self.lent_bytes = lent if self.lent_bytes is None else min(self.lent_bytes, lent)
         return made
 
-    def _note_early(self, made: Counted, first: Sequence[Tensor | None], layout: Layout) -> None:
+    def _note_early(self, made: BackwardMemory, first: Sequence[Tensor | None], layout: Layout) -> None:
         """Record the allocations of a first half, and the bytes held until the second; `first`: input gradients."""
         # One branch may wait with a view of another branch's memory: count each storage once.
         waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
@@ -141,7 +141,7 @@ def is_part(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
-class Counted(NamedTuple):
+class BackwardMemory(NamedTuple):
     """A counted backward: its peak of allocated bytes, the gradients it returns, and the gradients it starts from."""
 
     peak_bytes: int
@@ -149,7 +149,7 @@ class Counted(NamedTuple):
     seeds: Tensors
 
 
-def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Counted:
+def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> BackwardMemory:
     """Run a backward from `outputs` to `ends` and count its allocations.
 
     Activations are kept. With several outputs, the initial gradients count too: in a step, the operator itself makes
@@ -160,7 +160,7 @@ def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Cou
     with count_allocations() as found:
         seeds = seeds or [_make_seed(t, layout) for t in outputs]
         made = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
-    return Counted(found.peak_bytes or 0, made, seeds)
+    return BackwardMemory(found.peak_bytes or 0, made, seeds)
 
 
 def _make_seed(output: Tensor, layout: Layout) -> Tensor:

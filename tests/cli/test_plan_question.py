@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit.cli.plan import Question, add_arguments
+from fxsplit.cli.plan import PlanArguments, add_arguments
 from fxsplit.errors import InputError
 from tests.formats.test_formats import MACHINE, PIPEDREAM, dnn, written
 
 
-def ask(path: Path, *arguments: str) -> Question:
+def ask(path: Path, *arguments: str) -> PlanArguments:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return Question(parser.parse_args([str(path), *arguments]))
+    return PlanArguments(parser.parse_args([str(path), *arguments]))
 
 
 def test_numbers_of_devices(tmp_path: Path) -> None:

@@ -214,16 +214,16 @@ def test_memory_counts_versions_and_recomputation() -> None:
     kept = trace_memory(
         made, [Footprint(100, 7, resting_bytes=11, forward_bytes=11, whole_bytes=11, first_bytes=18)] * 2
     )
-    assert [find_peak(course) for course in kept] == [100 + 2 * 11 + 7, 100 + 11]
+    assert [find_peak(trace) for trace in kept] == [100 + 2 * 11 + 7, 100 + 11]
     again = trace_memory(
         simulate(generate("1F1B", 2, 6), Times.unit(2)),
         [Footprint(100, 7, resting_bytes=1, forward_bytes=11, whole_bytes=11)] * 2,
     )
-    assert [find_peak(course) for course in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
+    assert [find_peak(trace) for trace in again] == [100 + 2 * 1 + 10, 100 + 1 + 10]
     # A step after the last backward consumes the sums of gradients.
-    assert [course[-1][1] for course in (*kept, *again)] == [100 - 7] * 2 + [100] * 2
-    for course in (*kept, *again):
-        assert [t for t, _ in course] == sorted(t for t, _ in course)
+    assert [trace[-1][1] for trace in (*kept, *again)] == [100 - 7] * 2 + [100] * 2
+    for trace in (*kept, *again):
+        assert [t for t, _ in trace] == sorted(t for t, _ in trace)
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.capture import Stated, capture
+from fxsplit.frontend.capture import CaptureOptions, capture
 from fxsplit.frontend.other_shapes import fit_to_shapes
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.scope import Scope
@@ -34,7 +34,7 @@ def sequences(length: int, rows: int = 6) -> Tensor:
 def test_a_graph_fits_where_it_is_the_model(length: int, fits: bool) -> None:
     model = ByLength()
     ir = capture(model, (sequences(5),), {}, 3)
-    found = fit_to_shapes(ir, model, Call((sequences(length),), {}), 3, Stated())
+    found = fit_to_shapes(ir, model, Call((sequences(length),), {}), 3, CaptureOptions())
     assert (found is not None) == fits
     if found is not None:
         assert found.gm is ir.gm and found[Scope].inputs.specs[0].shape == (6, length, 4)
@@ -46,8 +46,8 @@ def test_the_model_has_the_last_word() -> None:
     model = ByLength()
     ir = capture(model, (sequences(5),), {}, 3)
     trusting = ir.learn(replace(ir[Scope], guard=lambda *tensors: None))
-    assert fit_to_shapes(trusting, model, Call((sequences(4),), {}), 3, Stated()) is not None
-    assert fit_to_shapes(trusting, model, Call((sequences(9),), {}), 3, Stated()) is None
+    assert fit_to_shapes(trusting, model, Call((sequences(4),), {}), 3, CaptureOptions()) is not None
+    assert fit_to_shapes(trusting, model, Call((sequences(9),), {}), 3, CaptureOptions()) is None
     before = [p.clone() for p in model.parameters()]
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
 
@@ -67,4 +67,4 @@ def test_what_forward_counts_is_as_before() -> None:
     """Only capturing put back globals that forward() writes, and the next call then compiled again."""
     model = Counts()
     ir = capture(model, (sequences(5),), {}, 3)
-    assert fit_to_shapes(ir, model, Call((sequences(3),), {}), 3, Stated()) is not None and CALLS == 0
+    assert fit_to_shapes(ir, model, Call((sequences(3),), {}), 3, CaptureOptions()) is not None and CALLS == 0

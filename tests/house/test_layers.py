@@ -60,7 +60,7 @@ INNER: dict[str, list[set[str]]] = {
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
     "frontend": [
-        {"layer_drop", "restore", "stopped"},
+        {"layer_drop", "restore", "stop_point"},
         {"subject"},
         {"graph"},
         {"check", "front_ends", "watch"},
@@ -79,9 +79,9 @@ INNER: dict[str, list[set[str]]] = {
         {"planner"},
     ],
     "runtime": [
-        {"late_errors", "stage"},
+        {"deferred_errors", "stage"},
         {"autograd_node", "microbatches", "program"},
-        {"loss", "weights_then"},
+        {"loss", "weight_snapshot"},
         {"job"},
         {"backends"},
         {"engine", "ranks"},
@@ -89,10 +89,10 @@ INNER: dict[str, list[set[str]]] = {
     "runtime.ranks": [
         {"failures", "hooks"},
         {"world"},
-        {"gradients", "holdings", "wire"},
-        {"ties"},
-        {"meeting"},
-        {"crew"},
+        {"gradients", "weight_placement", "wire"},
+        {"shared_weights"},
+        {"session"},
+        {"backend"},
     ],
     "api": [
         {"companions", "compiler"},

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit import DEFAULT, IR, Plan, Stages
 from fxsplit.api.compile import recompile_like
-from fxsplit.api.compiler.options import Options
+from fxsplit.api.compiler.options import CompileOptions
 from fxsplit.errors import BrokenFact, MissingFact, PlanError
 from fxsplit.ir.chain import to_chain
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.passes import PASSES, BatchNorm
-from fxsplit.torch_internals.nn.batch_norm import Noted
+from fxsplit.torch_internals.nn.batch_norm import DeferredBatchNorm
 from tests.support.models import FAST, Residual
 
 
@@ -46,8 +46,8 @@ def with_devices(ir: IR, *devices: tuple[int, ...]) -> IR:
 
 
 def noted(ir: IR) -> list[list[str]]:
-    """The names of the Noted modules of each stage."""
-    return [[n for n, m in s.module.named_children() if isinstance(m, Noted)] for s in ir[Stages].stages]
+    """The names of the DeferredBatchNorm modules of each stage."""
+    return [[n for n, m in s.module.named_children() if isinstance(m, DeferredBatchNorm)] for s in ir[Stages].stages]
 
 
 @pytest.mark.parametrize("passes", [FAST, FAST + ",batch-norm", FAST + ",batch-norm{deferred=true}"])
@@ -103,7 +103,7 @@ def test_only_stages_with_several_devices_note_their_statistics() -> None:
 def test_one_layer_notes_the_microbatches_of_replicas_in_one_place() -> None:
     ir = emitted(Twice(), torch.randn(8, 8))
     modules = [m for s in BatchNorm()(with_devices(ir, (0, 1), (2, 3)))[Stages].stages for m in s.module.modules()]
-    found = [m for m in modules if isinstance(m, Noted)]
+    found = [m for m in modules if isinstance(m, DeferredBatchNorm)]
     for norm in found:
         norm(torch.randn(4, 8))
     found[0].finish()
@@ -137,7 +137,7 @@ def test_there_must_be_stages_to_defer_in() -> None:
 def test_every_chain_ends_with_the_pass() -> None:
     def run(text: str, deferred: bool) -> str:
         chain = to_chain(text, PASSES)
-        return str(Options(machine=fxsplit.Machine.of(1), chain=chain, deferred_batch_norm=deferred).passes)
+        return str(CompileOptions(machine=fxsplit.Machine.of(1), chain=chain, deferred_batch_norm=deferred).passes)
 
     assert run("profile,emit", False) == "profile,emit,batch-norm"
     assert run("profile,emit", True) == "profile,emit,batch-norm{deferred=true}"

@@ -24,12 +24,12 @@ from fxsplit.planner import (
     sequence_states,
     solve,
 )
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.direct.problem import DirectProblem
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search import search
-from fxsplit.planner.search.search import Found
+from fxsplit.planner.search.search import BestChain
 from tests.support.graphs import node, workload
 
 CHAIN = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=1) for i in range(4)), (), ("n3",), rows=1)
@@ -155,7 +155,7 @@ def count_searches(monkeypatch: pytest.MonkeyPatch, task: Task) -> tuple[list[in
     """Return the number of stages of each problem that planning searches, 0 for all at once, and the bottleneck."""
     searched: list[int] = []
 
-    def minimise_and_note(problem: Problem, *args: Any, **kwargs: Any) -> Found | None:
+    def minimise_and_note(problem: Problem, *args: Any, **kwargs: Any) -> BestChain | None:
         searched.append(problem.moves.n_stages)
         return search.minimise(problem, *args, **kwargs)
 
@@ -227,5 +227,5 @@ def test_that_nothing_fits_follows_from_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_half_of_the_time_goes_to_the_search_without_limits() -> None:
-    clock = Clock.limited(100.0)
-    assert 49.0 < clock.halve().deadline - time.monotonic() <= 50.0 and Clock().halve().deadline == inf
+    clock = SearchClock.limited(100.0)
+    assert 49.0 < clock.halve().deadline - time.monotonic() <= 50.0 and SearchClock().halve().deadline == inf

@@ -244,11 +244,11 @@ def test_a_plan_counts_every_version_of_the_weights(schedule: str) -> None:
     with fxsplit.compile(Mlp(), 2, example_inputs=x, **options) as pipe:
         plan, costs = pipe.plan, pipe.costs
         made = generate(schedule, len(plan.stages), 8)
-        courses = trace_memory(simulate(made, read_times(plan, made)), read_footprints(plan))
-        for stage, course, versions in zip(plan.stages, courses, made.weight_versions(), strict=True):
+        handles = trace_memory(simulate(made, read_times(plan, made)), read_footprints(plan))
+        for stage, handle, versions in zip(plan.stages, handles, made.weight_versions(), strict=True):
             further = (versions - 1) * stage.parameter_bytes
             assert further == 0 if schedule == "1F1B" else further > 0 or versions == 1
-            assert stage.held_bytes + further < find_peak(course) <= stage.memory_bytes
+            assert stage.held_bytes + further < find_peak(handle) <= stage.memory_bytes
     least = max(s.memory_bytes for s in plan.stages)
     with fxsplit.compile(Mlp(), Machine.of(["cpu"] * 2, memory_bytes=least), example_inputs=x, costs=costs, **options):
         pass

@@ -114,7 +114,7 @@ def check_where_they_are_kept(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "run_next", note_next)
         seen = pipe.generate(**prompt, max_new_tokens=9, return_dict_in_generate=True).past_key_values
-    kept = {key: past.list_tensors() for key, past in seen.text.pasts.kept.items()}
+    kept = {key: kv_cache.list_tensors() for key, kv_cache in seen.text.kv_caches.kept.items()}
     config: Any = pipe.model.config
     two = config.is_encoder_decoder
     layers = config.num_decoder_layers if two else config.num_hidden_layers

@@ -103,10 +103,10 @@ def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, r
 
 def start_agent(port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
     """Start what stands for a host: a launcher with a rank, which meets the others at a port."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
-    meeting += ["--rdzv-conf=last_call_timeout=3", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    session = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
+    session += ["--rdzv-conf=last_call_timeout=3", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     options = ["--steps", "40", "--checkpoint", str(folder / "runs"), "--resume"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, SCRIPT, *options]
+    command = [sys.executable, "-m", "torch.distributed.run", *session, SCRIPT, *options]
     with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as errors:
         return subprocess.Popen(command, env=make_environment(), stdout=out, stderr=errors)
 

@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit.api.compiler import compiler as compiling
 from fxsplit.api.compiler import lowering
 from fxsplit.errors import InputError, PlanError, RanksDiffer
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.support.models import FAST
 from tests.support.ranks import ranks
 
@@ -109,7 +109,7 @@ def run_way(pipe: fxsplit.Pipeline, unsplit: nn.Module, way: dict[str, Any], beg
         pipe(**way)[0].square().sum().backward()
     expected = dict(unsplit.named_parameters())
     for name, weight in pipe.model.named_parameters():
-        if not is_away(weight):
+        if not is_remote(weight):
             assert (weight.grad is None) == (expected[name].grad is None), name
             if weight.grad is not None:
                 assert_close(weight.grad, expected[name].grad)
@@ -281,9 +281,9 @@ def run_ways(rank: int, n: int) -> int:
             for way in ways[:3]:
                 assert_close(pipe(**way), unsplit(**way))
         assert fxsplit.verify(pipe, ways[0]).equal
-        here = sum(not is_away(weight) for weight in pipe.model.parameters())
+        here = sum(not is_remote(weight) for weight in pipe.model.parameters())
         if rank == 0:
-            assert not is_away(pipe.model.get_parameter("embed.weight"))
+            assert not is_remote(pipe.model.get_parameter("embed.weight"))
         state = pipe.state_dict()
         assert all(torch.equal(state[name], value) for name, value in unsplit.state_dict().items())
     return here

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ElsewhereError, InputError
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.runtime.ranks.hooks.test_gradient_hooks import compile_row, get_own, make_batch, make_mesh
 from tests.support.ranks import ranks
 
@@ -48,7 +48,7 @@ def train(n: int, which: str, folder: Path) -> Trained:
     with pytest.raises(InputError, match="ZeroRedundancyOptimizer keeps what it knows of a parameter on one of the"):
         fxsplit.save_checkpoint(folder, pipe, optimizer, step=4)
     pairs = zip(pipe.parameters(), unsplit.parameters(), strict=True)
-    worst = max(float((a - b).detach().abs().max()) for a, b in pairs if not is_away(a))
+    worst = max(float((a - b).detach().abs().max()) for a, b in pairs if not is_remote(a))
     kept = sum(bool(held) for held in optimizer.optim.state.values())
     return worst, kept, sum(1 for _ in pipe.local_parameters())
 
@@ -68,10 +68,10 @@ def refuse(rank: int, n: int) -> str:
     # The group of the mesh's own stages is fine; all ranks are not.
     with pytest.raises(ElsewhereError) as caught:
         for weight in pipe.parameters():
-            if is_away(weight):
+            if is_remote(weight):
                 dist.broadcast(weight.detach(), 0)
     with pytest.raises(ElsewhereError, match=r"all(_)?reduce.*\(\) among ranks"):
-        dist.all_reduce(next(w for w in pipe.parameters() if is_away(w)).detach())
+        dist.all_reduce(next(w for w in pipe.parameters() if is_remote(w)).detach())
     dist.barrier()
     return str(caught.value)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import ClosedError, FxsplitError, InputError
-from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.runtime.engine import join_gradients
 from fxsplit.torch_internals.tensors import host_copies
 from fxsplit.torch_internals.tensors.host_copies import HostCopy
@@ -117,8 +117,8 @@ def test_a_backward_given_up_on_changes_no_gradient() -> None:
     assert done.stdout.strip() == "untouched True then doubled True", done.stderr
 
 
-@pytest.mark.parametrize("cut", [Cut(0), Cut(None)])
-def test_an_input_gets_its_gradient_on_its_own_device(cut: Cut) -> None:
+@pytest.mark.parametrize("cut", [ChunkSpec(0), ChunkSpec(None)])
+def test_an_input_gets_its_gradient_on_its_own_device(cut: ChunkSpec) -> None:
     """An input elsewhere than the first stage got a gradient on the stage's device, which autograd refuses."""
     like = [torch.empty(2, 3, device="meta")] * 2
     for pieces in ([torch.ones(2, 3)] * 2, [None, torch.ones(2, 3)], [torch.ones(2, 3), None]):
@@ -320,4 +320,4 @@ def test_nothing_runs_in_a_pause() -> None:
         assert engine is not None
         with engine.pause():
             assert pipe.status().idle
-            assert all(begun.course.over.is_set() for begun in stream._begun)  # type: ignore[union-attr]
+            assert all(begun.handle.over.is_set() for begun in stream._begun)  # type: ignore[union-attr]

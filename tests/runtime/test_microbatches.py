@@ -14,8 +14,8 @@ import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Inputs
-from fxsplit.ir.facts.capture.chunks import Cut
-from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
+from fxsplit.ir.facts.capture.output_kinds import MEAN, OutputKind
 from fxsplit.runtime.microbatches import divide_rows, join, split_gradient, split_target
 from tests.support.models import FAST, Mlp
 
@@ -93,24 +93,24 @@ def test_rows_are_divided_evenly_the_larger_ones_first() -> None:
 
 def test_pieces_join_to_the_whole_on_any_dimension() -> None:
     x, rows = torch.arange(21.0).reshape(3, 7), [3, 2, 2]
-    pieces = Cut(1).split(x, rows)
+    pieces = ChunkSpec(1).split(x, rows)
     assert [p.shape[1] for p in pieces] == rows and pieces[1].data_ptr() == x[:, 3:].data_ptr(), "views"
-    assert torch.equal(join(pieces, rows, Meaning(dim=1)), x) and Cut(None).split(x, rows) == (x, x, x)
-    assert torch.equal(join(Cut(0).split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
+    assert torch.equal(join(pieces, rows, OutputKind(dim=1)), x) and ChunkSpec(None).split(x, rows) == (x, x, x)
+    assert torch.equal(join(ChunkSpec(0).split(x.t(), rows), rows), x.t()) and join([x], [7]) is x
 
 
 @pytest.mark.parametrize(
     ("meaning", "shapes"),
     [
-        (Meaning(), [(3, 2), (2, 2), (2, 2)]),
-        (Meaning(dim=1), [(2, 3), (2, 2), (2, 2)]),
-        (Meaning(each=4), [(12, 2), (8, 2), (8, 2)]),
-        (Meaning("mean"), [()] * 3),
-        (Meaning("counted"), [(5,)] * 3),
-        (Meaning("sum"), [(5,)] * 3),
+        (OutputKind(), [(3, 2), (2, 2), (2, 2)]),
+        (OutputKind(dim=1), [(2, 3), (2, 2), (2, 2)]),
+        (OutputKind(each=4), [(12, 2), (8, 2), (8, 2)]),
+        (OutputKind("mean"), [()] * 3),
+        (OutputKind("counted"), [(5,)] * 3),
+        (OutputKind("sum"), [(5,)] * 3),
     ],
 )
-def test_gradients_of_pieces_are_those_of_joining(meaning: Meaning, shapes: list[tuple[int, ...]]) -> None:
+def test_gradients_of_pieces_are_those_of_joining(meaning: OutputKind, shapes: list[tuple[int, ...]]) -> None:
     rows = [3, 2, 2]
     pieces = [torch.randn(shape, requires_grad=True) for shape in shapes]
     whole = join(pieces, rows, meaning)
@@ -128,20 +128,20 @@ def test_numbers_join_to_their_mean_by_rows() -> None:
 def test_what_is_the_same_for_all_microbatches_is_a_whole_gradient() -> None:
     """Each microbatch makes it, and their gradients add up to that of one."""
     ones = [torch.ones(2)] * 2
-    assert torch.equal(join(ones, [2, 1], Meaning("same")), ones[0])
-    shares = [g for g in split_gradient(torch.ones(2), [2, 1], Meaning("same")) if g is not None]
+    assert torch.equal(join(ones, [2, 1], OutputKind("same")), ones[0])
+    shares = [g for g in split_gradient(torch.ones(2), [2, 1], OutputKind("same")) if g is not None]
     assert torch.equal(shares[0] + shares[1], ones[0])
     with pytest.raises(InputError, match=r"every microbatch of the example had the same.*n_microbatches=1"):
-        join([torch.tensor(3), torch.tensor(4)], [2, 1], Meaning("same"))
+        join([torch.tensor(3), torch.tensor(4)], [2, 1], OutputKind("same"))
 
 
 def test_counts_and_flags_join() -> None:
     counts, flags = [torch.tensor(3), torch.tensor(4)], [torch.tensor(True), torch.tensor(False)]
-    found = join(counts, [2, 1], Meaning("sum"))
+    found = join(counts, [2, 1], OutputKind("sum"))
     assert found.dtype == torch.int64 and int(found) == 7
-    assert not join(flags, [2, 1], Meaning("all")) and join(flags, [2, 1], Meaning("any"))
+    assert not join(flags, [2, 1], OutputKind("all")) and join(flags, [2, 1], OutputKind("any"))
     with pytest.raises(InputError, match="why"):
-        join(counts, [2, 1], Meaning("unjoined", why="why"))
+        join(counts, [2, 1], OutputKind("unjoined", why="why"))
 
 
 def test_targets_are_cut_where_they_have_the_rows() -> None:

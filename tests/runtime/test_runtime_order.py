@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from fxsplit.runtime.autograd_node import Tie
-from fxsplit.runtime.stage.streams import Stream, make_stream
+from fxsplit.runtime.autograd_node import LeafNode
+from fxsplit.runtime.stage.streams import DeviceStream, make_stream
 from tests.support.accelerator import REUSED, use_accelerator
 from tests.support.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
 from tests.support.accelerator.engine import MISMATCH, note_accumulations
@@ -46,9 +46,9 @@ def test_gradients_are_made_on_the_streams_that_they_are_added_on() -> None:
     """torch warns where they are not, and so does the made-up engine."""
     case = Case("1F1B: backward, own devices", loop=BACKWARD, make_model=partial(Net, layers=4))
     examine(case).record.check()
-    make = Tie.make
+    make = LeafNode.make
 
-    def make_elsewhere(leaves: Sequence[Tensor], stream: Stream) -> Tie:
+    def make_elsewhere(leaves: Sequence[Tensor], stream: DeviceStream) -> LeafNode:
         with stream.enter():
             # The stage's operators have read the leaves.
             kept = [leaf.view_as(leaf) for leaf in leaves]
@@ -57,7 +57,7 @@ def test_gradients_are_made_on_the_streams_that_they_are_added_on() -> None:
         assert kept
         return tie
 
-    with patch.object(Tie, "make", make_elsewhere), pytest.warns(UserWarning, match=MISMATCH):
+    with patch.object(LeafNode, "make", make_elsewhere), pytest.warns(UserWarning, match=MISMATCH):
         examine(case)
 
 

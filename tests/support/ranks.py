@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from fxsplit.frontend.capture import LATE
 from fxsplit.runtime.ranks.failures.guard import _end_started
-from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
 from tests.support.times import state_times
 
@@ -273,7 +273,7 @@ def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # As in tests/conftest.py, in a process that it is not run in.
     grad_split.LEAST_PRODUCTS = defaultdict(int)
-    grad_catch.LEAST_BYTES = 200
+    eager_accumulator.LEAST_BYTES = 200
     state_times()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.torch_pipelining import Ends, build_module, enter_stage, leave_stage
+from fxsplit.torch_internals.torch_pipelining import StageTensors, build_module, enter_stage, leave_stage
 
 
 def make_stage() -> fx.GraphModule:
@@ -51,7 +51,7 @@ def test_gradients_and_outputs_are_contiguous() -> None:
 def test_a_module_keeps_names_and_gives_what_it_gave() -> None:
     stage = make_stage()
     x, y = torch.randn(2, 3), torch.arange(4)
-    ends = Ends((x.to("meta"), y.to("meta")), ())
+    ends = StageTensors((x.to("meta"), y.to("meta")), ())
     module = build_module(stage, ends, copies=False)
     assert module.state_dict().keys() == stage.state_dict().keys()
     assert module.get_parameter("linear.weight") is stage.get_parameter("linear.weight")

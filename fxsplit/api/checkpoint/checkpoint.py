@@ -30,8 +30,8 @@ from fxsplit.api.checkpoint.storage import (
     load_tensors,
     save_tensors,
 )
-from fxsplit.api.checkpoint.weights import check_apart, check_model, give_apart, make_room, read_model, refuse_away
-from fxsplit.api.compiler.team import Team
+from fxsplit.api.checkpoint.weights import check_apart, check_model, give_apart, make_room, read_model, refuse_remote
+from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.pipeline.saving import Saving, wait_for_saving
 from fxsplit.errors import ElsewhereError, FxsplitError, InputError, RankError
@@ -49,12 +49,12 @@ from fxsplit.formats.weights.checkpoint_folder import (
     read_manifest,
 )
 from fxsplit.formats.weights.typed_json import Notes, encode
-from fxsplit.runtime.ranks.holdings import Holdings
+from fxsplit.runtime.ranks.weight_placement import WeightPlacement
 from fxsplit.runtime.ranks.world.agreement import hash_text
 from fxsplit.runtime.ranks.world.messages import tell_beside
 from fxsplit.system.figures import is_count, show
 from fxsplit.system.interrupts import lose_no_interrupt
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
 CPU = f"{RANDOM}cpu"
@@ -70,7 +70,7 @@ class Restored:
 
 
 @lose_no_interrupt
-@leave_no_trace
+@restores_all
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -104,27 +104,27 @@ def save_checkpoint(
         raise InputError(f"folder={show(folder)}: give the path of a folder")
     own, told = _get_model(model), _encode_extra(extra)
     what = f"saves to {os.fspath(folder)!r}, with {describe_groups(own, optimizer)}"
-    path, over_ranks = _make_absolute(folder), _get_team(model) is not None
+    path, over_ranks = _make_absolute(folder), _get_compile_group(model) is not None
     # Also the pipelines of a mesh that write nothing: groups of ranks are made by all of them, or by none.
-    with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as holdings:
+    with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as placement:
         # What is copied now takes the memory that the one before has until it is written.
         wait_for_saving(model, over_ranks=over_ranks)
         # Batches of a stream may write to buffers.
         with _keep_idle(model):
             staged, manifest = _stage(model, optimizer, step, told)
-            staged |= read_residuals(own, _get_team(model))
-        token = make_token() if holdings is None else holdings.tell(make_token(), "a checkpoint")
+            staged |= read_residuals(own, _get_compile_group(model))
+        token = make_token() if placement is None else placement.tell(make_token(), "a checkpoint")
         new = NewCheckpoint(path, step, token)
-        if holdings is None or holdings.leads:
+        if placement is None or placement.leads:
             new.check_place()
             # Generators of ranks are alike, or each rank has its own reasons.
             staged[CPU] = torch.get_rng_state()
-        group, column = (None, None) if holdings is None else holdings.find_groups()
+        group, column = (None, None) if placement is None else placement.find_groups()
     complete = partial(_complete, new, manifest, _list_texts(model), keep, [*read_model(own, filled=False).kinds])
-    writer = FolderWriter(new, 1 if holdings is None else len(holdings), complete)
+    writer = FolderWriter(new, 1 if placement is None else len(placement), complete)
     write: Callable[[], None] = partial(_write, new, partial(save_tensors, staged, writer, group))
-    if holdings is not None and column is not None:
-        write = partial(_write_for_all, new.path, write if holdings.writes else None, column, holdings.writer)
+    if placement is not None and column is not None:
+        write = partial(_write_for_all, new.path, write if placement.writes else None, column, placement.writer)
     saving = Saving(new.path, write, model, over_ranks=over_ranks)
     saving.start()
     return saving
@@ -173,25 +173,27 @@ def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, wr
 
 def _meet(
     model: nn.Module, call: str, what: str, *, side_by_side: bool = False
-) -> AbstractContextManager[Holdings | None]:
+) -> AbstractContextManager[WeightPlacement | None]:
     """Let all ranks of a pipeline do something together in the block; yields what they have of the model, or None."""
-    team = _get_team(model)
-    return nullcontext() if team is None else team.holdings.agree(call, what, side_by_side=side_by_side)
+    compile_group = _get_compile_group(model)
+    return (
+        nullcontext() if compile_group is None else compile_group.placement.agree(call, what, side_by_side=side_by_side)
+    )
 
 
-def _get_team(model: nn.Module) -> Team | None:
+def _get_compile_group(model: nn.Module) -> CompileGroup | None:
     """Return the ranks that run a pipeline, or None where this process does."""
-    return model.compiler.team if isinstance(model, Pipeline) else None
+    return model.compiler.compile_group if isinstance(model, Pipeline) else None
 
 
 def _stage(
     model: nn.Module, optimizer: Optimizer | None, step: int, extra: tuple[Any, Notes]
 ) -> tuple[dict[str, Tensor], Manifest]:
     """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
-    own, team = _get_model(model), _get_team(model)
+    own, compile_group = _get_model(model), _get_compile_group(model)
     state = read_model(own)
-    if team is None:
-        refuse_away(own, state, "save")
+    if compile_group is None:
+        refuse_remote(own, state, "save")
     groups, kept = ([], {}) if optimizer is None else read_optimizer(own, optimizer)
     manifest = Manifest(
         step,
@@ -201,7 +203,7 @@ def _stage(
         groups=groups,
         extra=extra[0],
         extra_notes=extra[1],
-        gradient_hook=None if team is None else team.summing.kept_hook,
+        gradient_hook=None if compile_group is None else compile_group.reduction.kept_hook,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
     named = {f"{MODEL}{name}": weight.detach() for name, weight in state.own.items()} | kept
@@ -288,7 +290,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 @lose_no_interrupt
-@leave_no_trace
+@restores_all
 @leave_inference_mode()
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, random_state: bool = True
@@ -313,12 +315,12 @@ def load_checkpoint(
         reader, where = FolderReader(found, manifest.files), repr(str(found))
         check_training(reader.kinds, manifest.training, where)
         state = read_model(own, filled=False)
-        if _get_team(model) is None:
-            refuse_away(own, state, "load")
+        if _get_compile_group(model) is None:
+            refuse_remote(own, state, "load")
         stored = check_model(state, reader.kinds, manifest.tied, where)
         plan = None if optimizer is None else plan_optimizer(own, optimizer, manifest, reader, where)
-        trains, team = optimizer is not None, _get_team(model)
-        left = plan_residuals(own, team, reader, manifest.gradient_hook, where, trains=trains)
+        trains, compile_group = optimizer is not None, _get_compile_group(model)
+        left = plan_residuals(own, compile_group, reader, manifest.gradient_hook, where, trains=trains)
         named = {name: f"{MODEL}{stored[name]}" for name in state.own}
         apart = {name: named.pop(name) for name in state.apart}
         values = reader.read_all([*left.values, *apart.values(), *([CPU] if CPU in reader.kinds else ())])
@@ -333,7 +335,7 @@ def load_checkpoint(
             give_apart(own, state, given)
         if optimizer is not None and plan is not None:
             give_optimizer(own, optimizer, plan)
-        give_residuals(own, team, left, values)
+        give_residuals(own, compile_group, left, values)
     if random_state and CPU in values:
         torch.set_rng_state(values[CPU])
     if identify(found) != written:

@@ -23,7 +23,7 @@ from fxsplit.formats.weights.checkpoint_folder import Group, Manifest
 from fxsplit.formats.weights.typed_json import decode, encode
 from fxsplit.runtime.ranks.world.agreement import hash_text
 from fxsplit.system.figures import show
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 
 OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 """Options of optimizers that say how to compute and not what: those of whoever loads stay."""
@@ -75,7 +75,7 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
         options = {key: _to_json(key, value) for key, value in group.items() if key not in ("params", "param_names")}
         groups.append(Group(found, options))
         for name, weight in zip(found, group["params"], strict=True):
-            if is_away(weight):
+            if is_remote(weight):
                 continue
             for key, value in optimizer.state.get(weight, {}).items():
                 if not isinstance(key, str) or "." in key:
@@ -178,7 +178,7 @@ def plan_optimizer(
         weight, group = by_weight[name]
         if full.startswith(OPTIMIZER) and type(optimizer).__module__.startswith("torch.optim."):
             _check_kind(full, key, tensor, weight, where)
-        if is_away(weight):
+        if is_remote(weight):
             continue
         if full in values:
             plan.values[name, key] = values[full]

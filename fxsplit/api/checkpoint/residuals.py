@@ -14,32 +14,32 @@ from torch import Tensor, nn
 
 from fxsplit.api.checkpoint.optimizer import name_parameters
 from fxsplit.api.checkpoint.storage import RESIDUAL, FolderReader
-from fxsplit.api.compiler.team import Team
+from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
-from fxsplit.runtime.ranks.hooks.residuals import Residuals
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.user_lines import warn_user
 
 WHAT = "what gradient hooks have left out"
 
 
-def read_residuals(model: nn.Module, team: Team | None) -> dict[str, Tensor]:
+def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict[str, Tensor]:
     """Return what hooks have left out of the gradients of this rank's parameters, for all pipelines of a mesh.
 
     To be called on all ranks of all pipelines. Only those of the first pipeline, which writes, are given something.
     """
-    residuals = _find_residuals(team)
-    if team is None or residuals is None:
+    residuals = _find_residuals(compile_group)
+    if compile_group is None or residuals is None:
         return {}
-    columns, found = team.summing.columns, dict[str, Tensor]()
+    data_parallel, found = compile_group.reduction.data_parallel, dict[str, Tensor]()
     for name, weight in _list_own(model):
         if not residuals.has(weight):
             continue
         # As bytes: gloo does not know all types.
         own = residuals.get(weight).detach().contiguous().cpu()
-        told = columns.gather(own.view(-1).view(torch.uint8), WHAT)
-        if columns.row == 0:
+        told = data_parallel.gather(own.view(-1).view(torch.uint8), WHAT)
+        if data_parallel.row == 0:
             found |= {f"{RESIDUAL}{row}.{name}": t.view(own.dtype).view(own.shape) for row, t in enumerate(told)}
     return found
 
@@ -58,7 +58,13 @@ class ResidualPlan:
 
 
 def plan_residuals(
-    model: nn.Module, team: Team | None, reader: FolderReader, hook: str | None, where: str, *, trains: bool
+    model: nn.Module,
+    compile_group: CompileGroup | None,
+    reader: FolderReader,
+    hook: str | None,
+    where: str,
+    *,
+    trains: bool,
 ) -> ResidualPlan:
     """Return what is to be loaded into the hooks of a pipeline; nothing has changed yet.
 
@@ -66,15 +72,18 @@ def plan_residuals(
     warns where what was left out is lost then. Raises InputError for a tensor of another kind than its parameter.
     """
     rows = _list_rows(reader)
-    residuals, own_hook = _find_residuals(team), None if team is None else team.summing.kept_hook
-    if residuals is None or team is None:
+    residuals, own_hook = (
+        _find_residuals(compile_group),
+        None if compile_group is None else compile_group.reduction.kept_hook,
+    )
+    if residuals is None or compile_group is None:
         if rows and trains:
             _warn(f"{where} holds {WHAT} of gradients ({hook}), which are not loaded here: gradient_hook={own_hook!r}")
         elif own_hook is not None and trains:
             _warn(f"gradient_hook={own_hook!r} starts afresh: checkpoints do not hold what it keeps from step to step")
         return ResidualPlan({})
-    kinds, count, columns = reader.kinds, len(rows), team.summing.columns
-    chosen = [columns.row] if count == columns.n_pipelines else sorted(rows)
+    kinds, count, data_parallel = reader.kinds, len(rows), compile_group.reduction.data_parallel
+    chosen = [data_parallel.row] if count == data_parallel.n_pipelines else sorted(rows)
     names = {}
     for name, weight in _list_own(model):
         full = [text for row in chosen if (text := f"{RESIDUAL}{row}.{name}") in kinds]
@@ -87,9 +96,11 @@ def plan_residuals(
     return ResidualPlan(names, len(chosen))
 
 
-def give_residuals(model: nn.Module, team: Team | None, plan: ResidualPlan, values: Mapping[str, Tensor]) -> None:
+def give_residuals(
+    model: nn.Module, compile_group: CompileGroup | None, plan: ResidualPlan, values: Mapping[str, Tensor]
+) -> None:
     """Let hooks have what was loaded; what they had left out before is gone."""
-    residuals = _find_residuals(team)
+    residuals = _find_residuals(compile_group)
     if residuals is None:
         return
     residuals.clear()
@@ -103,17 +114,17 @@ def _warn(text: str) -> None:
     warn_user(text, FxsplitWarning)
 
 
-def _find_residuals(team: Team | None) -> Residuals | PowerErrors | None:
+def _find_residuals(compile_group: CompileGroup | None) -> ErrorFeedback | PowerErrors | None:
     """Return what the hook of a mesh has left out on this rank, where there are several pipelines and such a hook."""
-    if team is None or team.summing.columns.n_pipelines == 1:
+    if compile_group is None or compile_group.reduction.data_parallel.n_pipelines == 1:
         return None
-    return team.summing.columns.reducer.left_out
+    return compile_group.reduction.data_parallel.reducer.left_out
 
 
 def _list_own(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters of this rank with their first names, in the model's order."""
     names = name_parameters(model)
-    return [(names[id(weight)], weight) for weight in model.parameters() if not is_away(weight)]
+    return [(names[id(weight)], weight) for weight in model.parameters() if not is_remote(weight)]
 
 
 def _list_rows(reader: FolderReader) -> set[int]:

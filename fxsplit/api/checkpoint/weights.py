@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from fxsplit.api.checkpoint.storage import MODEL
 from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.formats.weights.save_safetensors import NAMES
-from fxsplit.torch_internals.distributed.away import Away, exchange, is_away
+from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, exchange, is_remote
 from fxsplit.torch_internals.fake.fake_weights import dress_like
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 
@@ -74,14 +74,14 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
         first = state.places[name] = first_of.setdefault(id(value), name)
         if first == name:
             state.kinds[name] = value
-            if not is_away(value):
+            if not is_remote(value):
                 state.own[name] = value
     return state
 
 
 def _is_made(value: Tensor, again: Any) -> bool:
     """Return whether two calls of state_dict() have made two tensors, so that neither is the model's own."""
-    if value is again or is_away(value) or value.is_meta:
+    if value is again or is_remote(value) or value.is_meta:
         return False
     return not isinstance(again, Tensor) or get_storage_id(value) != get_storage_id(again)
 
@@ -118,17 +118,17 @@ def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]
         target.copy_(value[tuple(slice(n) for n in target.shape)])
 
 
-def refuse_away(model: nn.Module, state: ModelState, verb: str) -> None:
+def refuse_remote(model: nn.Module, state: ModelState, verb: str) -> None:
     """Raise ElsewhereError for a model of which other ranks have a part; only its pipeline can meet them.
 
     verb: "save" or "load".
     """
     for name, weight in state.kinds.items():
-        if isinstance(weight, Away):
+        if isinstance(weight, RemoteTensor):
             into = "into " if verb == "load" else ""
             raise ElsewhereError(
-                f"{name!r} is on rank {weight.spot.rank}, and this rank cannot {verb} a {type(model).__name__} without "
-                f"its values: {verb} {into}the pipeline of the model, on all ranks"
+                f"{name!r} is on rank {weight.owner.rank}, and this rank cannot {verb} a {type(model).__name__} "
+                f"without its values: {verb} {into}the pipeline of the model, on all ranks"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from fxsplit.api.compiler.lowering import lower
-from fxsplit.api.compiler.options import Candidate, Options
+from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.plan import Plan
@@ -17,7 +17,7 @@ CaptureRows = Callable[[Sequence[int]], IR]
 """Captures the model for microbatches that have so many rows each."""
 
 
-def choose_candidate(options: Options, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
+def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
     """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
 
     Returned beside it are the costs that were measured on the way, or else the user's own. The search ends at

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from fxsplit.api.compiler.options import Candidate, Options
-from fxsplit.api.compiler.team import Team
+from fxsplit.api.compiler.compile_group import CompileGroup
+from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.api.compiler.validity import Validity
 from fxsplit.frontend.graph import same_graph
 from fxsplit.ir.facts.capture.effects import CallEffects, find_effects
@@ -20,7 +20,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.fx.interpret import count_writes
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
 
@@ -55,7 +55,7 @@ class Compiled:
     moves_weights: bool = False
     versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
-    def adapt_candidate(self, options: Options, rows: int) -> Candidate:
+    def adapt_candidate(self, options: CompileOptions, rows: int) -> Candidate:
         """Return this record's schedule, with the number of microbatches for a batch of `rows`.
 
         A batch of fewer rows than microbatches gets the largest number, up to one a row, that the schedule is made for.
@@ -88,13 +88,13 @@ class Compiled:
         parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
         crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
         # A node that draws in that mode must have been wrapped to draw from a state of its own.
-        seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)}
+        seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)}
         return not parted and not crossed and effects.drawing <= seeded
 
     def share(self, model: nn.Module, captured: IR) -> Compiled:
         """Return this record for the model's other mode too, in which `captured` was captured: the same graph."""
         effects = find_effects(captured)
-        for draw in (m for s in self.program.stages.stages for m in s.module.children() if isinstance(m, Draw)):
+        for draw in (m for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)):
             draw.note(drew=draw.key in effects.drew)
         # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
         return replace(
@@ -111,7 +111,7 @@ class Compiled:
         now = read_versions(model) if self.versions else {}
         return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 
-    def place(self, model: nn.Module, team: Team | None, others: Sequence[Program] = ()) -> None:
+    def place(self, model: nn.Module, compile_group: CompileGroup | None, others: Sequence[Program] = ()) -> None:
         """Move the model's weights, as they are now, to the devices of their stages.
 
         Of the ranks of a team each lets go of the weights of the others. others: programs of the same model, whose
@@ -119,6 +119,6 @@ class Compiled:
         """
         self.validity.relink()
         # Before weights move: one that comes from another rank is not here yet.
-        if team is not None:
-            team.holdings.hold(model, [self.program, *others])
+        if compile_group is not None:
+            compile_group.placement.hold(model, [self.program, *others])
         self.program.place_weights()

@@ -16,14 +16,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from fxsplit.api.compiler.compile_group import CompileGroup, make_compile_group
 from fxsplit.api.compiler.compiled import OTHER_MODE, Compiled, get_mode, read_versions
-from fxsplit.api.compiler.find_stages import Pin, Subject
 from fxsplit.api.compiler.heavy_modules import warn_of_heavy_module
 from fxsplit.api.compiler.lowering import build_program, capture_model, read_stated
 from fxsplit.api.compiler.microbatch_count import AUTO
 from fxsplit.api.compiler.module_watch import ModuleWatch
-from fxsplit.api.compiler.options import Options
-from fxsplit.api.compiler.team import Team, make_team
+from fxsplit.api.compiler.options import CompileOptions
+from fxsplit.api.compiler.stage_search import Pin, StageSearch
 from fxsplit.api.compiler.validity import Validity
 from fxsplit.errors import InputError, NoFit, UnsteadyProfileWarning
 from fxsplit.formats.weights.checkpoint_names import Extra
@@ -47,8 +47,8 @@ from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import hide_gradients
-from fxsplit.torch_internals.random.draws import lend_draws
-from fxsplit.torch_internals.scopes.undo import Turn, leave_no_trace
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
+from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients, leave_saved_hooks
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -73,11 +73,11 @@ class Compiler:
     def __init__(
         self,
         model: nn.Module,
-        options: Options,
+        options: CompileOptions,
         weights: WeightFiles | None = None,
         *,
         from_shapes: bool = False,
-        team: Team | None = None,
+        compile_group: CompileGroup | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -92,18 +92,18 @@ class Compiler:
         self._modules = ModuleWatch(model)
         self._said_fewer = False
         self._folder: DumpFolder | None = None
-        self.team = team  # the ranks that run the pipeline, where there are several
-        self._turn = Turn(lend_draws)  # the first calls of several threads must not compile twice
+        self.compile_group = compile_group  # the ranks that run the pipeline, where there are several
+        self._turn = CallerLock(lend_draws)  # the first calls of several threads must not compile twice
         self.pin: Pin = lambda captured: captured
         # Lets nothing run in a block. Until there are workers, nothing does.
         self.pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @leave_no_trace
+    @restores_all
     def program(self, mode: Mode, call: Call) -> Program:
         """Return the program that runs `call` in a mode, which the model must be in; compile it if there is none."""
         return self._find(mode, call, self._flatten(call)).program
 
-    @leave_no_trace
+    @restores_all
     def prepare(self, mode: Mode, call: Call) -> Batch:
         """Return a call ready to run: its program, its tensors, and how many rows each microbatch has.
 
@@ -156,7 +156,7 @@ class Compiler:
         placed = {id(w): (w, device) for program in self.list_programs() for w, device in program.list_placed()}
         return [*placed.values()]
 
-    @leave_no_trace
+    @restores_all
     def place_all(self) -> None:
         """Move the weights, which may be others now than before, to the devices of their stages."""
         for compiled in self._kept.values():
@@ -165,13 +165,13 @@ class Compiler:
     def _place(self, compiled: Compiled) -> None:
         """Move the weights of one record to the devices of their stages; over ranks others stay where they are."""
         others = [] if compiled.moves_weights else self.list_programs()
-        compiled.place(self.model, self.team, others)
+        compiled.place(self.model, self.compile_group, others)
 
-    def recompile_like(self, model: nn.Module, options: Options) -> Compiler:
+    def recompile_like(self, model: nn.Module, options: CompileOptions) -> Compiler:
         """Return a compiler for another model, which captures it by shapes alone where this one did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
-        world = self.team.world if self.team else None
-        return Compiler(model, options, from_shapes=from_shapes, team=make_team(world, options))
+        world = self.compile_group.world if self.compile_group else None
+        return Compiler(model, options, from_shapes=from_shapes, compile_group=make_compile_group(world, options))
 
     def _find(self, mode: Mode, call: Call, flat: FlatCall) -> Compiled:
         """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
@@ -290,7 +290,9 @@ class Compiler:
             with enable_gradients(), cast_in_place(self._kinds, tensors, self._read_dtype()):
                 return fit_to_shapes(first.captured, self.model, call, rows, read_stated(self.options))
 
-        captured = fit() if self.team is None else self.team.fit(self.model, fit, from_shapes=from_shapes)
+        captured = (
+            fit() if self.compile_group is None else self.compile_group.fit(self.model, fit, from_shapes=from_shapes)
+        )
         return None if captured is None else replace(first, captured=captured)
 
     def _keep_for_shapes(self, mode: Mode, way: int, shapes: Shapes, compiled: Compiled) -> None:
@@ -388,14 +390,14 @@ class Compiler:
         like = None if moves_weights else like
         same_way = like is not None and self._is_way(like.captured[Example].inputs, self._flatten(call))
         others = [] if like is None else self.list_programs()
-        subject = Subject(
+        search = StageSearch(
             self.model, options, rows, capture_rows, self.pin, like, same_way, others, moves_weights, observers
         )
         shapes = f"({inputs.describe()}) of {[(t.dtype, tuple(t.shape)) for t in tensors]}"
-        team = self.team
-        together = nullcontext() if team is None else team.meet(options, self.model, shapes, from_shapes=from_shapes)
-        with together, self._run_for_compile(tensors):
-            found = subject.find() if self.team is None else subject.find_together(self.team)
+        group = self.compile_group
+        joint = nullcontext() if group is None else group.meet(options, self.model, shapes, from_shapes=from_shapes)
+        with joint, self._run_for_compile(tensors):
+            found = search.find() if group is None else search.find_together(group)
             candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
             if final is None:
                 assert like is not None, "what serves was compiled before"
@@ -420,9 +422,9 @@ class Compiler:
 
     def _find_here(self) -> frozenset[int] | None:
         """Return the devices that run in this process; None for all of them."""
-        return None if self.team is None else frozenset([self.team.world.me])
+        return None if self.compile_group is None else frozenset([self.compile_group.world.me])
 
-    def _choose_options(self, call: Call, like: Compiled | None) -> tuple[Options, bool]:
+    def _choose_options(self, call: Call, like: Compiled | None) -> tuple[CompileOptions, bool]:
         """Return what to compile a call with, and whether `like` is for inference, and of no use to a call that trains.
 
         All weights are planned anew then: the stages of inference may lack the memory to train.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from fxsplit.api.compiler.team import make_machine
+from fxsplit.api.compiler.compile_group import make_machine
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.given.machine import Device, DeviceLike, Machine
 from fxsplit.runtime.ranks.world.join import is_launched, join_world

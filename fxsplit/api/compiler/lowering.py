@@ -11,16 +11,16 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from fxsplit import passes as standard
-from fxsplit.api.compiler.options import Candidate, Options
+from fxsplit.api.compiler.compile_group import describe_graph, describe_program
+from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.api.compiler.row_dims import find_row_dims
-from fxsplit.api.compiler.team import describe_graph, describe_program
 from fxsplit.errors import TraceError
-from fxsplit.frontend.capture import Stated, capture
+from fxsplit.frontend.capture import CaptureOptions, capture
 from fxsplit.frontend.check.rewrites import Rewrites
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.capture.meanings import ROWS, Meaning
+from fxsplit.ir.facts.capture.output_kinds import ROWS, OutputKind
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.known import KnownCosts
@@ -40,16 +40,16 @@ from fxsplit.torch_internals.fx.dependences import list_node_weights
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 
 
-def read_stated(options: Options) -> Stated:
+def read_stated(options: CompileOptions) -> CaptureOptions:
     """Return what the options state of the model."""
     # Whether a submodule stays whole is decided by tracing, which comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
-    return Stated(options.chunks, leaves, joined=options.n_microbatches != 1 or options.side_by_side)
+    return CaptureOptions(options.chunks, leaves, joined=options.n_microbatches != 1 or options.side_by_side)
 
 
 def capture_model(
     model: nn.Module,
-    options: Options,
+    options: CompileOptions,
     call: Call,
     rows: int | Sequence[int],
     *,
@@ -76,7 +76,7 @@ def capture_model(
 
 
 def lower(
-    options: Options,
+    options: CompileOptions,
     captured: IR,
     candidate: Candidate,
     known: Costs | None,
@@ -98,7 +98,7 @@ def lower(
 
 
 def list_facts(
-    options: Options, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
+    options: CompileOptions, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
 ) -> list[Fact]:
     """Return what the chain starts from, besides the graph and its example."""
     pins = captured.get(Pins)
@@ -160,7 +160,7 @@ class KeepCosts(Observer):
 
 def build_program(
     model: nn.Module,
-    options: Options,
+    options: CompileOptions,
     candidate: Candidate,
     captured: IR,
     final: IR,
@@ -196,7 +196,7 @@ def build_program(
     return program
 
 
-def list_joined(captured: IR, stages: Stages) -> tuple[Meaning, ...]:
+def list_joined(captured: IR, stages: Stages) -> tuple[OutputKind, ...]:
     """Return, for each output of the last stage, what it means by microbatches."""
     # The graph may return one value twice, and constants besides; the last stage gives each value once. Places and not
     # names tell which is which, since a pass may have named a node anew.

@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Options:
+class CompileOptions:
     """How a model is compiled. Every field is an argument of compile(), whose docstring says what it means.
 
     Raises InputError or ScheduleError for an option that no model could be compiled with.
@@ -136,7 +136,7 @@ class Options:
             return [Scheduler(INFERENCE, len(self.machine))]
         return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
 
-    def for_inference(self) -> Options:
+    def for_inference(self) -> CompileOptions:
         """Return the same options for a plan of forwards alone."""
         return replace(self, inference=True, schedule="1F1B", stages_per_device=None)
 

@@ -17,8 +17,8 @@ from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.runtime.stage.compiled_stage import RowDims
 from fxsplit.torch_internals.fake.fake_weights import make_runnable
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
-from fxsplit.torch_internals.scopes.undo import undo_after
-from fxsplit.torch_internals.torch_compile.apart import Apart
+from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 
 REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 """What a stage raises that does not run on shapes, or not on those of other rows."""
@@ -61,7 +61,7 @@ class _Shapes(NamedTuple):
     """What each stage is given, and what those modules give that may be called apart: tensors without values."""
 
     given: list[list[Any]]
-    apart: dict[Apart, Any]
+    apart: dict[RunsUncompiled, Any]
 
 
 def _run_on_shapes(stages: Stages, tensors: Sequence[Tensor]) -> _Shapes:
@@ -84,19 +84,19 @@ def _run_on_shapes(stages: Stages, tensors: Sequence[Tensor]) -> _Shapes:
 
 
 @contextmanager
-def _keep_outputs(stage: Stage, kept: dict[Apart, Any]) -> Iterator[None]:
+def _keep_outputs(stage: Stage, kept: dict[RunsUncompiled, Any]) -> Iterator[None]:
     """Keep what modules of a stage return that may be called apart."""
 
     def keep(module: Any, args: Any, output: Any) -> None:
         kept[module] = _forget_values(output)
 
-    handles = [m.register_forward_hook(keep) for m in stage.module.children() if isinstance(m, Apart)]
+    handles = [m.register_forward_hook(keep) for m in stage.module.children() if isinstance(m, RunsUncompiled)]
 
     def put_back() -> None:
         for handle in handles:
             handle.remove()
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         yield
 
 

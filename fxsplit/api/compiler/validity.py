@@ -21,7 +21,7 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.stages import Stages, list_weights
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.nn.containers import HOOKS, has_global_hooks
-from fxsplit.torch_internals.random.draws import is_dropout
+from fxsplit.torch_internals.random.seeded_calls import is_dropout
 
 
 class Validity:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.fx.past import extend, recall
+from fxsplit.torch_internals.fx.kv_cache import extend, recall
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -24,26 +24,28 @@ SLOTS = 4
 
 
 @dataclass
-class Shapes:
+class CacheShapes:
     """What is known of slots that are only read: the heads, features and dtype, by slot; noted where they are made."""
 
     known: dict[int, tuple[int, int, torch.dtype]] = field(default_factory=dict)
 
 
-def make_cache(config: Any, past: int | torch.SymInt) -> Any:
-    """Return the cache of a decoder which has seen `past` tokens before this step; `config` is the model's."""
+def make_cache(config: Any, kv_cache: int | torch.SymInt) -> Any:
+    """Return the cache of a decoder which has seen `kv_cache` tokens before this step; `config` is the model's."""
     caches: Any = import_module("transformers.cache_utils")
     count = config.get_text_config(decoder=True).num_hidden_layers
-    return caches.Cache(layers=[_make_growing(SLOTS * i, past) for i in range(count)])
+    return caches.Cache(layers=[_make_growing(SLOTS * i, kv_cache) for i in range(count)])
 
 
-def make_two_caches(config: Any, past: int | torch.SymInt, mask: Tensor, shapes: Shapes, *, first: bool) -> Any:
+def make_two_caches(
+    config: Any, kv_cache: int | torch.SymInt, mask: Tensor, shapes: CacheShapes, *, first: bool
+) -> Any:
     """Return the cache of a decoder that attends to an encoder's output too, of which `mask` (rows, length) tells.
 
     first: whether this step makes the keys and values of that output; later ones read them.
     """
     caches: Any = import_module("transformers.cache_utils")
-    own = make_cache(config, past)
+    own = make_cache(config, kv_cache)
     count = len(own.layers)
     cross = [_make_cross(SLOTS * i + 2, mask, shapes, first=first) for i in range(count)]
     both = caches.EncoderDecoderCache(own, caches.Cache(layers=cross))
@@ -51,17 +53,17 @@ def make_two_caches(config: Any, past: int | torch.SymInt, mask: Tensor, shapes:
     return both
 
 
-def _make_growing(slot: int, past: int | torch.SymInt) -> Any:
+def _make_growing(slot: int, kv_cache: int | torch.SymInt) -> Any:
     """Return a layer's part of the cache, whose keys are in `slot` and values in the next one."""
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        total = past + keys.shape[2]
+        total = kv_cache + keys.shape[2]
         return extend(keys, total, slot), extend(values, total, slot + 1)
 
-    return _make_layer(past, update)
+    return _make_layer(kv_cache, update)
 
 
-def _make_cross(slot: int, mask: Tensor, shapes: Shapes, *, first: bool) -> Any:
+def _make_cross(slot: int, mask: Tensor, shapes: CacheShapes, *, first: bool) -> Any:
     """Return a layer's part of the cache for the encoder's output, made in the first step and read in all others."""
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ def _make_cross(slot: int, mask: Tensor, shapes: Shapes, *, first: bool) -> Any:
     return layer
 
 
-def _make_layer(past: int | torch.SymInt, update: Change) -> Any:
+def _make_layer(kv_cache: int | torch.SymInt, update: Change) -> Any:
     """Return what transformers takes for one layer of a cache; `update` takes new keys and values, and returns all."""
     base: Any = import_module("transformers.cache_utils").CacheLayerMixin
 
@@ -93,8 +95,8 @@ def _make_layer(past: int | torch.SymInt, update: Change) -> Any:
         "is_sliding": False,
         "lazy_initialization": initialize,
         "update": lambda _, keys, values, *__, **___: update(keys, values),
-        "get_mask_sizes": lambda _, query_length: (past + query_length, 0),
-        "get_seq_length": lambda _: past,
+        "get_mask_sizes": lambda _, query_length: (kv_cache + query_length, 0),
+        "get_seq_length": lambda _: kv_cache,
         "get_max_length": lambda _: -1,
     }
     return type("Layer", (base,), members)()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit.api.generation.programs import Programs, Text
+from fxsplit.api.generation.programs import Generation, Programs
 from fxsplit.api.generation.steps import list_parameters, make_output, make_twin, name_cache
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.user_lines import warn_user
@@ -28,7 +28,7 @@ IDLE = ("use_cache", "logits_to_keep", "return_dict", "cache_position")
 """What the loop hands to its model besides tensors, and every step does anyway."""
 
 
-class Seen:
+class CachedTokens:
     """What the loop holds for the keys and values that the stages keep: how many tokens they are of.
 
     most: how many there may be.
@@ -39,7 +39,7 @@ class Seen:
     is_croppable = False
 
     def __init__(self, most: int, *, sampled: bool) -> None:
-        self.text = Text(most)
+        self.text = Generation(most)
         self.length = 0
         self.sampled = sampled
 
@@ -111,7 +111,7 @@ def make_driver(programs: Programs) -> Any:
     def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *_: Any) -> None:
         kind = str(getattr(mode, "value", mode))
         check_request(self, generation_config, kind)
-        model_kwargs[cache] = Seen(generation_config.max_length, sampled=kind == "sample")
+        model_kwargs[cache] = CachedTokens(generation_config.max_length, sampled=kind == "sample")
 
     def get_encoder(self: Any, *_: Any, **__: Any) -> Any:
         return make_encoder(find)
@@ -203,7 +203,7 @@ def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str)
     return make_output("Seq2SeqLMOutput", logits=run(programs, tensors, ids, seen), **{cache: seen})
 
 
-def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Seen) -> Tensor:
+def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: CachedTokens) -> Tensor:
     """Return the logits behind tokens, which are noted as seen once there are any."""
     step = programs.run_next if seen.length else programs.run_first
     logits = step(tensors, seen.text)
@@ -216,7 +216,7 @@ def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Seen)
     return logits
 
 
-def make_mask(mask: Tensor | None, ids: Tensor, seen: Seen) -> Tensor:
+def make_mask(mask: Tensor | None, ids: Tensor, seen: CachedTokens) -> Tensor:
     """Return which of all tokens, seen before or now, are to be attended to; all are unless a mask says otherwise."""
     # How long the past is, a step learns from the length of its mask.
     shape = (len(ids), seen.length + ids.shape[1])
@@ -238,10 +238,10 @@ def to_whole(numbers: Tensor) -> Tensor:
     return whole
 
 
-def take_seen(arguments: dict[str, Any], name: str) -> Seen:
+def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
     """Take the cache, which has this name, out of the arguments of a call; raises InputError for a call without it."""
     seen = arguments.pop(name, None)
-    if not isinstance(seen, Seen):
+    if not isinstance(seen, CachedTokens):
         raise InputError(
             "something calls the model beside the loop of generate(), with a cache of its own or none, as "
             "guidance_scale= does: leave that out"

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from fxsplit.api.compiler.compiled import get_mode
 from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.compiler.lowering import pin_weights
-from fxsplit.api.generation.cache import Shapes
+from fxsplit.api.generation.cache import CacheShapes
 from fxsplit.api.generation.steps import (
     make_encode,
     make_first_after_encoder,
@@ -35,21 +35,21 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.torch_internals.fx.dependences import list_node_weights
 from fxsplit.torch_internals.fx.interpret import get_storage_id
-from fxsplit.torch_internals.fx.past import Pasts, find_slot
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.fx.kv_cache import KVCaches, find_slot
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 LEAST_LENGTH = 4
 """So many tokens the example of a next step has seen at least: torch.export takes lengths near 1 for constants."""
 
 
-class Text:
+class Generation:
     """One call of generate(): what the stages keep of its rows, and the steps that were prepared for it.
 
     most: how many tokens a row may have at the end.
     """
 
     def __init__(self, most: int) -> None:
-        self.pasts = Pasts(most)
+        self.kv_caches = KVCaches(most)
         self.prepared: dict[str, Batch] = {}
 
 
@@ -104,13 +104,13 @@ class Programs:
     def encode(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the encoder's output."""
         self._add("encode", lambda: make_encode(self.model))
-        return self._run("encode", tensors, Text(0))
+        return self._run("encode", tensors, Generation(0))
 
-    def run_first(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
+    def run_first(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
         """Return the logits (rows, 1, vocabulary) behind a prompt, after compiling what later steps need too."""
         if not self._steps.keys() & {"first", "next"}:
             try:
-                self._compile_steps(tensors, text.pasts.most)
+                self._compile_steps(tensors, text.kv_caches.most)
             except BaseException:
                 # One of the two is of no use without the other, and the next call is to compile both again.
                 for name in ("first", "next"):
@@ -118,7 +118,7 @@ class Programs:
                 raise
         return self._run("first", tensors, text)
 
-    def run_next(self, tensors: dict[str, Tensor], text: Text) -> Tensor:
+    def run_next(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
         """Return the logits (rows, 1, vocabulary) behind one more token."""
         return self._run("next", tensors, text)
 
@@ -127,7 +127,7 @@ class Programs:
         # A decoder is planned for its next steps, which are most of a generation. Behind an encoder the first one is of
         # a single token as well, and has all the weights.
         if "decoder_input_ids" in tensors:
-            shapes = Shapes()
+            shapes = CacheShapes()
             self._add("first", lambda: make_first_after_encoder(self.model, shapes))
             self._compile("first", tensors)
             self._add("next", lambda: make_next_after_encoder(self.model, shapes))
@@ -176,20 +176,20 @@ class Programs:
             del self._steps[name]
             raise
 
-    def _run(self, name: str, tensors: dict[str, Tensor], text: Text) -> Tensor:
+    def _run(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Tensor:
         """Run a step on tensors, and return what it returns."""
         start = self._start()
         assert start is not None, "the pipeline is there, as it generates"
         batch = self._prepare(name, tensors, text)
         program, engine = batch.program, start(batch.program)
         # Weights are not written to while a text is made: copies on other devices are made anew for its first steps.
-        course = engine.begin_forward(batch, refresh=name not in text.prepared)
+        handle = engine.begin_forward(batch, refresh=name not in text.prepared)
         text.prepared[name] = batch
-        with undo_after(partial(engine.give_up_forward, course)):
-            found: Tensor = program.build_result(engine.finish_forward(batch, course))
+        with restore_after(partial(engine.give_up_forward, handle)):
+            found: Tensor = program.build_result(engine.finish_forward(batch, handle))
         return found
 
-    def _prepare(self, name: str, tensors: dict[str, Tensor], text: Text) -> Batch:
+    def _prepare(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Batch:
         """Return a step ready to run. That its program still is the model is asked once for a text."""
         if self._steps[name].get_compiled("eval") is None:
             self._compile(name, tensors)
@@ -198,7 +198,7 @@ class Programs:
             given = [tensors[spec.name] for spec in known.program.inputs.specs]
             if compiled.captured[Scope].other_shapes(given) is None:
                 return known._replace(tensors=given)
-        return self._steps[name].prepare("eval", Call((), tensors))._replace(pasts=text.pasts)
+        return self._steps[name].prepare("eval", Call((), tensors))._replace(kv_caches=text.kv_caches)
 
     def draw(self) -> bool:
         """Return whether a step draws random numbers, as a forward() may in evaluation too."""
@@ -207,7 +207,7 @@ class Programs:
     def _pin(self, captured: IR) -> IR:
         """Return a captured step with its weights, and what it keeps, where the programs that there are have them."""
         programs = [*self.list_programs(), *self._compiler.list_programs()]
-        pins = [pin_read_weights(captured, programs), *(pin_pasts(captured, program) for program in programs)]
+        pins = [pin_read_weights(captured, programs), *(pin_kv_caches(captured, program) for program in programs)]
         return captured.learn(Pins.join(pins)) if programs else captured
 
     def _find_placed(self) -> Program | None:
@@ -261,7 +261,7 @@ def count_readers(graphs: Sequence[fx.GraphModule]) -> Counter[int]:
     return Counter(get_storage_id(w) for gm in graphs for node in gm.graph.nodes for w in list_node_weights(gm, node))
 
 
-def pin_pasts(captured: IR, other: Program) -> Pins:
+def pin_kv_caches(captured: IR, other: Program) -> Pins:
     """Return pins for what stages keep from call to call, where another program has it."""
     homes = {
         node.args[at]: planned.devices[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxsplit.api.generation.cache import Shapes, make_cache, make_two_caches
+from fxsplit.api.generation.cache import CacheShapes, make_cache, make_two_caches
 
 
 def make_twin(model: nn.Module, **members: Any) -> Any:
@@ -52,9 +52,9 @@ def make_step(model: nn.Module, *, first: bool) -> Any:
     run = _make_run(model)
 
     def forward(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        past = 0 if first else attention_mask.shape[1] - input_ids.shape[1]
+        kv_cache = 0 if first else attention_mask.shape[1] - input_ids.shape[1]
         more = {} if position_ids is None else {"position_ids": position_ids}
-        cache = make_cache(self.config, past)
+        cache = make_cache(self.config, kv_cache)
         return run(self, input_ids=input_ids, attention_mask=attention_mask, **{name_cache(model): cache}, **more)
 
     return make_twin(model, forward=forward)
@@ -70,7 +70,7 @@ def make_encode(model: nn.Module) -> Any:
     return make_twin(model, forward=forward)
 
 
-def make_first_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
+def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
     """Return the first step behind an encoder, which keeps keys and values of the encoder's output too.
 
     (decoder_input_ids, decoder_attention_mask, attention_mask, encoded) -> logits of the last token. The masks are
@@ -93,12 +93,12 @@ def make_first_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
     return make_twin(model, forward=forward)
 
 
-def make_next_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
+def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
     """Return a later step behind an encoder: (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits."""
     run = _make_run(model)
 
     def forward(self: Any, decoder_input_ids: Tensor, decoder_attention_mask: Tensor, attention_mask: Tensor) -> Tensor:
-        past = decoder_attention_mask.shape[1] - decoder_input_ids.shape[1]
+        kv_cache = decoder_attention_mask.shape[1] - decoder_input_ids.shape[1]
         return run(
             self,
             decoder_input_ids=decoder_input_ids,
@@ -108,7 +108,7 @@ def make_next_after_encoder(model: nn.Module, shapes: Shapes) -> Any:
             encoder_outputs=make_output(
                 "BaseModelOutput", last_hidden_state=attention_mask.unsqueeze(-1).to(self.dtype)
             ),
-            **{name_cache(model): make_two_caches(self.config, past, attention_mask, shapes, first=False)},
+            **{name_cache(model): make_two_caches(self.config, kv_cache, attention_mask, shapes, first=False)},
         )
 
     return make_twin(model, forward=forward)

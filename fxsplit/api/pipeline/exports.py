@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from fxsplit.api.compiler.compiled import get_mode
 from fxsplit.api.pipeline.weights import WithWeights
 from fxsplit.errors import InputError
-from fxsplit.runtime.ranks.gradients.traffic import Traffic
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.runtime.ranks.gradients.bytes_sent import BytesSent
+from fxsplit.torch_internals.scopes.undo import restores_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -20,15 +20,15 @@ class WithExports(WithWeights):
     """A facade whose compiled stages can be given to another runtime."""
 
     @property
-    def gradient_traffic(self) -> Traffic | None:
+    def gradient_traffic(self) -> BytesSent | None:
         """How many bytes of gradients this rank has sent to add them up, and how many were saved; print it.
 
         None where gradients are not added over ranks: see compile(gradient_hook=).
         """
-        team = self.compiler.team
-        return None if team is None or not team.summing.adds else team.summing.traffic
+        compile_group = self.compiler.compile_group
+        return None if compile_group is None or not compile_group.reduction.adds else compile_group.reduction.traffic
 
-    @leave_no_trace
+    @restores_all
     def to_torch_stages(self, group: dist.ProcessGroup | None = None) -> TorchStages:
         """Return this rank's stages, and the schedule, for torch's runtime (torch.distributed.pipelining).
 

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.api.compiler.compiled import Compiled, get_mode
 from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
-from fxsplit.api.pipeline.crew import make_crew
 from fxsplit.api.pipeline.exports import WithExports
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
-from fxsplit.api.pipeline.no_gradients import give_no_gradients
 from fxsplit.api.pipeline.stream import Stream, check_has_batches
 from fxsplit.api.pipeline.together import act_together
 from fxsplit.errors import ClosedError, FxsplitError, InputError
@@ -32,9 +31,12 @@ from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan, format_spread
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
+from fxsplit.runtime.backends.backend import Backend
+from fxsplit.runtime.backends.threads import ThreadBackend
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.job.status import Status
 from fxsplit.runtime.job.stopwatch import Stopwatch
@@ -42,6 +44,7 @@ from fxsplit.runtime.loss.loss import BatchLoss, find_weights, take_model_loss
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch, Program
+from fxsplit.runtime.ranks.backend import RankBackend
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
 from fxsplit.schedule import simulate
 from fxsplit.schedule.of_plan import name_places, read_footprints, read_times
@@ -49,13 +52,14 @@ from fxsplit.schedule.simulation.memory import trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown
-from fxsplit.torch_internals.autograd.accumulate import Receipt
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord
 from fxsplit.torch_internals.distributed.data_parallel import warn_of_lone_step
 from fxsplit.torch_internals.nn.containers import HOOKS
 from fxsplit.torch_internals.nn.copies import copy_module
-from fxsplit.torch_internals.scopes.undo import Turn, leave_no_trace
-from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
+from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
+from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
 from fxsplit.torch_internals.torch_compile.uncompiled import leave_uncompiled
+from fxsplit.torch_internals.user_lines import warn_user
 
 
 class Pipeline(Shown, WithExports):
@@ -79,7 +83,7 @@ class Pipeline(Shown, WithExports):
         self._engine: Engine | None = None
         self._programs: Programs | None = None
         self._loss_meanings = LossMeanings(compiler.options.loss_fn, side_by_side=compiler.options.side_by_side)
-        self._starting = Turn()  # the first batches of several threads share one engine
+        self._starting = CallerLock()  # the first batches of several threads share one engine
         self._stepped = False
         self._closed = False
         self._process = os.getpid()
@@ -164,13 +168,13 @@ class Pipeline(Shown, WithExports):
 
     @leave_uncompiled
     @act_together
-    @leave_no_trace
+    @restores_all
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns, computed microbatch by microbatch; differentiable."""
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
-        with give_no_gradients(self.model, program.detached) if never else nullcontext():
+        with _give_no_gradients(self.model, program.detached) if never else nullcontext():
             return program.build_result(engine.forward(batch))
 
     @leave_uncompiled
@@ -187,11 +191,11 @@ class Pipeline(Shown, WithExports):
         self._refuse_own_hooks("stream()")
         check_has_batches(batches)
         # A rank runs one job at a time.
-        return Stream(self._prepare_forward if self.compiler.team is None else None, self.forward, batches)
+        return Stream(self._prepare_forward if self.compiler.compile_group is None else None, self.forward, batches)
 
     @leave_uncompiled
     @lose_no_interrupt
-    @leave_no_trace
+    @restores_all
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own generate() returns, for a Hugging Face model that generates text.
 
@@ -272,12 +276,12 @@ class Pipeline(Shown, WithExports):
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
-        receipt = Receipt(atomic=atomic)
+        commit = CommitRecord(atomic=atomic)
         try:
-            return self._step(args, kwargs, target, optimizer, receipt, keep_outputs=return_outputs, losses=losses,
+            return self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
                               timeout_s=timeout_s)  # fmt: skip
         except BaseException as error:
-            receipt.note_on(error)
+            commit.note_on(error)
             raise
 
     @leave_uncompiled
@@ -310,18 +314,18 @@ class Pipeline(Shown, WithExports):
         kwargs: Mapping[str, Any],
         target: Any,
         optimizer: Optimizer | None,
-        receipt: Receipt,
+        commit: CommitRecord,
         *,
         keep_outputs: bool,
         losses: list[Tensor] | None,
         timeout_s: float | None,
     ) -> Any:
-        """Run one training step; `receipt` says whether its gradients were added, whatever this raises."""
+        """Run one training step; `commit` says whether its gradients were added, whatever this raises."""
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         found = self._start_engine(batch.program).step(
-            batch, loss, keep_outputs=keep_outputs, stepper=stepper, receipt=receipt, timeout_s=timeout_s
+            batch, loss, keep_outputs=keep_outputs, stepper=stepper, commit=commit, timeout_s=timeout_s
         )
         if losses is not None:
             losses += loss.list_losses()
@@ -347,7 +351,7 @@ class Pipeline(Shown, WithExports):
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         self._refuse_own_hooks("step()")
         # Looking for what is around a pipeline takes long, and it is seldom put into something later.
-        if not self._stepped and self.compiler.team is None:
+        if not self._stepped and self.compiler.compile_group is None:
             warn_of_lone_step(self)
         self._stepped = True
         batch = self._prepare(args, kwargs)
@@ -420,13 +424,13 @@ class Pipeline(Shown, WithExports):
         if self._process != os.getpid():
             raise ClosedError("the pipeline's threads stayed in the process that forked: compile again")
 
-    @leave_no_trace
+    @restores_all
     def _start_engine(self, program: Program) -> Engine:
         """Return the engine, started for the first batch; both modes run on the same machine."""
         # Threads are started as late as this: a pipeline that is only planned and looked at needs none.
         with self._starting.take():
             if self._engine is None:
-                self._engine = Engine(make_crew(program.machine, self.compiler.team))
+                self._engine = Engine(_make_backend(program.machine, self.compiler.compile_group))
             self.compiler.pause = self._engine.pause
             return self._engine
 
@@ -436,3 +440,20 @@ class Pipeline(Shown, WithExports):
         if compiled is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return compiled
+
+
+def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:
+    """Return threads for all devices of a machine, or this process beside the other ranks of its group."""
+    if compile_group is not None:
+        return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
+    return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])
+
+
+@contextmanager
+def _give_no_gradients(model: nn.Module, reason: str | None = None) -> Iterator[None]:
+    """Switch gradients off in the block; with a `reason`, warn if the caller may count on them."""
+    if reason is not None and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        warn_user(f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()")
+    with keep_modes():
+        torch.set_grad_enabled(False)
+        yield

@@ -16,12 +16,12 @@ import torch
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir.facts.capture.call import Call, parse_example_inputs
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.job.handle import Course
+from fxsplit.runtime.job.handle import JobHandle
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.torch_internals.fx.interpret import are_writes_counted, count_writes
-from fxsplit.torch_internals.random.draws import lend_draws
-from fxsplit.torch_internals.scopes.undo import Turn, leave_no_trace, undo_after
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
+from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after, restores_all
 from fxsplit.torch_internals.thread_modes import OwnModes, keep_modes
 
 Prepare = Callable[[Call], tuple[Batch, Engine]]
@@ -40,12 +40,12 @@ class _Begun(NamedTuple):
 
     engine: Engine
     batch: Batch
-    course: Course
+    handle: JobHandle
     writes: list[int | None]
 
     def finish(self) -> Any:
         """Return the outputs once they are there; raises InputError where the batch was written to meanwhile."""
-        outputs = self.engine.finish_forward(self.batch, self.course)
+        outputs = self.engine.finish_forward(self.batch, self.handle)
         # An iterable that fills one tensor again and again, as some loaders do, has made one batch of two.
         if self.writes != list(map(count_writes, self.batch.tensors)):
             raise InputError(
@@ -56,11 +56,11 @@ class _Begun(NamedTuple):
 
     def give_up(self) -> None:
         """Stop what is under way, and wait a moment for it."""
-        self.engine.give_up_forward(self.course)
+        self.engine.give_up_forward(self.handle)
 
     def stop(self) -> None:
         """Stop what is under way, and do not wait."""
-        self.course.give_up(grace_s=0.0)
+        self.handle.give_up(grace_s=0.0)
 
 
 class _Waiting(NamedTuple):
@@ -95,7 +95,7 @@ class Stream(Iterator[Any]):
         self._error: Exception | None = None
         self._ended = self._closed = self._returns = False
         self._modes = OwnModes()
-        self._turn = Turn(lend_draws)
+        self._turn = CallerLock(lend_draws)
 
     def __next__(self) -> Any:
         if self._turn.mine:
@@ -103,18 +103,18 @@ class Stream(Iterator[Any]):
         return self._take_next()
 
     @lose_no_interrupt
-    @leave_no_trace
+    @restores_all
     def _take_next(self) -> Any:
         """Return the next outputs."""
         with self._turn.take():
             self._returns = False
             # Whatever else happens in the block, an interrupt too, ends the stream.
-            with undo_after(self._end_unless_returning), keep_modes():
+            with restore_after(self._end_unless_returning), keep_modes():
                 self._begin_more()
                 if self._closed or not self._begun:
                     raise self._pop_end()
                 begun = self._begun.popleft()
-                with undo_after(begun.give_up):
+                with restore_after(begun.give_up):
                     result = self._finish(begun)
                 self._returns = True
             return result

@@ -18,12 +18,12 @@ def act_together(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def acting(*args: P.args, **kwargs: P.kwargs) -> R:
         pipeline: Any = args[0]
-        team = pipeline.compiler.team
-        if team is None:
+        compile_group = pipeline.compiler.compile_group
+        if compile_group is None:
             return method(*args, **kwargs)
         # A step says how long it may take, with all that it waits for.
         timeout_s: Any = kwargs.get("timeout_s")
-        with team.world.watch(timeout_s, firm=timeout_s is not None):
+        with compile_group.world.watch(timeout_s, firm=timeout_s is not None):
             return method(*args, **kwargs)
 
     return lose_no_interrupt(acting)

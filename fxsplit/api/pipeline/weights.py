@@ -21,8 +21,8 @@ from fxsplit.formats.weights.safetensors_files import WeightFiles
 from fxsplit.formats.weights.save_safetensors import save_checkpoint
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S
 from fxsplit.system.interrupts import lose_no_interrupt
-from fxsplit.torch_internals.distributed.away import is_away
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
+from fxsplit.torch_internals.scopes.undo import restores_all
 
 
 class WithWeights(Facade):
@@ -50,7 +50,7 @@ class WithWeights(Facade):
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters whose values this process has, in the model's order: over ranks those of its stages."""
-        return (weight for weight in self.model.parameters() if not is_away(weight))
+        return (weight for weight in self.model.parameters() if not is_remote(weight))
 
     @abstractmethod
     def keep_idle(self) -> AbstractContextManager[None]:
@@ -63,12 +63,12 @@ class WithWeights(Facade):
         other ranks without values.
         """
         found = self.model.state_dict(*args, **kwargs)
-        team = self.compiler.team
-        if team is None or kwargs.get("keep_vars"):
+        compile_group = self.compiler.compile_group
+        if compile_group is None or kwargs.get("keep_vars"):
             return found
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        with team.holdings.agree("state_dict()"):
-            found.update(team.holdings.gather_values(tensors))
+        with compile_group.placement.agree("state_dict()"):
+            found.update(compile_group.placement.gather_values(tensors))
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -87,7 +87,7 @@ class WithWeights(Facade):
         return self
 
     @lose_no_interrupt
-    @leave_no_trace
+    @restores_all
     def load_weights(
         self, path: str | os.PathLike[str], *, strict: bool = True, dtype: torch.dtype | None = None
     ) -> None:
@@ -114,7 +114,7 @@ class WithWeights(Facade):
             files.load(self.model, self.compiler.list_placed(), Extra.REFUSE if strict else Extra.IGNORE)
 
     @lose_no_interrupt
-    @leave_no_trace
+    @restores_all
     def save_weights(self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write the model's state_dict as a safetensors checkpoint, as Hugging Face's `from_pretrained` reads it.
 
@@ -126,9 +126,11 @@ class WithWeights(Facade):
         weights that live there. Over ranks all of them call this, and the first one writes. Raises InputError for
         weights without values and for what is no tensor, and FileError.
         """
-        team = self.compiler.team
-        if team is None:
+        compile_group = self.compiler.compile_group
+        if compile_group is None:
             save_checkpoint(self.model, folder, max_shard_bytes)
             return
-        with team.holdings.agree("save_weights()", f"saves files of {max_shard_bytes} bytes", COMPILE_LIMIT_S):
-            save_checkpoint(self.model, folder, max_shard_bytes, team.holdings.write_together)
+        with compile_group.placement.agree(
+            "save_weights()", f"saves files of {max_shard_bytes} bytes", COMPILE_LIMIT_S
+        ):
+            save_checkpoint(self.model, folder, max_shard_bytes, compile_group.placement.write_together)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.capture.call import Inputs
-from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
+from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
 from fxsplit.runtime.loss.loss import find_reduction, weigh_rows
 from fxsplit.runtime.microbatches import divide_rows, join, split_target
 from fxsplit.torch_internals import pytree
@@ -68,7 +68,7 @@ class Joined:
         outputs that are joined, as a loop around the model does.
     """
 
-    meanings: Sequence[Meaning] | None = None
+    meanings: Sequence[OutputKind] | None = None
     weights: Sequence[float] | None = None
     first: bool = False
 
@@ -112,12 +112,12 @@ def run_unsplit_step(
     tensors = inputs.bind(args, kwargs or {}, None)
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, n_microbatches) if isinstance(n_microbatches, int) else n_microbatches
-    columns = [spec.cut.split(t, rows) for t, spec in zip(tensors, inputs.specs, strict=True)]
+    pieces_of = [spec.cut.split(t, rows) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
     weights = weigh_rows(find_reduction(loss_fn), rows) if joined.weights is None else joined.weights
     for m, weight in enumerate(weights):
-        call = inputs.make_call([column[m] for column in columns])
+        call = inputs.make_call([column[m] for column in pieces_of])
         output = model(*call.args, **call.kwargs)
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         if not joined.first:
@@ -132,7 +132,7 @@ def run_unsplit_step(
     return _read_outcome(model, whole)
 
 
-def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[Meaning] | None) -> Any:
+def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[OutputKind] | None) -> Any:
     """Return the outputs of all microbatches as those of one batch.
 
     `meanings` has one for each tensor (None: rows on the first dimension, and the mean of numbers).

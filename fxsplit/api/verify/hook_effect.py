@@ -46,10 +46,10 @@ def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -
     Each rank has the gradients of its stages.
     """
     ranks = trial.ranks
-    summing = ranks.find_summing(pipe)
+    reduction = ranks.find_reduction(pipe)
     compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
     assert compiled is not None, "it has run a step"
-    left = summing.find_left_out(compiled.program, trial.weight)
+    left = reduction.find_left_out(compiled.program, trial.weight)
     # Names that this rank has none of come from others.
     squares = square_differences(found.gradients, exact.gradients)
     kept = _name_left(pipe, left)
@@ -64,7 +64,7 @@ def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -
     merged = ranks.merge_squares(squares)
     keeps = ranks.any(left is not None)
     return HookEffect(
-        summing.choice.text,
+        reduction.choice.text,
         divide_all(merged),
         *find_worst(merged),
         divide_all(merged, 1) if keeps else None,

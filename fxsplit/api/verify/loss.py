@@ -32,12 +32,12 @@ SQUARES = "the sum of squares of the outputs"
 OWN = "the model's own loss"
 
 
-class Refused(Exception):
+class RefusedDtype(Exception):
     """The model does not run, or its loss is not computed, in one dtype for all weights and inputs."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainingRequest:
     """What verify() is asked to train with: the pipeline's `loss_fn` and the target of the batch; None for neither."""
 
     loss_fn: LossFn | None = None
@@ -59,16 +59,16 @@ class Asked:
             inputs, tensors = Inputs.of(model, *call, chunks)
             find_target_cuts(pytree.tree_leaves(self.target), inputs.count_rows(tensors), inputs)
 
-    def convert(self, convert: Callable[[Tensor], Tensor]) -> Asked:
+    def convert(self, convert: Callable[[Tensor], Tensor]) -> TrainingRequest:
         """Return the same with converted tensors: a target of floats is in the dtype of the outputs."""
         if self.target is None or self.loss_fn is None:
             return self
         target = pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), self.target)
-        return Asked(_convert_function(self.loss_fn, convert), target)
+        return TrainingRequest(_convert_function(self.loss_fn, convert), target)
 
 
 @contextmanager
-def refuse_gradients(model: nn.Module, asked: Asked) -> Iterator[None]:
+def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]:
     """Raise InputError if weights of `model` itself get gradients in the block; put back those from before."""
     with hide_gradients(model.parameters()):
         yield
@@ -133,23 +133,23 @@ def list_tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor)]
 
 
-def choose_objective(model: nn.Module, call: Call, asked: Asked, ranks: Ranks, *, finite: bool) -> Objective:
+def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks: Ranks, *, finite: bool) -> Objective:
     """Return what to train for, after running the model on the whole batch; leaves no trace on it.
 
-    finite: whether outputs that are no numbers are a reason to try another dtype. Raises Refused, or InputError for a
-    model without a float output, and for one that draws random numbers, or whose loss does.
+    finite: whether outputs that are no numbers are a reason to try another dtype. Raises RefusedDtype, or InputError
+    for a model without a float output, and for one that draws random numbers, or whose loss does.
     """
-    refused: Refused | None = None
+    refused: RefusedDtype | None = None
     first = None
     try:
         first = _run_without_trace(model, call, finite=finite)
         if asked.target is not None:
             _compute_loss(model, asked, first)
-    except Refused as error:
+    except RefusedDtype as error:
         refused = error
     # Ranks have other batches, and go on in one dtype.
     if ranks.any(refused is not None):
-        raise refused or Refused
+        raise refused or RefusedDtype
     if not all(_are_equal(first, _run_without_trace(model, call, finite=finite)) for _ in range(RUNS)):
         raise InputError(
             f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
@@ -171,7 +171,7 @@ def choose_objective(model: nn.Module, call: Call, asked: Asked, ranks: Ranks, *
 
 
 def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
-    """Return what the model returns, without a trace on it; raises Refused if it does not run."""
+    """Return what the model returns, without a trace on it; raises RefusedDtype if it does not run."""
     try:
         with torch.no_grad(), preserve(model):
             # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
@@ -179,16 +179,16 @@ def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
             own, named = pytree.tree_map_only(Tensor, torch.clone, call)
             outputs = model(*own, **named)
     except Exception as error:
-        raise Refused from error
+        raise RefusedDtype from error
     numbers = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
     # Constants made for float32, such as a mask of its least number, may give no numbers in float64.
     if finite and not numbers:
-        raise Refused
+        raise RefusedDtype
     return outputs
 
 
-def _compute_loss(model: nn.Module, asked: Asked, outputs: Any) -> Any:
-    """Return the loss of the outputs of the whole batch, without a trace on the model; raises Refused if it raises."""
+def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any:
+    """Return the loss of the whole batch's outputs, without a trace on the model; raises RefusedDtype if it fails."""
     assert asked.loss_fn is not None, "a target was given"
     try:
         with torch.no_grad(), preserve(model):
@@ -197,7 +197,7 @@ def _compute_loss(model: nn.Module, asked: Asked, outputs: Any) -> Any:
             return asked.loss_fn(outputs, Objective.place(target, list_tensors(outputs)))
     except Exception as error:
         error.add_note(f"raised by loss_fn {name_loss(asked.loss_fn)}, for the outputs and the target of the batch")
-        raise Refused from error
+        raise RefusedDtype from error
 
 
 def _are_equal(a: Any, b: Any) -> bool:

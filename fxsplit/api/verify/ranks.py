@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxsplit.api.compiler.team import Team
+from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.gradients.portions import Portion
-from fxsplit.runtime.ranks.gradients.summing import Summing
-from fxsplit.runtime.ranks.holdings import list_named
+from fxsplit.runtime.ranks.gradients.batch_share import BatchShare
+from fxsplit.runtime.ranks.gradients.reduction import GradientReduction
+from fxsplit.runtime.ranks.weight_placement import list_named
 from fxsplit.runtime.ranks.world.messages import begin_collective
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S
-from fxsplit.torch_internals.distributed.away import is_away
-from fxsplit.torch_internals.distributed.elsewhere import bring_back
+from fxsplit.torch_internals.distributed.remote_parameters import bring_back
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.tensors.differences import widen
 from fxsplit.torch_internals.tensors.squares import Squares
@@ -38,70 +38,70 @@ WHAT = "verify()"
 class Ranks:
     """The ranks of a team, which all make the same calls in the same order; without a team this process alone."""
 
-    def __init__(self, team: Team | None) -> None:
-        self._team = team
+    def __init__(self, compile_group: CompileGroup | None) -> None:
+        self._compile_group = compile_group
 
     @contextmanager
     def meet(self) -> Iterator[None]:
         """Let all ranks verify in the block; raises RanksDiffer where one makes another call."""
-        if self._team is None:
+        if self._compile_group is None:
             yield
             return
-        with self._team.holdings.agree(WHAT, limit_s=COMPILE_LIMIT_S, side_by_side=True):
+        with self._compile_group.placement.agree(WHAT, limit_s=COMPILE_LIMIT_S, side_by_side=True):
             yield
 
     def copy_whole(self, model: nn.Module) -> nn.Module:
         """Return a model with all weights: the model itself, or a copy with those of other ranks."""
-        if self._team is None:
+        if self._compile_group is None:
             return model
         # The pipeline's own model keeps to the weights of this rank.
         copied = copy_module(model)
         named = dict(list_named(copied))
-        for name, value in self._team.holdings.gather_values(named):
-            if is_away(named[name]):
+        for name, value in self._compile_group.placement.gather_values(named):
+            if is_remote(named[name]):
                 bring_back(named[name], value.to(named[name].device))
         return copied
 
     @contextmanager
     def lend_counted(self, pipe: Pipeline, program: Program) -> Iterator[None]:
         """Let all ranks have the buffers by which losses of a program of `pipe` are counted, for the block."""
-        team = pipe.compiler.team
-        counted = {} if team is None else program.list_counted()
-        with team.holdings.lend(counted) if team is not None and counted else nullcontext():
+        compile_group = pipe.compiler.compile_group
+        counted = {} if compile_group is None else program.list_counted()
+        with compile_group.placement.lend(counted) if compile_group is not None and counted else nullcontext():
             yield
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
-        if self._team is None:
+        if self._compile_group is None:
             return flag
-        return any(map(int, self._team.world.whole.gather(torch.tensor([int(flag)]), WHAT)))
+        return any(map(int, self._compile_group.world.whole.gather(torch.tensor([int(flag)]), WHAT)))
 
     def merge(self, found: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
         """Return the largest value of any rank by key."""
-        if self._team is None:
+        if self._compile_group is None:
             return dict(found)
         # Each rank has compared the gradients of its stages, and outputs are compared by all.
         merged: dict[tuple[str, str], float] = {}
         own = json.dumps([[*key, value] for key, value in found.items()])
-        for text in self._team.world.whole.gather_texts(own, WHAT):
+        for text in self._compile_group.world.whole.gather_texts(own, WHAT):
             for kind, name, value in json.loads(text):
                 merged[kind, name] = max(merged.get((kind, name), 0.0), value)
         return merged
 
     def merge_squares(self, squares: Squares) -> Squares:
         """Return the squares of all names, of which each rank of the pipeline has some."""
-        if self._team is None:
+        if self._compile_group is None:
             return squares
-        told = self._team.world.gather_texts(json.dumps(squares), WHAT)
+        told = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)
         return {name: one for text in told for name, one in json.loads(text).items()}
 
     # What a pipeline has of what its model has
 
     def keep_own(self, outcome: Outcome, pipe: Pipeline) -> Outcome:
         """Return of what a step leaves what `pipe` has of it on this rank."""
-        if self._team is None:
+        if self._compile_group is None:
             return outcome
-        away = {name for name, weight in list_named(pipe.model) if is_away(weight)}
+        away = {name for name, weight in list_named(pipe.model) if is_remote(weight)}
 
         def keep(values: Mapping[str, Tensor | None]) -> Mapping[str, Tensor | None]:
             return {name: value for name, value in values.items() if name not in away}
@@ -110,37 +110,37 @@ class Ranks:
 
     # Pipelines side by side
 
-    def find_summing(self, pipe: Pipeline) -> Summing:
+    def find_reduction(self, pipe: Pipeline) -> GradientReduction:
         """Return how a pipeline adds gradients over these ranks."""
-        team = pipe.compiler.team
-        assert team is not None, "a gradient hook is for ranks"
-        return team.summing
+        compile_group = pipe.compiler.compile_group
+        assert compile_group is not None, "a gradient hook is for ranks"
+        return compile_group.reduction
 
     @property
     def _are_side_by_side(self) -> bool:
-        return self._team is not None and len(self._team.world.rows) > 1
+        return self._compile_group is not None and len(self._compile_group.world.rows) > 1
 
     def take_common_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> Call:
         """Return the first rows of a call, as many as there are on every rank: all ranks compile for one shape."""
-        if self._team is None or not self._are_side_by_side:
+        if self._compile_group is None or not self._are_side_by_side:
             return call
         # A program is for any number of rows, but what it is compiled with is compared.
         inputs, tensors = Inputs.of(model, *call, chunks)
         rows = inputs.count_rows(tensors)
-        least = min(map(int, self._team.world.whole.gather(torch.tensor([rows]), WHAT)))
+        least = min(map(int, self._compile_group.world.whole.gather(torch.tensor([rows]), WHAT)))
         return call if least == rows else inputs.make_call(inputs.take_rows(tensors, least))
 
-    def weigh(self, pipe: Pipeline, find_portion: Callable[[], Portion]) -> float:
-        """Return what the loss of this pipeline weighs in that of all; `find_portion` finds what it has of that."""
+    def weigh(self, pipe: Pipeline, find_batch_share: Callable[[], BatchShare]) -> float:
+        """Return what the loss of this pipeline weighs in that of all; `find_batch_share` finds what it has of that."""
         if not self._are_side_by_side:
             return 1.0
-        weight, _ = self.find_summing(pipe).columns.weigh(WHAT, find_portion())
+        weight, _ = self.find_reduction(pipe).data_parallel.weigh(WHAT, find_batch_share())
         assert weight is not None, "nothing is open"
         return weight
 
     def add(self, model: nn.Module, outcome: Outcome, weight: float) -> Outcome:
         """Let gradients be the sums of those of all pipelines, each times its weight; also in `.grad`."""
-        if self._team is None or not self._are_side_by_side:
+        if self._compile_group is None or not self._are_side_by_side:
             return outcome
         # Which parameters have a gradient may follow from the rows that a pipeline was given.
         flags = torch.tensor([int(g is not None) for g in outcome.gradients.values()], dtype=torch.uint8)
@@ -163,9 +163,9 @@ class Ranks:
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce a tensor of host memory over the ranks at this rank's place of all pipelines."""
-        assert self._team is not None, "there are several pipelines"
-        world = self._team.world
+        assert self._compile_group is not None, "there are several pipelines"
+        world = self._compile_group.world
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        work = begin_collective([tensor], world.column.allreduce, [tensor], options)
+        work = begin_collective([tensor], world.dp_group.allreduce, [tensor], options)
         world.wait(work, f"the other pipelines at {WHAT}")

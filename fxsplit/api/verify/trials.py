@@ -24,13 +24,18 @@ from fxsplit.api.verify.loss import Objective, list_tensors
 from fxsplit.api.verify.ranks import Ranks
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.effects import CallEffects
-from fxsplit.ir.facts.capture.meanings import Meaning
-from fxsplit.runtime.backends.crew import Occasion
+from fxsplit.ir.facts.capture.output_kinds import OutputKind
+from fxsplit.runtime.backends.backend import JobRequest
 from fxsplit.runtime.loss.loss import BatchLoss, find_own_meaning, find_weights, sum_squares, take_model_loss
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch
-from fxsplit.runtime.ranks.gradients.portions import Kind, Portion, find_own_portion, find_portion
+from fxsplit.runtime.ranks.gradients.batch_share import (
+    BatchShare,
+    LossReduction,
+    find_batch_share,
+    find_own_batch_share,
+)
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.fake_weights import Snapshot
 from fxsplit.torch_internals.nn.copies import copy_module
@@ -49,7 +54,7 @@ class Trial:
 
     call: Call
     batch: Batch
-    meanings: Sequence[Meaning]
+    meanings: Sequence[OutputKind]
     objective: Objective
     ranks: Ranks
     weight: float = 1.0
@@ -63,18 +68,20 @@ class Trial:
         if objective.takes_target:
             split_target(objective.target, batch.rows, batch.program.inputs)
         made = cls(call, batch, split.traced[CallEffects].meanings, objective, ranks)
-        return replace(made, weight=ranks.weigh(split, made._find_portion))
+        return replace(made, weight=ranks.weigh(split, made._find_batch_share))
 
-    def _find_portion(self) -> Portion:
+    def _find_batch_share(self) -> BatchShare:
         """Return what this pipeline has of the loss of pipelines side by side."""
         batch = self.batch
-        found = Portion(sum(batch.rows), len(batch.rows), Kind.MEAN if self.joins_first else Kind.SUM)
+        found = BatchShare(
+            sum(batch.rows), len(batch.rows), LossReduction.MEAN if self.joins_first else LossReduction.SUM
+        )
         if self.objective.loss_fn is None:
-            return find_own_portion(batch, found)
+            return find_own_batch_share(batch, found)
         if not self.objective.takes_target:
             return found
-        occasion = Occasion("step", batch, batch.program.schedule(len(batch.rows)), self._batch_loss)
-        return find_portion(occasion, has_loss=True, ended=True)
+        request = JobRequest("step", batch, batch.program.schedule(len(batch.rows)), self._batch_loss)
+        return find_batch_share(request, has_loss=True, ended=True)
 
     @cached_property
     def _batch_loss(self) -> BatchLoss:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase
 
 from fxsplit.api.compile import recompile_like
+from fxsplit.api.compiler.compile_group import GradientHook
 from fxsplit.api.compiler.compiled import get_mode
-from fxsplit.api.compiler.team import GradientHook
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import limit_difference
 from fxsplit.api.verify.compression import Compression, measure_compression
 from fxsplit.api.verify.hook_effect import HookEffect, measure_hook
-from fxsplit.api.verify.loss import Asked, Refused, choose_objective, refuse_gradients
+from fxsplit.api.verify.loss import RefusedDtype, TrainingRequest, choose_objective, refuse_gradients
 from fxsplit.api.verify.ranks import Ranks
 from fxsplit.api.verify.tally import Tally
 from fxsplit.api.verify.trials import Trial
@@ -33,12 +33,12 @@ from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.fake.fake_weights import are_together
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.random.generators import keep_torch_generators
 from fxsplit.torch_internals.random.no_dropout import disable_dropout
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.tensors.coarse_rounding import find_eps, shake_coarse_parts
 from fxsplit.torch_internals.tensors.differences import Difference, widen_dtype
 from fxsplit.torch_internals.thread_modes import enable_gradients
@@ -131,7 +131,7 @@ class Verification(Shown):
 
 
 @lose_no_interrupt
-@leave_no_trace
+@restores_all
 @enable_gradients()
 def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *, target: Any = None) -> Verification:
     """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
@@ -152,7 +152,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
         raise InputError(f"verify() is given a {type(pipe).__name__}: give a pipeline, as fxsplit.compile returns it")
     call = parse_example_inputs(inputs, "inputs")
     call.kwargs.update(more or {})
-    ranks = Ranks(pipe.compiler.team)
+    ranks = Ranks(pipe.compiler.compile_group)
     with ranks.meet():
         # The unsplit model would raise a TypeError of its own.
         flatten_call(inspect.signature(pipe.model.forward), *call)
@@ -160,7 +160,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
             raise InputError(
                 f"{type(pipe.model).__name__} has no values yet, it is on the meta device: load its weights"
             )
-        asked = Asked(pipe.compiler.options.loss_fn, target)
+        asked = TrainingRequest(pipe.compiler.options.loss_fn, target)
         asked.check(ranks)
         model = ranks.copy_whole(pipe.model)
         # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
@@ -168,11 +168,11 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
             for dtype in (torch.float64, torch.float32):
                 try:
                     return _train_copies(pipe, *_convert(dtype, model, call, asked), dtype, ranks)
-                except Refused:
+                except RefusedDtype:
                     continue
             try:
                 return _train_copies(pipe, *_convert(None, model, call, asked), _find_finest_dtype(model), ranks)
-            except Refused as refused:
+            except RefusedDtype as refused:
                 asked.check_rows(model, call, pipe.compiler.options.chunks)
                 # The model's own error, or that of the loss, if it is this rank that refuses.
                 raise refused.__cause__ or InputError("verify() was refused on another rank, which says why") from None
@@ -185,7 +185,7 @@ def _find_finest_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _train_copies(
-    pipe: Pipeline, model: nn.Module, call: Call, asked: Asked, dtype: torch.dtype, ranks: Ranks
+    pipe: Pipeline, model: nn.Module, call: Call, asked: TrainingRequest, dtype: torch.dtype, ranks: Ranks
 ) -> Verification:
     """Train copies of `model` side by side, and return how they differ; `dtype` is the finest one of model and call.
 
@@ -250,8 +250,8 @@ class _Ways:
         """Return a copy of the model as a pipeline, whose cuts and sums are exact unless they are to be otherwise."""
         made = recompile_like(self.pipe, model, self.loss_fn, compress, hook)
         # Of a hook that begins later the first step would say nothing.
-        if hook is not None and made.compiler.team is not None:
-            made.compiler.team.summing.choice.skip_warm_up()
+        if hook is not None and made.compiler.compile_group is not None:
+            made.compiler.compile_group.reduction.choice.skip_warm_up()
         made.compiler.program(get_mode(model), self.example)
         return made
 
@@ -266,7 +266,7 @@ class _Ways:
             with self.compile(copy_module(model), compress=how) as other:
                 compression = measure_compression(how, trial, trial.run_pipeline(other), exact)
         if options.gradient_hook is not None:
-            hook: Any = trial.ranks.find_summing(self.pipe).copy_option()
+            hook: Any = trial.ranks.find_reduction(self.pipe).copy_option()
             with self.compile(copy_module(model), hook=hook) as other:
                 effect = measure_hook(other, trial, trial.run_pipeline(other), exact)
         return _Effects(compression, effect)
@@ -281,7 +281,9 @@ def _shake_weights(model: nn.Module) -> None:
                 weight.mul_(1.0 + torch.where(up, 1.0, -1.0).to(weight.dtype) * torch.finfo(weight.dtype).eps)
 
 
-def _convert(dtype: torch.dtype | None, model: nn.Module, call: Call, asked: Asked) -> tuple[nn.Module, Call, Asked]:
+def _convert(
+    dtype: torch.dtype | None, model: nn.Module, call: Call, asked: TrainingRequest
+) -> tuple[nn.Module, Call, TrainingRequest]:
     """Return a copy of the model, the call and what is asked for, in a dtype (None: in the dtypes that they have).
 
     They are in host memory if the model cannot run where it is, as its stages have its weights on several devices.
@@ -316,7 +318,7 @@ def _load(model: nn.Module, like: nn.Module) -> None:
     others = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if not is_away(weight):
+            if not is_remote(weight):
                 weight.copy_(others[name])
             weight.grad = None
 

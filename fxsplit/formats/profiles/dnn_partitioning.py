@@ -16,7 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.profiles.foreign import Profile, sort_topologically
+from fxsplit.formats.profiles.foreign import ProfileFile, sort_topologically
 from fxsplit.ir.facts.costs.costs import Costs, Exchange, NodeCost
 from fxsplit.ir.facts.given.machine import MAX_DEVICES
 from fxsplit.system.figures import AMOUNT, is_amount, show
@@ -31,7 +31,7 @@ NEVER = 1e6
 """A node without support on accelerators takes this many times the time of all nodes together."""
 
 
-def parse(data: Any, name: str, by_bytes: bool) -> Profile:
+def parse(data: Any, name: str, by_bytes: bool) -> ProfileFile:
     """Return the profile in `data`, the JSON of the file `name`. Raises ProfileError with place and value.
 
     The file also states devices and memory. A tensor between backward nodes becomes an exchange: it costs a transfer,
@@ -74,7 +74,7 @@ def parse(data: Any, name: str, by_bytes: bool) -> Profile:
         exchanges=_exchanges(edges, home, by_bytes),
     )
     costs.check()
-    return Profile(
+    return ProfileFile(
         costs=costs,
         format="dnn-partitioning",
         accelerators=_count(data, "maxFPGAs", name),

@@ -16,7 +16,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 
 # Costs are large and never compared: identity is enough.
 @dataclass(frozen=True, eq=False)
-class Profile:
+class ProfileFile:
     """Costs from a file of some `format`.
 
     - `unit`: the file's unit of time, in which objectives are printed

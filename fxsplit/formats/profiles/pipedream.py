@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.profiles.foreign import Profile, sort_topologically
+from fxsplit.formats.profiles.foreign import ProfileFile, sort_topologically
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
 from fxsplit.system.figures import AMOUNT, SHOWN, is_amount
 
@@ -22,7 +22,7 @@ FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "
 _FIGURE = re.compile(r"(\w+)=(\[[^\]]*\]|[^,\s]+)")
 
 
-def parse(text: str, name: str) -> Profile:
+def parse(text: str, name: str) -> ProfileFile:
     """Return the profile in `text`, the contents of the file `name`. Raises ProfileError with line and value.
 
     As in PipeDream, nodes described as Input are inputs of the model: they cost nothing and lie in the first stage.
@@ -50,7 +50,7 @@ def parse(text: str, name: str) -> Profile:
         device_kind="cuda",
     )
     costs.check()
-    return Profile(costs, "pipedream")
+    return ProfileFile(costs, "pipedream")
 
 
 def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, str]]]:

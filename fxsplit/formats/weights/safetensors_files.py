@@ -25,9 +25,9 @@ from fxsplit.system.figures import show
 from fxsplit.system.files import explain_unreadable
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
-from fxsplit.torch_internals.distributed.away import exchange, is_away
+from fxsplit.torch_internals.distributed.remote_tensors import exchange, is_remote
 from fxsplit.torch_internals.fake.fake_weights import dress_like, fill_like
-from fxsplit.torch_internals.tensors.copy_trace import Part, Parts, fits, trace_copies
+from fxsplit.torch_internals.tensors.copy_trace import CopiedPart, Parts, fits, trace_copies
 
 INDEX = ".index.json"
 
@@ -86,7 +86,7 @@ class WeightFiles:
             check_names(model, state, recipe_of, extra, self.path)
             stored = {k: found for k, known in names.items() if (found := [n for n in known if n in recipe_of])}
             # List each weight once, in the order of stages, so that devices fill up one after another.
-            listed = [w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored and not is_away(w)]
+            listed = [w for w in (*(w for w, _ in places), *state.values()) if id(w) in stored and not is_remote(w)]
             waiting = {stored[id(w)][0]: w for w in listed}
             for name, weight in waiting.items():
                 check_free(name, weight)
@@ -271,7 +271,7 @@ def _make_room(weight: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=_choose_place(weight, device))
 
 
-def _fill(uses: Iterable[tuple[Tensor, Part]], value: Tensor) -> None:
+def _fill(uses: Iterable[tuple[Tensor, CopiedPart]], value: Tensor) -> None:
     """Copy a stored tensor to its places in weights."""
     for weight, part in uses:
         part.place(weight).copy_(part.take(value))

@@ -27,7 +27,7 @@ from fxsplit.system.figures import is_count, show
 from fxsplit.system.files import BEING_WRITTEN, explain_unwritable, make_folder
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 ONE_FILE = name_file("model", 0, 1)
 OF_A_CHECKPOINT = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors")
@@ -126,7 +126,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
     # On the same disk, so that moving does not copy.
     temporary = (folder if there else folder.absolute().parent) / f"{BEING_WRITTEN}{secrets.token_hex(8)}"
     change = _Change(temporary)
-    with undo_after(change.settle):
+    with restore_after(change.settle):
         made = temporary / "new"
         made.mkdir(parents=True)
         names = [name_file("model", number, len(shards)) for number in range(len(shards))]

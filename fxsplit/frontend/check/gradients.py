@@ -20,7 +20,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_hooks
 from fxsplit.torch_internals.fake.fake_weights import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
@@ -35,7 +35,7 @@ Gradients = Sequence[Tensor | None]
 """One gradient for each parameter, then one for each input; None where no output depends on it."""
 
 
-class Compared(NamedTuple):
+class GradientComparison(NamedTuple):
     """What a comparison of gradients has told besides: whether the graph puts hooks on activations.
 
     by_code: whether the graph ran as its code.
@@ -45,7 +45,7 @@ class Compared(NamedTuple):
     by_code: bool = False
 
 
-def check_gradients(here: Runnable, *, by_code: bool = False) -> Compared:
+def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientComparison:
     """Return what comparing the gradients tells; raises TraceError unless the graph has the model's gradients.
 
     Frozen parameters and inputs are compared too: they may want gradients later. Where model or graph have no backward
@@ -55,7 +55,7 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> Compared:
     named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
     if here.asks_for_gradients and not torch.is_grad_enabled():
-        return Compared()  # with gradients enabled the model would be another one
+        return GradientComparison()  # with gradients enabled the model would be another one
     # First with all thawed; that may be impossible, for example where an operator has no such backward.
     for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
@@ -70,8 +70,8 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> Compared:
         if found is None:  # a gradient that nobody wants now, and the graph cannot give, is no reason to refuse it
             continue
         _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)
-        return Compared(bool(hooked), ran)
-    return Compared()
+        return GradientComparison(bool(hooked), ran)
+    return GradientComparison()
 
 
 def _compute_of_graph(
@@ -162,7 +162,7 @@ def _thaw(parameters: Sequence[Tensor]) -> Iterator[None]:
         for parameter in frozen:
             parameter.requires_grad_(False)
 
-    with undo_after(freeze):
+    with restore_after(freeze):
         for parameter in frozen:
             parameter.requires_grad_()
         yield

@@ -24,8 +24,8 @@ from fxsplit.torch_internals.fake.fake_weights import make_runnable
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, preserve
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.nn.containers import rebuild
-from fxsplit.torch_internals.random.draws import isolate_draws, take_turn
 from fxsplit.torch_internals.random.generators import read_generators
+from fxsplit.torch_internals.random.seeded_calls import isolate_draws, take_turn
 from fxsplit.torch_internals.tensors.differences import Difference, measure_difference
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.frontend.check.gradients import (
     TOLERANCE,
-    Compared,
+    GradientComparison,
     check_gradients,
     check_paths,
     make_leaves,
@@ -33,7 +33,7 @@ from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, run_code
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments
-from fxsplit.frontend.stopped import find_stopped
+from fxsplit.frontend.stop_point import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.scope import Scope
@@ -134,7 +134,9 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
             _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
         told = at_once and check_paths(here, (expected, got), leaves)
-    compared = Compared(bool(hooked), by_code=by == "code") if told else check_gradients(here, by_code=by != "nodes")
+    compared = (
+        GradientComparison(bool(hooked), by_code=by == "code") if told else check_gradients(here, by_code=by != "nodes")
+    )
     if by == "both" and not compared.by_code:
         run_code(here)
     refuse_objects(here, wanted)

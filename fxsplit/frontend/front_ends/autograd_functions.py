@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxsplit.errors import TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fx.vmap import is_transformed
-from fxsplit.torch_internals.random.draws import lend_draws
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.patch import Method, find_owner_of_apply, patch_method
-from fxsplit.torch_internals.scopes.undo import Turn
+from fxsplit.torch_internals.scopes.undo import CallerLock
 
 TORCHS = ("torch._library.", "torch._functorch.")
 """Where torch defines autograd.Functions for operators that a graph does hold."""
@@ -34,7 +34,7 @@ Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a node of a call."""
 Call = Callable[..., Any]
 
-one_trace = Turn(lend_draws)
+one_trace = CallerLock(lend_draws)
 """Front ends patch torch for as long as they trace, so they take turns."""
 
 torch.library.define("fxsplit::enter", "(Tensor x, int call) -> Tensor")

@@ -31,13 +31,13 @@ from fxsplit.frontend.restore.no_trace_left import refuse_assignments, restore_m
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
-from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.fx.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.nn.containers import to_plain_containers
 from fxsplit.torch_internals.nn.recurrent import drop_unread_states, has_layers, run_layers_apart
-from fxsplit.torch_internals.random.draws import is_dropout
 from fxsplit.torch_internals.random.generators import read_generators
+from fxsplit.torch_internals.random.seeded_calls import is_dropout
 from fxsplit.torch_internals.scopes.patch import patch_method
 from fxsplit.torch_internals.tracing.fx_state import leave_nothing_of_fx
 from fxsplit.torch_internals.tracing.weight_reads import refuse_weight_reads
@@ -112,7 +112,7 @@ class Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
 
-    def __init__(self, inputs: Inputs, whole: Sequence[str], numbers: Sequence[Number] = ()) -> None:
+    def __init__(self, inputs: Inputs, whole: Sequence[str], numbers: Sequence[NumberPlace] = ()) -> None:
         super().__init__()
         self.record_stack_traces = True  # errors and dumps name the user's line
         self.failed_in: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from fxsplit.frontend.meanings.stand_ins import Reads, is_weight, list_ancestors, read_dtype, read_name
+from fxsplit.frontend.meanings.stand_ins import ValueReads, is_weight, list_ancestors, read_dtype, read_name
 from fxsplit.ir.facts.capture.counts import (
     LABEL_FUNCTIONS,
     LABEL_MODULES,
@@ -113,7 +113,7 @@ def _list_terms(node: fx.Node) -> list[fx.Node]:
 def _extract(gm: fx.GraphModule, operands: Operands) -> fx.GraphModule | None:
     """Return a graph that computes a count of operands from the inputs of `gm`; None where that takes more."""
     nodes = [operand for operand in operands.given if isinstance(operand, fx.Node)]
-    reads = Reads(gm)
+    reads = ValueReads(gm)
     # Most nodes are divided by nothing, and most divisors are made with weights: both are told from few nodes.
     if not nodes or any(map(reads.uses_weights, nodes)):
         return None
@@ -222,7 +222,7 @@ def _read_call(node: fx.Node) -> Operands:
     return Operands(made, count_labels) if is_mean(given) else Operands(())
 
 
-def _add_writes(gm: fx.GraphModule, reads: Reads, needed: set[fx.Node]) -> set[fx.Node]:
+def _add_writes(gm: fx.GraphModule, reads: ValueReads, needed: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes in `needed`, with those that write to any of them and what these are computed from."""
     writes = {node: list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
     while True:

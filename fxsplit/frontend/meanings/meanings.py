@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from fxsplit.errors import InputError
 from fxsplit.frontend.meanings.carried import find_carried_buffer
 from fxsplit.frontend.meanings.counts import find_count, find_inner_counts, is_safe
-from fxsplit.frontend.meanings.row_gradients import Early, find_unjoined_gradient, run_early
+from fxsplit.frontend.meanings.row_gradients import EarlyGradients, find_unjoined_gradient, run_early
 from fxsplit.frontend.meanings.rows import cut_pieces, join_pieces, mix_batch
 from fxsplit.frontend.meanings.trial import (
-    Run,
+    TrialRun,
     choose_pieces,
     copy_in_double,
     divide_evenly,
@@ -31,8 +31,8 @@ from fxsplit.frontend.meanings.trial import (
 from fxsplit.frontend.meanings.wrong_cuts import describe_counting, describe_wrong_cuts, explain_failure
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
-from fxsplit.ir.facts.capture.counts import DIFFERS, Count, Watch, share_rows
-from fxsplit.ir.facts.capture.meanings import Kind, Meaning
+from fxsplit.ir.facts.capture.counts import DIFFERS, Count, CountWatch, share_rows
+from fxsplit.ir.facts.capture.output_kinds import Kind, OutputKind
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.fake_weights import has_values
 from fxsplit.torch_internals.user_lines import warn_user
@@ -40,11 +40,13 @@ from fxsplit.torch_internals.user_lines import warn_user
 TRIES = 3
 """Batches that are made of the example where it leaves open what an output means."""
 ALONE = "compile with n_microbatches=1, or return one row for each row of the input and reduce outside of the model"
-WHOLE = Meaning("unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1")
+WHOLE = OutputKind(
+    "unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1"
+)
 """Of all outputs of a model whose batches stay whole."""
 
 
-def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[Meaning, ...]:
+def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[OutputKind, ...]:
     """Return what each output tensor of the subject's model means by microbatches; `gm` is its graph, if known.
 
     joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
@@ -64,7 +66,7 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
 
 def _find(
     subject: Subject, gm: fx.GraphModule | None, *, joined: bool = True, failed: Exception | None = None
-) -> tuple[Meaning, ...]:
+) -> tuple[OutputKind, ...]:
     """Return the meanings; `failed`: why the model did not run on made-up weights, so that only shapes are known."""
     with subject.make_runnable(subject.batch) as here:
         trial = _Trial(subject, here, gm, failed)
@@ -101,10 +103,10 @@ class _Trial:
         self._gm = gm
         self.said: list[str] = []
         self.doubtful = False
-        self._closer: dict[tuple[int, ...], Run] = {}
-        self._early: Early | None = None
+        self._closer: dict[tuple[int, ...], TrialRun] = {}
+        self._early: EarlyGradients | None = None
 
-    def run(self) -> Run | None:
+    def run(self) -> TrialRun | None:
         """Return the first run that the model does not fail in.
 
         None where the model takes the example's number of rows alone, and no batch is cut. Raises what it fails with.
@@ -124,7 +126,7 @@ class _Trial:
             return None
         raise explain_failure(self._subject, failed[-1]) or failed[-1]
 
-    def leave_whole(self) -> tuple[Meaning, ...]:
+    def leave_whole(self) -> tuple[OutputKind, ...]:
         """Return what the outputs mean where they are never joined: nothing."""
         # Not `run`: the model may be right for its own number of rows only, which is all that it gets.
         outputs = run_model(self._here, self._here.tensors, from_shapes=self._subject.from_shapes).values()
@@ -135,7 +137,7 @@ class _Trial:
                 self.is_tensor(name, run)
         return (WHOLE,) * (len(outputs) - len(constants))
 
-    def is_tensor(self, name: str, run: Run) -> bool:
+    def is_tensor(self, name: str, run: TrialRun) -> bool:
         """Return whether an output is a tensor; raises InputError for any other value that depends on the rows."""
         whole, pieces = run.take(name)
         if isinstance(whole, Tensor) and all(isinstance(piece, Tensor) for piece in pieces):
@@ -148,7 +150,7 @@ class _Trial:
                 )
         return False
 
-    def judge(self, name: str, run: Run) -> Meaning:
+    def judge(self, name: str, run: TrialRun) -> OutputKind:
         """Return what an output tensor means."""
         whole, pieces = run.take(name)
         batched = find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows)
@@ -168,7 +170,7 @@ class _Trial:
                 "n_microbatches=1, or write it outside of forward()"
             )
 
-    def look_at_gradients(self, run: Run, found: Sequence[Meaning]) -> None:
+    def look_at_gradients(self, run: TrialRun, found: Sequence[OutputKind]) -> None:
         """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
         # Gradients of made-up weights would take memory for all weights.
         if not self._may_compare or self._subject.made_up:
@@ -191,7 +193,7 @@ class _Trial:
 
     # The kinds of outputs
 
-    def _judge_rows(self, name: str, run: Run, dim: int, each: int) -> Meaning:
+    def _judge_rows(self, name: str, run: TrialRun, dim: int, each: int) -> OutputKind:
         """Return the meaning of an output that is as long as there are rows, or `each` times as long."""
         if self._subject.from_shapes:
             if each > 1:
@@ -200,12 +202,12 @@ class _Trial:
                 f"the rows of {name} of {self._here.name} may depend on each other{self._say_failed}: the pipeline "
                 "computes them within microbatches"
             )
-            return Meaning("rows", dim)
+            return OutputKind("rows", dim)
         for exact in (False, True):
             found, loose = self._look_closer(run) if exact else (run, False)
             whole, pieces = found.take(name)
             if is_close(whole, torch.cat(pieces, dim), loose=loose):
-                return Meaning("rows", dim, each)
+                return OutputKind("rows", dim, each)
         if each > 1:
             return self._refuse(name, run, "it is not in the order of the rows, or they depend on each other")
         self.doubtful = True
@@ -213,9 +215,9 @@ class _Trial:
             f"the rows of {name} of {self._here.name} depend on each other: the pipeline computes them within "
             "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
         )
-        return Meaning("rows", dim)
+        return OutputKind("rows", dim)
 
-    def _judge_number(self, name: str, run: Run) -> Meaning:
+    def _judge_number(self, name: str, run: TrialRun) -> OutputKind:
         """Return the meaning of an output whose shape is the same for any number of rows, such as a loss."""
         whole, pieces = run.take(name)
         if self._subject.from_shapes:
@@ -227,11 +229,11 @@ class _Trial:
             closer, loose = self._look_closer(run)
             kinds = list_kinds(*closer.take(name), closer.rows, loose=loose)
         if not kinds and (count := self._find_count(name, run)) is not None:
-            return Meaning("mean", count=count)
+            return OutputKind("mean", count=count)
         if not kinds and self._is_counted(name, whole):
             self.doubtful = True
             self.said.append(f"{name} of {self._here.name} {DIFFERS}")
-            return Meaning("counted")
+            return OutputKind("counted")
         if "same" in kinds and len(kinds) > 1:
             kinds = self._try_others(name, kinds)
         kind = next((k for k in ("same", "mean", "sum", "all", "any") if k in kinds), None)
@@ -239,16 +241,16 @@ class _Trial:
             return self._refuse(name, run, "its rows depend on each other")
         # Labels of another batch may be ignored, or masked, where none of the example are.
         found = (self._find_count(name, run) or self._find_watch(name, run)) if kind == "mean" else None
-        return Meaning(kind, count=found)
+        return OutputKind(kind, count=found)
 
-    def _refuse(self, name: str, run: Run, reason: str) -> Meaning:
+    def _refuse(self, name: str, run: TrialRun, reason: str) -> OutputKind:
         """Return the meaning of an output that microbatches do not make, with the sentence that says so."""
         whole, pieces = run.take(name)
         self.doubtful = True
         shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
         found = f"{name} of {self._here.name} is {_describe(whole)} for {sum(run.rows)} rows, {' and '.join(shown)}"
         way = describe_counting(self._here) or ALONE
-        return Meaning("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
+        return OutputKind("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
 
     @property
     def _say_failed(self) -> str:
@@ -283,7 +285,7 @@ class _Trial:
             yield divide_evenly(batch, rows)
             yield self._few  # memory may not suffice for the whole example
 
-    def _is_shown(self, name: str, run: Run) -> bool:
+    def _is_shown(self, name: str, run: TrialRun) -> bool:
         """Return whether a few rows suffice to show what a number means."""
         # Of a model without weights the whole example may need more memory than there is.
         whole, pieces = run.take(name)
@@ -294,11 +296,11 @@ class _Trial:
         # Of a few rows none may be counted, or all.
         return alike and "same" not in list_kinds(whole, pieces, run.rows, loose=True)
 
-    def _find_unjoined(self, here: Runnable, meanings: Mapping[str, Meaning]) -> str | None:
+    def _find_unjoined(self, here: Runnable, meanings: Mapping[str, OutputKind]) -> str | None:
         """Return a weight whose gradient for a few rows is not the sum of those for pieces of them."""
         return find_unjoined_gradient(here, self._few, meanings)
 
-    def _run(self, here: Runnable, rows: tuple[int, ...]) -> Run:
+    def _run(self, here: Runnable, rows: tuple[int, ...]) -> TrialRun:
         """Return a run on the example's rows, or on some of them, with gradients where these will be asked for."""
         shapes = self._subject.from_shapes
         # A model that asks whether gradients are enabled would be another one.
@@ -315,7 +317,7 @@ class _Trial:
         """A copy in double precision, where rounding is no reason for a difference."""
         return copy_in_double(self._here, jitter=False)
 
-    def _look_closer(self, run: Run) -> tuple[Run, bool]:
+    def _look_closer(self, run: TrialRun) -> tuple[TrialRun, bool]:
         """Return the same run in double precision; where that is impossible the run itself, to be compared loosely."""
         if self._double is not None and run.rows not in self._closer:
             with suppress(Exception):  # for example of a model that knows float32 alone
@@ -323,7 +325,7 @@ class _Trial:
         return (self._closer[run.rows], False) if run.rows in self._closer else (run, True)
 
     @cached_property
-    def _others(self) -> list[Run]:
+    def _others(self) -> list[TrialRun]:
         """Runs on other rows of the same kind, with other weights."""
         moved = copy_in_double(self._here, jitter=True) or self._here
         rows = choose_pieces(self._subject.batch, self._subject.rows)
@@ -339,14 +341,14 @@ class _Trial:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
 
-    def _find_node(self, name: str, run: Run) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    def _find_node(self, name: str, run: TrialRun) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
         """Yield the graph and its node that is an output; nothing where the graph or its outputs are others."""
         leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
         node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
         if self._gm is not None and isinstance(node, fx.Node):
             yield self._gm, node
 
-    def _find_count(self, name: str, run: Run) -> Count | None:
+    def _find_count(self, name: str, run: TrialRun) -> Count | None:
         """Return what a number is divided by, if the number is that of its pieces then."""
         graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
         if graph is None:
@@ -362,7 +364,7 @@ class _Trial:
                     return count
         return None
 
-    def _find_watch(self, name: str, run: Run) -> Watch | None:
+    def _find_watch(self, name: str, run: TrialRun) -> CountWatch | None:
         """Return what else is divided by on the way to a number that is a mean by rows on the example."""
         found = []
         for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
@@ -373,9 +375,9 @@ class _Trial:
                     if is_close(weights, torch.tensor(share_rows(run.rows), dtype=torch.float64)):
                         found.append(count)
                         break
-        return Watch(f"{name} of {self._here.name}", found) if found else None
+        return CountWatch(f"{name} of {self._here.name}", found) if found else None
 
-    def _weigh(self, count: Count, run: Run) -> list[float]:
+    def _weigh(self, count: Count, run: TrialRun) -> list[float]:
         """Return the weights of the pieces of a run."""
         tensors = take_batch(self._here, sum(run.rows))
         return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
@@ -402,7 +404,7 @@ def _is_finite(value: Tensor) -> bool:
     return bool(value.isfinite().all())
 
 
-def _is_batch(name: str, run: Run) -> bool:
+def _is_batch(name: str, run: TrialRun) -> bool:
     """Return whether an output has a row for each row of the input, or is no tensor or number."""
     whole, pieces = run.take(name)
     if not isinstance(whole, Tensor):

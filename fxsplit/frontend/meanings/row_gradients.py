@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from fxsplit.frontend.meanings.rows import cut_pieces
-from fxsplit.frontend.meanings.trial import Run, join_runs, list_outputs, take_batch, try_out
+from fxsplit.frontend.meanings.trial import TrialRun, join_runs, list_outputs, take_batch, try_out
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.counts import Count
-from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
+from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
 
-Meanings = Mapping[str, Meaning]
+Meanings = Mapping[str, OutputKind]
 """What outputs mean, by their names."""
 
 
 @dataclass(frozen=True)
-class Early:
+class EarlyGradients:
     """Gradients of weights that were computed while the meanings of the outputs were guessed.
 
     whole: those for a batch, by the weights' names. joined: the sums of those for its pieces, in the same order.
@@ -50,7 +50,7 @@ class Early:
         return _find_other(self.whole, self.joined)
 
 
-def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[Run, Early | None]:
+def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGradients | None]:
     """Return what the model makes of a batch and its pieces of so many `rows`, and the gradients of the same runs.
 
     No gradients where nothing is trained, or no guess is the same for all runs. Raises what the model fails with.
@@ -73,7 +73,7 @@ def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[Run, Early | None]
     run = join_runs(here, outputs[0], outputs[1:], rows)
     if len(gradients) != 2 or any(guess != guesses[0] for guess in guesses):
         return run, None
-    return run, Early(guesses[0], dict(zip(trained, gradients[0], strict=True)), gradients[1])
+    return run, EarlyGradients(guesses[0], dict(zip(trained, gradients[0], strict=True)), gradients[1])
 
 
 def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Meanings) -> str | None:
@@ -120,7 +120,7 @@ def _add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
 
 def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
     """Return what the outputs with gradients may mean, of which there are so many rows; nothing where one has none."""
-    guesses: dict[str, Meaning] = {}
+    guesses: dict[str, OutputKind] = {}
     for name, value in outputs.items():
         if _has_gradient(value):
             if value.ndim and value.shape[0] % rows:
@@ -157,7 +157,7 @@ def _differentiate(
     return [g.to_dense() if g.is_sparse else g.clone() for g in made]
 
 
-def _sum_rows(output: Tensor, meaning: Meaning, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
+def _sum_rows(output: Tensor, meaning: OutputKind, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a sum over the rows of an output; None for one that has no gradient, or is no sum over rows."""
     if not _has_gradient(output):
         return None

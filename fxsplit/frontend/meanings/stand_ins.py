@@ -23,7 +23,7 @@ KNOWN = {"torch", "_operator", "builtins"}
 """Packages whose functions are known by their names."""
 
 
-class Reads:
+class ValueReads:
     """Which values the nodes of a graph are computed from. Dtypes and shapes that a node reads are no values."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

@@ -34,7 +34,7 @@ MOST_PIECES = 8
 """Pieces that a batch is cut into at most."""
 
 
-class Run(NamedTuple):
+class TrialRun(NamedTuple):
     """The flat outputs of a batch under their names, and those of its pieces, which have so many rows each."""
 
     whole: dict[str, Any]
@@ -88,7 +88,9 @@ def _name_key(path: Sequence[Any]) -> str:
     return f" ({'.'.join(keys)!r})" if keys else ""
 
 
-def run_pieces(here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...], *, from_shapes: bool = False) -> Run:
+def run_pieces(
+    here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...], *, from_shapes: bool = False
+) -> TrialRun:
     """Return what the model makes of a batch of `tensors`, and of its pieces of so many `rows`.
 
     Raises InputError where one returns more values than another.
@@ -98,11 +100,11 @@ def run_pieces(here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...],
     return join_runs(here, whole, [run_model(here, piece, from_shapes=from_shapes) for piece in pieces], rows)
 
 
-def join_runs(here: Runnable, whole: dict[str, Any], pieces: list[dict[str, Any]], rows: tuple[int, ...]) -> Run:
+def join_runs(here: Runnable, whole: dict[str, Any], pieces: list[dict[str, Any]], rows: tuple[int, ...]) -> TrialRun:
     """Return the outputs of a batch and of its pieces; raises InputError where one has more values than another."""
     if any(list(piece) != list(whole) for piece in pieces):
         raise InputError(f"{here.name} returns more values for some numbers of rows than for others")
-    return Run(whole, pieces, rows)
+    return TrialRun(whole, pieces, rows)
 
 
 def choose_pieces(batch: int, rows: int) -> tuple[int, ...]:

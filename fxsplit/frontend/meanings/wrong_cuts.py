@@ -18,12 +18,12 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.frontend.check.run import summarize
 from fxsplit.frontend.meanings.rows import cut_pieces
-from fxsplit.frontend.meanings.trial import Run, divide_evenly, run_pieces
+from fxsplit.frontend.meanings.trial import TrialRun, divide_evenly, run_pieces
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, list_kinds
 from fxsplit.ir.facts.capture.call import Inputs
-from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
 from fxsplit.torch_internals.fx.interpret import preserve
 
@@ -122,7 +122,7 @@ def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Te
     return None
 
 
-def _find_cuts(subject: Subject, here: Runnable) -> dict[str, Cut]:
+def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
     """Return where arguments may have their rows instead, so that microbatches make the batch; empty for nowhere."""
     count = -(-subject.batch // subject.rows)
     for cuts in _list_guesses(subject):
@@ -136,7 +136,7 @@ def _find_cuts(subject: Subject, here: Runnable) -> dict[str, Cut]:
     return {}
 
 
-def _list_guesses(subject: Subject) -> Iterator[dict[str, Cut]]:
+def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
     """Return other cuts of arguments: none for each alone, the later ones first, then for all but one; then multiples.
 
     Where one argument is several times as long as another, each row may have several entries.
@@ -148,19 +148,19 @@ def _list_guesses(subject: Subject) -> Iterator[dict[str, Cut]]:
     cut = [spec.name for spec in free if spec.cut.dim is not None]
     if sum(spec.cut.dim is not None for spec in inputs.specs) > 1:
         for name in reversed(cut):
-            yield {name: Cut(None)}
+            yield {name: ChunkSpec(None)}
         if len(cut) > 1:
-            yield dict.fromkeys(cut[1:], Cut(None))
+            yield dict.fromkeys(cut[1:], ChunkSpec(None))
     if len(free) < len(inputs.specs):
         return  # with some of them stated, the number of rows is stated too
     lengths = {spec.name: spec.shape[0] for spec in free if spec.shape}
     for rows in sorted(set(lengths.values()) - {1}, reverse=True):
-        cuts = {name: Cut(0, length // rows) for name, length in lengths.items() if length % rows == 0}
+        cuts = {name: ChunkSpec(0, length // rows) for name, length in lengths.items() if length % rows == 0}
         if any(each > 1 for _, each in cuts.values()):
             yield cuts
 
 
-def _is_joined(run: Run) -> bool:
+def _is_joined(run: TrialRun) -> bool:
     """Return whether the outputs of the batch follow from those of its pieces, and any of them from their rows."""
     depends = False
     for name in run.whole:
@@ -179,7 +179,7 @@ def _is_joined(run: Run) -> bool:
     return depends
 
 
-def _describe_cuts(cuts: Mapping[str, Cut], inputs: Inputs) -> str:
+def _describe_cuts(cuts: Mapping[str, ChunkSpec], inputs: Inputs) -> str:
     """Return what is said of arguments that are to be cut otherwise."""
     name, (dim, each) = max(cuts.items(), key=lambda entry: entry[1].each)
     if dim is None:
@@ -188,7 +188,7 @@ def _describe_cuts(cuts: Mapping[str, Cut], inputs: Inputs) -> str:
     return f"argument {name!r} has shape {shape}, which is {each} entries for each row of the batch"
 
 
-def _write_chunks(cuts: Mapping[str, Cut]) -> str:
+def _write_chunks(cuts: Mapping[str, ChunkSpec]) -> str:
     """Return the option that cuts arguments in this way."""
     places = (f"{name!r}: {'fxsplit.Replicate' if dim is None else dim}" for name, (dim, _) in cuts.items())
     return f"chunks={{{', '.join(places)}}}, or compile with n_microbatches=1"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 class Notes(Protocol):
@@ -42,7 +42,7 @@ _kept = _Kept()
 @contextmanager
 def keep_notes(notes: Notes) -> Iterator[None]:
     """Let `notes` accept the changes of asides inside the block."""
-    with undo_after(partial(_drop, notes)):
+    with restore_after(partial(_drop, notes)):
         _kept.notes.append(notes)
         yield
 

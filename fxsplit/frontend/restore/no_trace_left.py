@@ -19,7 +19,7 @@ from fxsplit.frontend.restore.owners import find_foreign, is_imported, is_namesp
 from fxsplit.torch_internals.fake.fake_weights import Snapshot
 from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.random.generators import keep_generators
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def restore_model(model: nn.Module) -> Iterator[Callable[[], None]]:
     sets and deques, and the values of tensors that are neither parameters nor buffers.
     """
     before = _Attributes(model)
-    with undo_after(before.put_back), keep_generators(), keep_notes(before):
+    with restore_after(before.put_back), keep_generators(), keep_notes(before):
         yield before.put_back
 
 
@@ -130,5 +130,5 @@ def restore_assigned(model: nn.Module) -> Iterator[dict[str, bool]]:
             put_items_back(held, tuple(kept.items()))
 
     # Put back even when the block fails: another front end will run the model.
-    with undo_after(put_back):
+    with restore_after(put_back):
         yield assigned

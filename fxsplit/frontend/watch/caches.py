@@ -16,7 +16,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.frontend.restore.no_trace_left import restore_assigned
 from fxsplit.frontend.subject import Runnable
-from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.frontend.watch.watch import SeenPlace, Watch
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.python_state import Cached
 from fxsplit.torch_internals import pytree
@@ -29,7 +29,7 @@ OTHER = 1.25
 """By what weights are multiplied for a call with other weights."""
 
 
-def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[Seen, Cached]) -> None:
+def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[SeenPlace, Cached]) -> None:
     """Note what the caches hold, which are filled now, if other calls fill them alike; `watch` can empty the caches.
 
     restore: takes hooks out of the modules again that a first call has put there, as it notes in such a cache.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxsplit.frontend.watch.changes import list_lasting
-from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.frontend.watch.watch import SeenPlace, Watch
 from fxsplit.torch_internals.fake.fake_weights import Snapshot
 
 
@@ -25,7 +25,7 @@ class CallWatch:
         self._watch.begin_at(function)
         self._buffers = dict(module.named_buffers())
         self._before = Snapshot(self._buffers.values())
-        self._rounds: list[dict[Seen, Any]] = []
+        self._rounds: list[dict[SeenPlace, Any]] = []
 
     @contextmanager
     def note(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from fxsplit.frontend.restore.asides import begin_aside
 from fxsplit.frontend.restore.no_trace_left import restore_assigned, restore_model
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.frontend.watch.caches import check_caches
-from fxsplit.frontend.watch.watch import Seen, Watch
+from fxsplit.frontend.watch.watch import SeenPlace, Watch
 from fxsplit.ir.facts.capture.python_state import Cached, same
 from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
 from fxsplit.torch_internals.fx.interpret import preserve
@@ -44,13 +44,13 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
     return words
 
 
-def list_lasting(first: dict[Seen, Any], again: dict[Seen, Any]) -> list[Seen]:
+def list_lasting(first: dict[SeenPlace, Any], again: dict[SeenPlace, Any]) -> list[SeenPlace]:
     """Return what each call changes, of what had changed after the first and after a second."""
     # A value that is made once and then used is a cache. So what a call has changed, the next one changes again.
     return [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
 
 
-def _run(here: Runnable, watch: Watch) -> dict[Seen, Any]:
+def _run(here: Runnable, watch: Watch) -> dict[SeenPlace, Any]:
     """Call the model and leave its weights as they were; return what other places hold now than before all calls."""
     with (
         keep_values(here.model.parameters()),

@@ -37,7 +37,7 @@ class Label(NamedTuple):
         return f"attribute {self.path!r} of the model" if self.path else "the attributes of the model"
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """What an object keeps in a place, and the label of that.
 
     name: what code calls the place, or one of ITEMS, VARIABLE, CONTENTS and STATE. key: tells the place from all

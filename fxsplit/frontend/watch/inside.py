@@ -14,46 +14,46 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Found, Label
+from fxsplit.frontend.watch.found import CONTENTS, STATE, VARIABLE, Finding, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.ir.facts.capture.python_state import ABSENT, Place, is_plain
 from fxsplit.torch_internals.contents import Contents, has_contents
 from fxsplit.torch_internals.nn.objects import is_a
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 """What functions of the module `random` draw from."""
 
 
-def list_inside(value: Any, label: Label) -> Iterator[Found]:
+def list_inside(value: Any, label: Label) -> Iterator[Finding]:
     """Yield what an object keeps for itself, of the kinds of objects of which that is known."""
     if has_contents(value):
         place = Place(str(label), partial(Contents, value), Contents.put_back)
-        yield Found(value, label, CONTENTS, place, (id(value), CONTENTS))
+        yield Finding(value, label, CONTENTS, place, (id(value), CONTENTS))
     elif is_a(value, contextvars.ContextVar):
         place = Place(str(label), partial(value.get, ABSENT), partial(_set_variable, value))
-        yield Found(place.read(), label, VARIABLE, place, (id(value), VARIABLE))
+        yield Finding(place.read(), label, VARIABLE, place, (id(value), VARIABLE))
     elif is_a(value, weakref.ref):
-        yield Found(value(), label)
+        yield Finding(value(), label)
     elif is_a(value, weakref.ProxyTypes):
         with suppress(ReferenceError):  # what it stands for is gone
-            yield Found(value.__init__.__self__, label)
+            yield Finding(value.__init__.__self__, label)
     elif is_a(value, queue.Queue):
-        yield Found(value.queue, label)
+        yield Finding(value.queue, label)
     # Of Python's own generator draws are refused that a graph depends on, and others are for nobody to know.
     elif value is not PYTHONS_GENERATOR and (hasattr(type(value), "__next__") or hasattr(type(value), "getstate")):
         place = Place(f"the state of {label}", partial(_read_state, value))
-        yield Found(place.read(), label, STATE, place, (id(value), STATE))
+        yield Finding(place.read(), label, STATE, place, (id(value), STATE))
 
 
-def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterator[Found]:
+def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterator[Finding]:
     """Yield the attributes that an object has in the thread that asks."""
     for name in names.attributes:
         at = label.of(name)
         place = Place(str(at), partial(getattr, value, name, ABSENT), partial(_set_attribute, value, name))
         found = place.read()
         if found is not ABSENT or name in names.stores:
-            yield Found(found, at, name, place, (id(value), name))
+            yield Finding(found, at, name, place, (id(value), name))
 
 
 def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
@@ -89,6 +89,6 @@ def _read_state(value: Any) -> Any:
 def _hide_deprecations() -> Iterator[None]:
     """Hide that a future Python's iterators of itertools have no state that can be read, which is of Python 3.12 on."""
     # Warnings that are turned into errors would come out of the iterator, whose state then would be unknown.
-    with undo_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings():
+    with restore_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fxsplit.frontend.restore.items import CONTAINERS, copy_items, count_items, list_items, put_items_back
 from fxsplit.frontend.restore.owners import is_installed, is_library, is_namespace
-from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Found, Label
+from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Finding, Label
 from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.settings import is_question, list_answers
@@ -39,7 +39,7 @@ OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """The attributes in which a module keeps what torch needs of it."""
 
 
-def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
+def list_places(value: Any, names: Names, label: Label) -> Iterator[Finding]:
     """Yield the places of an object that code with these names may read or write, and the values in them."""
     # What becomes of a line that is logged is no business of the code that logs it.
     if is_a(value, (logging.Handler, logging.Manager)):
@@ -58,7 +58,7 @@ def list_places(value: Any, names: Names, label: Label) -> Iterator[Found]:
         yield from _list_attributes(value, names, label)
 
 
-def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
+def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
     """Yield the globals that code with these names reads or sets."""
     yield from _list_imports(namespace, names)
     library = is_installed(str(namespace.get("__name__")))
@@ -68,14 +68,14 @@ def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
         label, held = Label("global", name, library), namespace.get(name, ABSENT)
         if is_question(held):
             answers = list_answers(held, held.__name__, names)
-            yield from (Found(ABSENT, label, name, p, (id(held), p.name)) for p in answers)
+            yield from (Finding(ABSENT, label, name, p, (id(held), p.name)) for p in answers)
         elif is_library(held):
-            yield Found(held, label)
+            yield Finding(held, label)
         elif held is not ABSENT or name in names.stores:
             yield _slot(namespace, name, label)
 
 
-def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
+def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
     """Yield the modules that code imports as it runs, as far as they are there."""
     asked = "import_module" in names.loads or "import_module" in names.globals
     named = ((text, 0) for text in names.texts if asked and text in sys.modules)
@@ -85,7 +85,7 @@ def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Found]:
             full = resolve_name(path, namespace.get("__package__") or "") if level else path
             for part in (full, full.partition(".")[0]):
                 if part in sys.modules:
-                    yield Found(sys.modules[part], Label("module", part, is_installed(part)))
+                    yield Finding(sys.modules[part], Label("module", part, is_installed(part)))
 
 
 def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> Callable[[], Any]:
@@ -105,12 +105,12 @@ def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[
     return tuple((key, container.get(key, ABSENT)) for key in keys)
 
 
-def find_entry(mapping: Any, key: str, label: Label) -> Found:
+def find_entry(mapping: Any, key: str, label: Label) -> Finding:
     """Return the place of an entry in a dictionary, or in what is like one, with the label `label`."""
     return _slot(mapping, key, label.at(key))
 
 
-def _slot(mapping: Any, name: str, label: Label) -> Found:
+def _slot(mapping: Any, name: str, label: Label) -> Finding:
     """Return the place of a key in a dictionary, such as that of an object's attributes."""
 
     def put(value: Any) -> None:
@@ -121,21 +121,21 @@ def _slot(mapping: Any, name: str, label: Label) -> Found:
 
     # A partial of a method in C: thousands of places are read before every call.
     place = Place(str(label), partial(mapping.get, name, ABSENT), put)
-    return Found(place.read(), label, name, place, (id(mapping), name))
+    return Finding(place.read(), label, name, place, (id(mapping), name))
 
 
-def _member(value: Any, name: str, label: Label) -> Found:
+def _member(value: Any, name: str, label: Label) -> Finding:
     """Return the place of what every object of a type has, such as the code of a function."""
     place = Place(str(label.of(name)), partial(getattr, value, name), partial(setattr, value, name))
-    return Found(ABSENT, label.of(name), VARIABLE, place, (id(value), name))
+    return Finding(ABSENT, label.of(name), VARIABLE, place, (id(value), name))
 
 
-def _inherited(kind: type, base: type, name: str) -> Found:
+def _inherited(kind: type, base: type, name: str) -> Finding:
     """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
     label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
     # Asked of the class itself: it may be given an attribute that hides the one of its base.
     place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))
-    return Found(vars(base)[name], label, name, place, (id(kind), name))
+    return Finding(vars(base)[name], label, name, place, (id(kind), name))
 
 
 def _look_up(kind: type, name: str) -> Any:
@@ -143,7 +143,7 @@ def _look_up(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
-def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
+def _list_items(value: Any, names: Names, label: Label) -> Iterator[Finding]:
     """Yield the content of a container as one place, and its items."""
     if is_namespace(value):
         yield from _list_namespace(value, names, label)
@@ -162,22 +162,22 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Found]:
             # A registry of a package gets entries whenever another part of the package is imported.
             read = keep_entries(value, items, items)
         place = Place(str(label), read, partial(put_items_back, value) if is_a(value, CONTAINERS) else None)
-        yield Found(value, label, ITEMS, place, (id(value), ITEMS))
+        yield Finding(value, label, ITEMS, place, (id(value), ITEMS))
     pairs = items if is_a(value, Mapping) else enumerate(items)
-    yield from (Found(item, label.at(key)) for key, item in pairs if not is_plain(item))
+    yield from (Finding(item, label.at(key)) for key, item in pairs if not is_plain(item))
 
 
-def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterator[Found]:
+def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterator[Finding]:
     """Yield what code finds by a text in the dict of a module, or of all modules; the dict itself is Python's."""
     home = label._replace(library=value is sys.modules or is_installed(str(value.get("__name__"))))
     for key in names.texts:
         if value is not sys.modules:
             yield find_entry(value, key, home)
         elif key in value:
-            yield Found(value[key], home.at(key))
+            yield Finding(value[key], home.at(key))
 
 
-def _list_bound(value: Any, label: Label) -> Iterator[Found]:
+def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
     """Yield what a function carries with it: variables of its closure, its defaults, bound arguments."""
     if is_a(value, types.MethodType):
         parts = [value.__func__, value.__self__]
@@ -195,11 +195,11 @@ def _list_bound(value: Any, label: Label) -> Iterator[Found]:
             place = Place(
                 str(at), partial(getattr, cell, "cell_contents", ABSENT), partial(setattr, cell, "cell_contents")
             )
-            yield Found(place.read(), at, VARIABLE, place, (id(cell), name))
-    yield from (Found(part, label) for part in parts if part is not None)
+            yield Finding(place.read(), at, VARIABLE, place, (id(cell), name))
+    yield from (Finding(part, label) for part in parts if part is not None)
 
 
-def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Found]:
+def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Finding]:
     """Yield what code reads of a Python module; of torch, also what torch answers when it is asked for a mode."""
     held, library = vars(value), is_library(value)
     label = label._replace(library=is_installed(value.__name__))
@@ -209,30 +209,30 @@ def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterato
         at, found = label.of(name), held.get(name, ABSENT)
         if library and is_question(found):
             for place in list_answers(found, at.path, names):
-                yield Found(ABSENT, at, name, place, (id(found), place.name))
+                yield Finding(ABSENT, at, name, place, (id(found), place.name))
         elif found is ABSENT and ("__getattr__" in held or value.__name__.startswith("torch.backends")):
             yield from _list_computed(value, name, at)
         elif library and not is_plain(found):
-            yield Found(found, at)
+            yield Finding(found, at)
         elif found is not ABSENT or name in names.stores:
             yield _slot(held, name, at)
 
 
-def _list_class(value: type, names: Names) -> Iterator[Found]:
+def _list_class(value: type, names: Names) -> Iterator[Finding]:
     """Yield the attributes of a class and of its bases."""
     for name in names.attributes:
         if (base := _find_base(value, name)) is not None:
             yield _inherited(value, base, name)
 
 
-def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
+def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Finding]:
     """Yield the attributes of an object, of its class where it has none of that name, and those that it lacks."""
     if is_a(value, threading.local):
         yield from list_of_thread(value, names, label)
         return
     held = _get_dict(value)
     if held is not None and "__dict__" in names.loads:
-        yield Found(held, label)
+        yield Finding(held, label)
     weights = (value._parameters, value._buffers) if is_a(value, nn.Module) else ()
     submodules = value._modules if is_a(value, nn.Module) else {}
     built = [name for name in held or () if names.may_build(name) and name not in OF_TORCH]
@@ -242,11 +242,11 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
         if registry is not None:
             # Whether there is a weight changes the graph; which one it is, stages look up.
             place = Place(str(at), _ask_presence(registry, name))
-            yield Found(place.read(), at, name, place, (id(value), name))
-            yield Found(registry[name], at)
+            yield Finding(place.read(), at, name, place, (id(value), name))
+            yield Finding(registry[name], at)
         elif name in submodules:
             # A submodule that is replaced makes another model of it, which the compiler notices by itself.
-            yield Found(submodules[name], at)
+            yield Finding(submodules[name], at)
         elif held is not None and name in held:
             found = _slot(held, name, at)
             if found.value is None and found.place is not None and is_a(value, nn.Module):
@@ -261,7 +261,7 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Found]:
                 yield from _list_computed(value, name, at)
         elif is_a(vars(base)[name], (types.MemberDescriptorType, types.GetSetDescriptorType)):
             place = Place(str(at), partial(getattr, value, name, ABSENT), partial(setattr, value, name))
-            yield Found(place.read(), at, name, place, (id(value), name))
+            yield Finding(place.read(), at, name, place, (id(value), name))
         else:
             # What the instance is given later hides what its class has.
             if held is not None:
@@ -276,13 +276,13 @@ def _read_attribute(held: Mapping[str, Any], submodules: Mapping[str, Any], name
     return held[name] if name in held else submodules.get(name, ABSENT)
 
 
-def _list_computed(value: Any, name: str, label: Label) -> Iterator[Found]:
+def _list_computed(value: Any, name: str, label: Label) -> Iterator[Finding]:
     """Yield an attribute that exists only when it is asked for, as those behind __getattr__ do."""
     with suppress(Exception):
         place = Place(str(label), partial(getattr, value, name, ABSENT))
         found = place.read()
         if is_plain(found):
-            yield Found(found, label, name, place, (id(value), name))
+            yield Finding(found, label, name, place, (id(value), name))
 
 
 def _is_own_descriptor(value: Any) -> bool:

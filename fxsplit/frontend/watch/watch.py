@@ -35,7 +35,7 @@ from fxsplit.frontend.restore.owners import (
     is_namespace,
     is_of_library,
 )
-from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Found, Label
+from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Finding, Label
 from fxsplit.frontend.watch.names import Names, read_names
 from fxsplit.frontend.watch.places import (
     CACHED,
@@ -50,7 +50,7 @@ from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.nn.torch_transformers import ENCODE, may_pack
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.compiled_code import COMPILER, find_original
 from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 
@@ -89,7 +89,7 @@ class _Frame:
 
 
 @dataclass(eq=False)
-class Seen:
+class SeenPlace:
     """A place, and what was there before the call.
 
     container: the container that the place is the content of, if any. homes: the code that names the place is part of
@@ -188,7 +188,7 @@ class Watch:
         self._looked: set[tuple[int, Names, object]] = set()
         self._asked: set[tuple[int, str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
-        self._seen: dict[tuple[int, str], Seen] = {}
+        self._seen: dict[tuple[int, str], SeenPlace] = {}
         # Of code that is watched its names; True for code that begins an aside, None or False for other code.
         self._codes: dict[CodeType, Names | bool | None] = {}
         self._once: set[CodeType] = set()
@@ -211,7 +211,7 @@ class Watch:
     def begin_at(self, function: Any) -> None:
         """Take a function that is called from outside, or an object with __call__, for one that the code holds."""
         names = Names((), {}, {}, (), asks=False)
-        self._take(Found(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
+        self._take(Finding(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
     def _note_weights(self) -> None:
         """Note which tensors are weights of the model: stages look those up, and share them."""
@@ -235,7 +235,7 @@ class Watch:
             if collects:
                 gc.enable()
 
-        with undo_after(stop), keep_notes(self):
+        with restore_after(stop), keep_notes(self):
             # What a collection calls runs in the midst of the model's code, and is none of it. Code may ask for one.
             gc.disable()
             self._codes |= {code: True for callback in gc.callbacks for code in _list_codes(callback)}
@@ -255,7 +255,7 @@ class Watch:
         for key, held in begun.items():
             self._seen[key].accept(held, new_only=new_only)
 
-    def find_changes(self) -> dict[Seen, Any]:
+    def find_changes(self) -> dict[SeenPlace, Any]:
         """Return the places that do not hold now what they held when they were noted, with what they hold now."""
         now = [(seen, _read(seen.place)) for seen in self._seen.values()]
         found = {seen: value for seen, value in now if not same(seen.before, value) and not self._has_imported(seen)}
@@ -263,7 +263,7 @@ class Watch:
             seen.changed = True
         return found
 
-    def _has_imported(self, seen: Seen) -> bool:
+    def _has_imported(self, seen: SeenPlace) -> bool:
         """Return whether a place differs only by modules that the code has imported, and by their definitions."""
         if not isinstance(seen.container, dict):
             return self._is_imported(seen.before, seen.place.read())
@@ -478,7 +478,7 @@ class Watch:
             module, name = self._weights[id(value)]
             at = label.of("requires_grad")
             place = Place(str(at), partial(_read_flag, module, name))
-            self._take(Found(place.read(), at, "requires_grad", place, (id(module), f"{name}.requires_grad")), own)
+            self._take(Finding(place.read(), at, "requires_grad", place, (id(module), f"{name}.requires_grad")), own)
         for found in list_places(value, own.names, label):
             if not (found.name == CONTENTS and id(value) in self._weights):
                 self._take(found, own)
@@ -494,7 +494,7 @@ class Watch:
         self._asked |= asked
         return begin_aside() if asked else None
 
-    def _take(self, found: Found, own: _Frame) -> None:
+    def _take(self, found: Finding, own: _Frame) -> None:
         """Note a place, and go on with the object that is in it."""
         name = found.name
         if found.place is not None:
@@ -516,13 +516,13 @@ class Watch:
                 self._known[id(value)] = value, label
             self._visit(value, label, own)
 
-    def _begin(self, found: Found) -> Seen:
+    def _begin(self, found: Finding) -> SeenPlace:
         """Return the record of a place that no code has named before, with what is there now."""
         assert found.place is not None
         container = found.value if found.name == ITEMS else None
         # torch alone keeps no value in a place that nobody can write to.
         asked = found.value is ABSENT and found.place.write is None
-        seen = self._seen[found.key] = Seen(
+        seen = self._seen[found.key] = SeenPlace(
             found.place, _read(found.place), container, asked=asked, library=found.label.library
         )
         return seen

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxsplit.planner.kernels.separable import SLACK
-from fxsplit.planner.kernels.tables import IDLE, Floats, Ints, Lattice, Tables, Tensors
+from fxsplit.planner.kernels.tables import IDLE, Floats, Ints, Lattice, SharedTensors, Tables
 
 
 def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
@@ -30,7 +30,7 @@ def cheapest_above(pointer: Ints, child: Ints, end: Floats) -> Floats:
 
 
 def reach(
-    lattice: Lattice, t: Tables, shared: Tensors, closing: bool, threshold: float, steps: int
+    lattice: Lattice, t: Tables, shared: SharedTensors, closing: bool, threshold: float, steps: int
 ) -> tuple[Ints, Ints, int]:
     """Find the ideals that end a chain in which every stage has load <= `threshold` (ms) and fits in memory.
 

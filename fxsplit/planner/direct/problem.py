@@ -20,11 +20,11 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.blocks import build_csr
 from fxsplit.ir.facts.price import CostModel
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.direct import kernels
 from fxsplit.planner.kernels import fit, run_counted
 from fxsplit.planner.kernels.lattice import live_bytes
-from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Lattice, Tensors
+from fxsplit.planner.kernels.tables import IDLE, Bools, Floats, Ints, Lattice, SharedTensors
 from fxsplit.planner.problem.moves import Moves
 from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search.dense import line_of, membership
@@ -68,15 +68,15 @@ class DirectProblem(Problem):
         paid = zip(super().device_loads(path), rates, strict=True)
         return [load + float(rate * shared[i, i + 1]) for i, (load, rate) in enumerate(paid)]
 
-    def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
+    def test(self, threshold: float, clock: SearchClock | None = None) -> Path | None:
         """Return a chain in which every stage has load <= threshold (ms) and fits, or None. Raises OutOfTime."""
-        path = self._test(threshold, clock or Clock(), closing=True)
+        path = self._test(threshold, clock or SearchClock(), closing=True)
         # Closures ignore memory and launches, so their chain may be invalid. Without them the test is slower.
         if path is not None and (not self._fits(path) or max(self.launches(path)) > threshold):
-            path = self._test(threshold, clock or Clock(), closing=False)
+            path = self._test(threshold, clock or SearchClock(), closing=False)
         return path
 
-    def _test(self, threshold: float, clock: Clock, *, closing: bool) -> Path | None:
+    def _test(self, threshold: float, clock: SearchClock, *, closing: bool) -> Path | None:
         """Return a chain under `threshold`, with or without closures, or None."""
         return self.trace(*clock.run(lambda steps: self.reach(threshold, steps, closing=closing)))
 
@@ -196,11 +196,11 @@ class DirectProblem(Problem):
         return Lattice(c.parent, c.last, c.pointer, c.node, c.child)
 
     @cached_property
-    def _tensors(self) -> Tensors:
+    def _tensors(self) -> SharedTensors:
         """The shared tensors, for the kernel."""
         busy = self.tables.end + self.rate[:, None] * self.live
         least = fit(kernels.cheapest_above, len(self))(self.chains.pointer, self.chains.child, busy)
-        return Tensors(self.pins_ptr, self.pins, self.total, self.size, self.rate, self.live, least, self.better)
+        return SharedTensors(self.pins_ptr, self.pins, self.total, self.size, self.rate, self.live, least, self.better)
 
 
 def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:

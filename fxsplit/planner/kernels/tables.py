@@ -18,7 +18,7 @@ IDLE = -1
 """The kind of a move that leaves a device idle: the chain goes on from the same ideal in the next configuration."""
 
 
-class Needs(NamedTuple):
+class StageNeeds(NamedTuple):
     """A lower bound of the bytes that a stage holds in addition to sums over states; empty arrays for none.
 
     - far: [edges], the bytes in use while the block of an edge runs, including all activations before it
@@ -31,11 +31,11 @@ class Needs(NamedTuple):
     freed: Floats
 
 
-NO_NEEDS = Needs(np.zeros(0), np.zeros(0))
+NO_NEEDS = StageNeeds(np.zeros(0), np.zeros(0))
 """For unlimited memory, or memory that is a sum over states."""
 
 
-class Bans(NamedTuple):
+class BannedStages(NamedTuple):
     """Stages that do not fit although the sums allow them: banned ends by kind and start, CSR.
 
     pointer: int64 [kinds x ideals + 1], or of size 1 if no stage is banned.
@@ -45,7 +45,7 @@ class Bans(NamedTuple):
     ends: Ints
 
 
-NO_BANS = Bans(np.zeros(1, np.int64), np.zeros(0, np.int32))
+NO_BANS = BannedStages(np.zeros(1, np.int64), np.zeros(0, np.int32))
 """For a problem without banned stages."""
 
 
@@ -77,8 +77,8 @@ class Tables(NamedTuple):
     space_end: Floats
     space_low: Floats
     capacity: Floats
-    needs: Needs
-    bans: Bans
+    needs: StageNeeds
+    bans: BannedStages
     launch: Floats
     allowed: Bools
     moves: Ints
@@ -105,7 +105,7 @@ class Lattice(NamedTuple):
     child: Ints
 
 
-class Tensors(NamedTuple):
+class SharedTensors(NamedTuple):
     """The tensors that stages share under direct sends.
 
     - pins_ptr, pins: the tensors at each node, CSR

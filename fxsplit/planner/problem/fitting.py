@@ -17,8 +17,8 @@ from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.memory.microbatch import Crossings
 from fxsplit.ir.facts.memory.stage import StageMemory, find_peak, measure_stage
 from fxsplit.ir.facts.price import CostModel
-from fxsplit.planner.kernels.tables import NO_BANS, Bans, Floats
-from fxsplit.planner.problem.prices import Kind
+from fxsplit.planner.kernels.tables import NO_BANS, BannedStages, Floats
+from fxsplit.planner.problem.prices import MoveKind
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Scale:
 
     costs: Costs
     chains: Antichains
-    kinds: Sequence[Kind]
+    kinds: Sequence[MoveKind]
     model: CostModel
     _inside: dict[int, frozenset[str]] = field(default_factory=dict)
     _live: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Scale:
 
 
 @dataclass(eq=False)
-class Refused:
+class RefusedStages:
     """Pairs of states, by kind of move, that the search knows not to fit as a stage."""
 
     pairs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _known: Bans | None = None
+    _known: BannedStages | None = None
 
     @classmethod
-    def of(cls, stages: Iterable[tuple[int, int, int]]) -> Refused:
+    def of(cls, stages: Iterable[tuple[int, int, int]]) -> RefusedStages:
         """Create it from refused stages, each a (kind, start, end)."""
         refused = cls()
         for stage in stages:
@@ -103,7 +103,7 @@ class Refused:
         self.pairs.setdefault(kind, []).append((begin, end))
         self._known = None
 
-    def list_bans(self, n_kinds: int, n_states: int) -> Bans:
+    def list_bans(self, n_kinds: int, n_states: int) -> BannedStages:
         """Return all pairs as arrays for the kernels."""
         if not self.pairs:
             return NO_BANS
@@ -111,7 +111,7 @@ class Refused:
             self._known = _build(self.pairs, n_kinds, n_states)
         return self._known
 
-    def list_among(self, n_kinds: int, states: NDArray[np.int64]) -> Bans:
+    def list_among(self, n_kinds: int, states: NDArray[np.int64]) -> BannedStages:
         """Return the pairs within `states`, numbered by position."""
         place = {int(state): i for i, state in enumerate(states)}
         some = {
@@ -133,11 +133,11 @@ class Refused:
         return found
 
 
-def _build(pairs: dict[int, list[tuple[int, int]]], n_kinds: int, n_states: int) -> Bans:
+def _build(pairs: dict[int, list[tuple[int, int]]], n_kinds: int, n_states: int) -> BannedStages:
     """Return the pairs in CSR form: the refused ends of each kind and start."""
     # A row is one kind and one start.
     rows = sorted((kind * n_states + a, b) for kind, some in pairs.items() for a, b in some)
     counts = np.zeros(n_kinds * n_states + 1, np.int64)
     for row, _ in rows:
         counts[row + 1] += 1
-    return Bans(np.cumsum(counts), np.array([b for _, b in rows], np.int32))
+    return BannedStages(np.cumsum(counts), np.array([b for _, b in rows], np.int32))

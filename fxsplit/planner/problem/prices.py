@@ -24,7 +24,7 @@ from fxsplit.planner.kernels.tables import Floats
 from fxsplit.planner.problem.moves import Move, Moves
 
 
-class Kind(NamedTuple):
+class MoveKind(NamedTuple):
     """The properties of a move that determine its costs: speed, ms per byte, and memory.
 
     `moments` are the microbatches that the stage holds at each moment. `resting`, `halfway`, `versions` and `sums`
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     moments: Moments
 
     @classmethod
-    def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> Kind:
+    def of(cls, machine: Machine, workload: Workload, model: CostModel, moves: Moves, move: Move) -> MoveKind:
         """Return the kind of a move."""
         devices = [machine.devices[d] for d in move.devices]
         first, last = move.devices[0], move.devices[-1]
@@ -83,10 +83,10 @@ class Kind(NamedTuple):
         )
 
 
-def tabulate(kinds: Sequence[Kind]) -> dict[str, Floats]:
+def tabulate(kinds: Sequence[MoveKind]) -> dict[str, Floats]:
     """Return each figure of all kinds by name, as a column: float64 [kinds, 1]."""
     figures = np.array([kind[:-1] for kind in kinds], np.float64)
-    return dict(zip(Kind._fields[:-1], figures.T[:, :, None], strict=True))
+    return dict(zip(MoveKind._fields[:-1], figures.T[:, :, None], strict=True))
 
 
 def price_times(

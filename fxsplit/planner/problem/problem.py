@@ -22,14 +22,14 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.price import CostModel
-from fxsplit.planner.clock import Clock
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.kernels import run_counted
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
 from fxsplit.planner.problem.allowed import list_allowed
-from fxsplit.planner.problem.fitting import Refused, Scale
+from fxsplit.planner.problem.fitting import RefusedStages, Scale
 from fxsplit.planner.problem.moves import Move, Moves, powers
-from fxsplit.planner.problem.prices import Kind, measure_work_with_hosts, price_launches, price_times, tabulate
+from fxsplit.planner.problem.prices import MoveKind, measure_work_with_hosts, price_launches, price_times, tabulate
 from fxsplit.planner.problem.space import Space, carry_along_line, list_pairs, price_space
 
 PairCosts = Callable[[int, NDArray[np.int64], NDArray[np.int64]], tuple[Floats, Bools]]
@@ -64,14 +64,14 @@ class Problem:
     capacity: Floats
     scale: Scale | None
     numbers: NDArray[np.int64] | None
-    refused: Refused
+    refused: RefusedStages
 
     def __len__(self) -> int:
         return int(self.tables.work.size)
 
-    def test(self, threshold: float, clock: Clock | None = None) -> Path | None:
+    def test(self, threshold: float, clock: SearchClock | None = None) -> Path | None:
         """Return a chain in which every stage fits and has load <= threshold (ms), or None. Raises OutOfTime."""
-        clock = clock or Clock()
+        clock = clock or SearchClock()
         while True:
             path = self.trace(*clock.run(lambda steps: self.reach(threshold, steps)))
             if path is None or self.fits(path):
@@ -250,14 +250,14 @@ class Problem:
             needs = carry_along_line(needs, t.in_ptr, t.in_from, at)
         tables = t.take(at)._replace(in_ptr=states.in_pointer, in_from=states.in_from, needs=needs)
         numbers = at if self.numbers is None else self.numbers[at]
-        return replace(self, states=states, tables=tables, numbers=numbers, refused=Refused())
+        return replace(self, states=states, tables=tables, numbers=numbers, refused=RefusedStages())
 
     def with_more_memory(self, more_bytes: float) -> Problem:
         """Return the same problem for devices with `more_bytes` more memory."""
         tables, capacity = self.tables._replace(capacity=self.tables.capacity + more_bytes), self.capacity + more_bytes
         # Stages weighed before are still known, if the states keep their numbers.
         known = [] if self.scale is None or self.numbers is not None else self.scale.list_above(capacity)
-        return replace(self, tables=tables, capacity=capacity, refused=Refused.of(known))
+        return replace(self, tables=tables, capacity=capacity, refused=RefusedStages.of(known))
 
     def for_excess(self) -> Problem:
         """Return the problem in which a stage's load is the bytes by which its sums exceed its memory."""
@@ -279,7 +279,7 @@ class Problem:
             done=np.zeros_like(t.done),
             left=np.zeros_like(t.left),
         )
-        return replace(self, tables=tables, capacity=tables.capacity, refused=Refused())
+        return replace(self, tables=tables, capacity=tables.capacity, refused=RefusedStages())
 
 
 def _list_line_edges(count: int) -> tuple[Ints, Ints]:
@@ -307,8 +307,8 @@ def pose_problem(
             f"compress={costs.compress!r} with the cost model {model.name!r}: its stages forward no values to compress"
         )
     # Number the kinds in the order of their first moves.
-    numbers: dict[Kind, int] = {}
-    of_move = [Kind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]
+    numbers: dict[MoveKind, int] = {}
+    of_move = [MoveKind.of(machine, workload, model, moves, move) if move.devices else None for move in moves.moves]
     kind = tuple(IDLE if k is None else numbers.setdefault(k, len(numbers)) for k in of_move)
     kinds = list(numbers)
     work, host_speed = states.column("forward_ms") + states.column("backward_ms"), 1.0
@@ -349,7 +349,7 @@ def pose_problem(
         may_idle=workload.may_idle,
     )
     rates = [(inf if k.host else k.speed, k.receive * model.forwards, k.send * model.forwards) for k in kinds]
-    return Problem(states, moves, kind, tables, np.array(rates, np.float64), capacity, scale, None, Refused())
+    return Problem(states, moves, kind, tables, np.array(rates, np.float64), capacity, scale, None, RefusedStages())
 
 
 def _price_space(

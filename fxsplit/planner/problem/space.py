@@ -28,7 +28,7 @@ from fxsplit.ir.facts.memory.stage import WEIGHT_COPIES
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels import lattice as kernel
-from fxsplit.planner.kernels.tables import NO_NEEDS, Floats, Ints, Needs
+from fxsplit.planner.kernels.tables import NO_NEEDS, Floats, Ints, StageNeeds
 from fxsplit.planner.lattice.lattice import sum_live_values
 
 
@@ -38,7 +38,7 @@ class Space(NamedTuple):
     start: Floats
     end: Floats
     low: Floats
-    needs: Needs
+    needs: StageNeeds
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def _sum_forwards(always: Floats, states: States, kinds: Mapping[str, Floats], s
     """Return the tables for inference, which keeps no activations."""
     at_rest = always + kinds["resting"] * sums.unkept
     start = at_rest - (kinds["resting"] + 1.0) * states.column("live_bytes")
-    return Space(start, at_rest, always, Needs(sums.far, np.zeros(len(states))))
+    return Space(start, at_rest, always, StageNeeds(sums.far, np.zeros(len(states))))
 
 
 def _sum_training(
@@ -121,7 +121,7 @@ def _sum_training(
     freed[-1] = freed[-1] - arrived[-1] + max(at_end, float(arrived[-1]))
     # A value that only passes through the stage is already counted as its input.
     start = low + keeping * sums.unkept - (resting + halfway + 1.0) * live
-    return Space(start, end, low, Needs(sums.far, freed))
+    return Space(start, end, low, StageNeeds(sums.far, freed))
 
 
 @lru_cache(maxsize=8)  # one graph is planned for several numbers of stages and many machines
@@ -207,16 +207,16 @@ def _find_own_gradient(costs: Costs, node: NodeCost) -> float:
     return gradient_bytes if (readers or returned) and not lent and not is_part_of_several(node) else 0.0
 
 
-def carry_along_line(needs: Needs, in_ptr: Ints, in_from: Ints, order: NDArray[np.int64]) -> Needs:
+def carry_along_line(needs: StageNeeds, in_ptr: Ints, in_from: Ints, order: NDArray[np.int64]) -> StageNeeds:
     """Return the needs restricted to the states in `order`, which grow by one block each."""
     edges = []
     for before, after in pairwise(order):
         below = in_from[in_ptr[after] : in_ptr[after + 1]]
         edges.append(int(in_ptr[after]) + int(np.flatnonzero(below == before)[0]))
-    return Needs(needs.far[edges], needs.freed[order])
+    return StageNeeds(needs.far[edges], needs.freed[order])
 
 
-def list_pairs(needs: Needs, in_ptr: Ints, in_from: Ints) -> Floats:
+def list_pairs(needs: StageNeeds, in_ptr: Ints, in_from: Ints) -> Floats:
     """Return the additional bytes of the stage from state J to state I, as [J, I]; undefined if J is not inside I."""
     n = needs.freed.size
     # Index by (end, start), so that a row is contiguous. -inf means that no path leads from start to end.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.planner import kernels
-from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.clock import OutOfTime, SearchClock
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.kernels.dense import best_chains
 from fxsplit.planner.kernels.separable import SLACK
@@ -59,7 +59,7 @@ def contained(chains: Antichains) -> Bools:
 
 
 def best_path(
-    problem: Problem, chains: Antichains, upper: float = inf, clock: Clock | None = None
+    problem: Problem, chains: Antichains, upper: float = inf, clock: SearchClock | None = None
 ) -> tuple[Path | None, bool]:
     """Return the chain with the smallest bottleneck (None if none is below `upper` ms), and whether it is proven.
 
@@ -81,7 +81,7 @@ def best_path(
         return rough, True
     try:
         return _solve_fitting(
-            problem, contained(chains), np.arange(len(problem)), upper, clock or Clock()
+            problem, contained(chains), np.arange(len(problem)), upper, clock or SearchClock()
         ) or rough, True
     except OutOfTime:
         return rough, False
@@ -100,7 +100,7 @@ def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
     # An even split bounds the load of the best chain, which excludes most pairs.
     states, below = np.array(line, np.int64), np.tri(len(line), k=-1, dtype=np.bool_).T
     upper = min(upper, float(np.nextafter(_even(problem, states) * SLACK, inf)))
-    return _solve_fitting(problem.under(upper), below, states, upper, Clock())
+    return _solve_fitting(problem.under(upper), below, states, upper, SearchClock())
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
@@ -168,7 +168,7 @@ def _narrow_order(problem: Problem, chains: Antichains) -> list[int]:
 
 
 def _solve_fitting(
-    problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock
+    problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: SearchClock
 ) -> Path | None:
     """Return the best chain among `states` with a load below `upper` ms whose stages all fit, to the byte."""
     while True:
@@ -177,7 +177,7 @@ def _solve_fitting(
             return path
 
 
-def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: Clock) -> Path | None:
+def _solve(problem: Problem, below: Bools, states: NDArray[np.int64], upper: float, clock: SearchClock) -> Path | None:
     """Return the best chain among `states` with a load below `upper` ms, by the dynamic programme of PipeDream.
 
         best(q, I) = min over moves (p -> q) and states J inside I of max(best(p, J), load(J, I))

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from fxsplit.ir.facts.lattice.antichains import Antichains
-from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.clock import OutOfTime, SearchClock
 from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search.dense import best_line, best_path, first_order
@@ -34,7 +34,7 @@ ANYTHING = 1e200
 
 
 @dataclass(frozen=True)
-class Found:
+class BestChain:
     """The best chain, its bottleneck, and a bound that no chain beats, in ms; both are equal unless time ran out."""
 
     path: Path
@@ -43,8 +43,8 @@ class Found:
 
 
 def minimise(
-    problem: Problem, chains: Antichains, clock: Clock | None = None, *, lower: float = 0.0, upper: float = inf
-) -> Found | None:
+    problem: Problem, chains: Antichains, clock: SearchClock | None = None, *, lower: float = 0.0, upper: float = inf
+) -> BestChain | None:
     """Return the chain of states with the smallest bottleneck, or None if no chain below `upper` ms fits.
 
     dense.py solves small lattices by definition. In a large lattice, first solve the chains of one topological order,
@@ -52,7 +52,7 @@ def minimise(
     chain, until the bounds meet. `lower` is a load in ms that no chain beats, known to the caller. When time is up,
     return the best chain so far; raises OutOfTime if there is none.
     """
-    clock = clock or Clock()
+    clock = clock or SearchClock()
     lower = max(lower, problem.lower_bound())
     below = upper - SLACK * abs(upper) if upper < inf else inf
     if lower > below:
@@ -64,7 +64,7 @@ def minimise(
         if path is None:
             return None
         load = max(problem.loads(path))
-        return Found(path, load, load if proven else min(lower, load))
+        return BestChain(path, load, load if proven else min(lower, load))
     if upper < inf:
         # Most challengers lose, and a single refutation then suffices: do not prepare a good chain first.
         rough = problem.under(upper).test(below, clock)
@@ -74,12 +74,12 @@ def minimise(
     if rough is None and len(problem) > len(chains.blocks) + 1:
         order = first_order(chains)
         on_line = problem.restricted(order)
-        line = _by_thresholds(on_line, Clock(), None, on_line.lower_bound())
+        line = _by_thresholds(on_line, SearchClock(), None, on_line.lower_bound())
         rough = None if line is None else [(order[state], move) for state, move in line.path]
     return _by_thresholds(problem, clock, rough, lower)
 
 
-def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: float) -> Found | None:
+def _by_thresholds(problem: Problem, clock: SearchClock, best: Path | None, lower: float) -> BestChain | None:
     """Return the best chain by testing thresholds. `best` is a good chain, if known; no chain beats `lower` ms."""
     best = best or _climb(problem, lower, clock)
     if best is None:
@@ -102,10 +102,10 @@ def _by_thresholds(problem: Problem, clock: Clock, best: Path | None, lower: flo
             if load >= upper:
                 break
             best, upper = found, load
-    return Found(best, upper, min(lower, upper))
+    return BestChain(best, upper, min(lower, upper))
 
 
-def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
+def find_any(problem: Problem, chains: Antichains, clock: SearchClock) -> Path | None:
     """Return a chain that fits, of any load, or None if there is none. Raises OutOfTime."""
     if len(problem) > SMALL:
         return problem.test(ANYTHING, clock)
@@ -115,7 +115,7 @@ def find_any(problem: Problem, chains: Antichains, clock: Clock) -> Path | None:
     return path
 
 
-def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
+def may_fit(problem: Problem, chains: Antichains, clock: SearchClock) -> bool:
     """Return whether a chain may fit in memory by the sums over states, which never exceed the true memory of a stage.
 
     In a large lattice this is much faster than the search for a fast chain. Raises OutOfTime.
@@ -125,7 +125,7 @@ def may_fit(problem: Problem, chains: Antichains, clock: Clock) -> bool:
     return problem.for_excess().test(HALF_A_BYTE, clock) is not None
 
 
-def _climb(problem: Problem, lower: float, clock: Clock) -> Path | None:
+def _climb(problem: Problem, lower: float, clock: SearchClock) -> Path | None:
     """Raise the threshold until a chain exists, since low thresholds are cheap; the chain is near the best."""
     # With memory limits there may be no chain, and tests are expensive: take few steps before ANYTHING.
     times, step = (16, 0.04) if np.isfinite(problem.capacity).any() else (4, 0.01)

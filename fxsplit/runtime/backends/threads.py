@@ -1,4 +1,4 @@
-"""Workers as threads of this process: one for each device, which waits for jobs and ends with the pipeline.
+"""ThreadBackend as threads of this process: one for each device, which waits for jobs and ends with the pipeline.
 
 torch gives up Python's interpreter lock inside its operators, so the threads compute at the same time.
 """
@@ -21,27 +21,27 @@ from queue import SimpleQueue
 import torch
 
 from fxsplit.errors import BusyError, ClosedError, StepTimeout
-from fxsplit.runtime.backends.crew import Alone, Occasion
-from fxsplit.runtime.job.handle import GRACE_S, Course
+from fxsplit.runtime.backends.backend import JobRequest, LocalSession
+from fxsplit.runtime.job.handle import GRACE_S, JobHandle
 from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.job.status import Status, WorkerStatus
-from fxsplit.runtime.stage.streams import Stream, make_caller_wait, make_stream, mark_caller
+from fxsplit.runtime.stage.streams import DeviceStream, make_caller_wait, make_stream, mark_caller
 from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.torch_internals.autograd.leaves import mute
-from fxsplit.torch_internals.random.draws import lend_draws
-from fxsplit.torch_internals.scopes.undo import call_all, leave_no_trace, undo_after
+from fxsplit.torch_internals.random.seeded_calls import lend_draws
+from fxsplit.torch_internals.scopes.undo import call_all, restore_after, restores_all
 
 LOOK_S = 5.0
 """How often a caller that waits looks whether the workers are still there."""
 EXIT_S = 10.0
 """How long an interpreter that ends waits for workers: one that ran on while it is taken down would abort it."""
 
-Task = Callable[[Stream], None]
+Task = Callable[[DeviceStream], None]
 """What one worker does for one job, on its stream."""
 Tasks = SimpleQueue[Task | None]
 
 
-class Workers:
+class ThreadBackend:
     """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait.
 
     `intraop_threads` is how many threads an operator may use inside of each worker. `names` are those of the devices.
@@ -49,7 +49,7 @@ class Workers:
     full.
     """
 
-    @leave_no_trace
+    @restores_all
     def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
         if sys.is_finalizing():
             raise ClosedError("Python is about to end, and no thread can be started any more")
@@ -61,11 +61,14 @@ class Workers:
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
         # Those that may not be over, in the order in which they were begun. One that is over may be gone.
-        self._courses: list[weakref.ref[Course]] = []
+        self._handles: list[weakref.ref[JobHandle]] = []
         _note_running(self)
         up: SimpleQueue[BaseException | None] = SimpleQueue()
         # What a worker sets for itself is also what threads that start later would get.
-        with undo_after(partial(torch.set_num_threads, torch.get_num_threads())), undo_after(self._end_unless_started):
+        with (
+            restore_after(partial(torch.set_num_threads, torch.get_num_threads())),
+            restore_after(self._end_unless_started),
+        ):
             for i, (tasks, stream) in enumerate(zip(self._tasks, self.streams, strict=True)):
                 # Workers that are dropped, or never got ready, end too. This calls put(None, ...) in C: of an interrupt
                 # in a finaliser written in Python nobody would hear.
@@ -84,9 +87,9 @@ class Workers:
         return thread in self._threads
 
     @contextmanager
-    def meet(self, occasion: Occasion) -> Iterator[Alone]:
-        """Return a meeting of this process with itself."""
-        yield Alone(self.run)
+    def meet(self, request: JobRequest) -> Iterator[LocalSession]:
+        """Return a session of this process."""
+        yield LocalSession(self.run)
 
     @property
     def cannot_be_waited_for(self) -> bool:
@@ -98,46 +101,46 @@ class Workers:
 
         Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
         """
-        course = Course(job)
-        with undo_after(course.give_up):
-            self.begin(course)
-            self.finish(course, timeout_s)
+        handle = JobHandle(job)
+        with restore_after(handle.give_up):
+            self.begin(handle)
+            self.finish(handle, timeout_s)
 
-    def begin(self, course: Course) -> None:
+    def begin(self, handle: JobHandle) -> None:
         """Give the workers a job, which they do after those that were begun before; do not wait for it.
 
         Raises BusyError where a worker is still in a job that was given up; ClosedError after close(), and in a process
         that was forked from the one with the threads.
         """
-        job = course.job
+        job = handle.job
         ready = mark_caller([*self._devices, *job.list_devices()])
-        tasks = [partial(_run_task, job, device, ready, course) for device in range(len(job.marks))]
+        tasks = [partial(_run_task, job, device, ready, handle) for device in range(len(job.marks))]
         hand_out = [partial(queue.put, task) for queue, task in zip(self._tasks, tasks, strict=False)]
         self.check_free()
-        self._courses = [ref for ref in self._courses if (one := ref()) and not one.over.is_set()]
-        self._courses.append(weakref.ref(course))
+        self._handles = [ref for ref in self._handles if (one := ref()) and not one.over.is_set()]
+        self._handles.append(weakref.ref(handle))
         # All workers get their task, or none does, whenever an interrupt comes.
-        call_all([partial(setattr, course, "begun", True), *hand_out])
+        call_all([partial(setattr, handle, "begun", True), *hand_out])
         # close() may have come in between. Some worker never sees its task then, and those that do would wait for it.
         if self._closed:
-            course.give_up(grace_s=0.0)
+            handle.give_up(grace_s=0.0)
         self._check_open()
 
-    def finish(self, course: Course, timeout_s: float | None = None) -> None:
+    def finish(self, handle: JobHandle, timeout_s: float | None = None) -> None:
         """Return when a job that was begun is done; raises the first error of any worker, StepTimeout after a time.
 
         Raises ClosedError for a job that another thread has given up.
         """
-        job = course.job
-        with lend_draws(), undo_after(course.give_up):
-            if not self._wait(course, math.inf if timeout_s is None else timeout_s):
+        job = handle.job
+        with lend_draws(), restore_after(handle.give_up):
+            if not self._wait(handle, math.inf if timeout_s is None else timeout_s):
                 raise StepTimeout(
                     f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
                     "No gradient has changed. The pipeline can be used again when these actions are over"
                 )
         # Also after a failure: the caller may write to weights, which kernels that are queued still read.
         make_caller_wait(self._devices, job.marks)
-        if course.given_up:
+        if handle.given_up:
             raise ClosedError("another thread has stopped what was under way")
         if (error := job.take_error()) is not None:
             try:
@@ -146,12 +149,12 @@ class Workers:
                 # This frame is in the error's traceback, and must not refer to the error.
                 del error
 
-    def give_up(self, course: Course) -> None:
+    def give_up(self, handle: JobHandle) -> None:
         """Stop a job that was begun, if it is not over, and wait a moment for its workers."""
-        course.give_up()
+        handle.give_up()
         # Kernels that are queued still read what the caller may free then.
-        if course.over.is_set():
-            make_caller_wait(self._devices, course.job.marks)
+        if handle.over.is_set():
+            make_caller_wait(self._devices, handle.job.marks)
 
     def wait_until_idle(self) -> None:
         """Return when all jobs that were begun are over, but for those that were given up.
@@ -161,30 +164,30 @@ class Workers:
         if self.cannot_be_waited_for:
             return
         with lend_draws():
-            for course in [one for ref in self._courses if (one := ref()) and one.begun and not one.given_up]:
-                self._wait(course, math.inf)
+            for handle in [one for ref in self._handles if (one := ref()) and one.begun and not one.given_up]:
+                self._wait(handle, math.inf)
         # Of what is over here, kernels may still be queued.
         make_caller_wait(self._devices, [stream.mark() for stream in self.streams])
 
-    def _wait(self, course: Course, timeout_s: float) -> bool:
+    def _wait(self, handle: JobHandle, timeout_s: float) -> bool:
         """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
         deadline = time.monotonic() + timeout_s
         while (rest := deadline - time.monotonic()) > 0:
             raise_lost_interrupt()
-            if course.over.wait(min(rest, LOOK_S)):
+            if handle.over.wait(min(rest, LOOK_S)):
                 return True
-            if not all(self._threads[device].is_alive() for device in list(course.left)):
+            if not all(self._threads[device].is_alive() for device in list(handle.left)):
                 raise ClosedError("a worker has ended in the middle of its work: close the pipeline, and compile again")
         return False
 
     def get_status(self) -> Status:
         """Return what each worker does now."""
         frames = sys._current_frames()
-        courses = [course for ref in self._courses if (course := ref()) and course.begun]
+        handles = [handle for ref in self._handles if (handle := ref()) and handle.begun]
         found = []
         for i, (thread, name) in enumerate(zip(self._threads, self._names, strict=True)):
-            course = next((course for course in courses if i in course.left), None)
-            doing = None if course is None else course.job.describe_work(i, frames.get(thread.ident or 0))
+            handle = next((handle for handle in handles if i in handle.left), None)
+            doing = None if handle is None else handle.job.describe_work(i, frames.get(thread.ident or 0))
             found.append(doing or WorkerStatus(i, name, operation="idle" if thread.is_alive() else "ended"))
         return Status(tuple(found))
 
@@ -201,9 +204,9 @@ class Workers:
         """End the threads for good: Python is about to end, and would be aborted by a thread that runs on."""
         self._closed = True
         _end(self._tasks)
-        for ref in self._courses:
-            if (course := ref()) is not None:
-                course.job.stop()
+        for ref in self._handles:
+            if (handle := ref()) is not None:
+                handle.job.stop()
         deadline = time.monotonic() + EXIT_S
         for thread in self._threads:
             thread.join(timeout=0.2)
@@ -224,8 +227,8 @@ class Workers:
     def check_free(self) -> None:
         """Raise BusyError where a worker is still in a job that was given up, after a moment; ClosedError if closed."""
         self._check_open()
-        given_up = [course for ref in self._courses if (course := ref()) and course.begun and course.given_up]
-        if any(not course.over.wait(GRACE_S) for course in given_up):
+        given_up = [handle for ref in self._handles if (handle := ref()) and handle.begun and handle.given_up]
+        if any(not handle.over.wait(GRACE_S) for handle in given_up):
             raise BusyError(
                 f"a call that was interrupted is not over yet:\n{self.get_status()}\n"
                 "Call the pipeline again when that is done, or close it and compile the model again"
@@ -238,7 +241,7 @@ class Workers:
             _end(self._tasks)
 
 
-def _run_task(job: Job, device: int, ready: list[object], course: Course, stream: Stream) -> None:
+def _run_task(job: Job, device: int, ready: list[object], handle: JobHandle, stream: DeviceStream) -> None:
     """Do one worker's part of a job, and say when it is over. `ready` are tokens of the caller's work."""
     # Twice, as an exception may come in the middle of the first, and the caller would wait for ever.
     try:
@@ -247,17 +250,17 @@ def _run_task(job: Job, device: int, ready: list[object], course: Course, stream
         except BaseException as error:
             job.fail(error)
         finally:
-            course.end(device)
+            handle.end(device)
     finally:
-        course.end(device)
+        handle.end(device)
 
 
 def _serve(
     tasks: Tasks,
-    stream: Stream,
+    stream: DeviceStream,
     intraop_threads: int,
     up: SimpleQueue[BaseException | None],
-    dropped: weakref.ref[Workers],
+    dropped: weakref.ref[ThreadBackend],
 ) -> None:
     """Do tasks on a stream until None comes. `up` is told that the worker is ready, or why it cannot be.
 
@@ -288,10 +291,10 @@ def _end(queues: Sequence[Tasks]) -> None:
         tasks.put(None)
 
 
-_running: list[weakref.ref[Workers]] = []
+_running: list[weakref.ref[ThreadBackend]] = []
 
 
-def _note_running(workers: Workers) -> None:
+def _note_running(workers: ThreadBackend) -> None:
     """Keep in mind that these workers may run when Python ends."""
     for gone in [ref for ref in _running if ref() is None]:
         # Another thread may have removed it.

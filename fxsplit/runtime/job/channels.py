@@ -28,7 +28,7 @@ class Message(NamedTuple):
     about: Sequence[Any] = ()
 
 
-class Stopped(Exception):
+class JobStopped(Exception):
     """The job has failed on some device: nothing more will come."""
 
 
@@ -36,13 +36,13 @@ class Channels(Protocol):
     """The channels among the devices of one job. Any thread may send and fail; each device receives in one thread."""
 
     def send(self, device: int, message: Message) -> None:
-        """Send a message to a device, perhaps after waiting for room; raises Stopped if the job failed meanwhile."""
+        """Send a message to a device, perhaps after waiting for room; raises JobStopped if the job failed meanwhile."""
 
     def receive(self, device: int, action: Action) -> Message:
-        """Return the message for one of a device's actions, after waiting for it; raises Stopped if the job failed."""
+        """Wait for the message for one of a device's actions, and return it; raises JobStopped if the job failed."""
 
     def fail(self) -> None:
-        """Let every device that waits, and every one that will, raise Stopped."""
+        """Let every device that waits, and every one that will, raise JobStopped."""
 
 
 class Inboxes:
@@ -67,7 +67,7 @@ class Inboxes:
             if message is None:
                 # Put back for whoever waits next: a job that has failed stays so.
                 self._inboxes[device].put(None)
-                raise Stopped
+                raise JobStopped
             arrived[message.action] = message
         return arrived.pop(action)
 
@@ -94,12 +94,12 @@ class BoundedInboxes(Inboxes):
         self._failed = False
 
     def send(self, device: int, message: Message) -> None:
-        """Put a message into a device's inbox, after waiting for room; raises Stopped if the job failed."""
+        """Put a message into a device's inbox, after waiting for room; raises JobStopped if the job failed."""
         self._room[device].acquire()
         if self._failed:
             # The next one that waits is to end as well.
             self._room[device].release()
-            raise Stopped
+            raise JobStopped
         super().send(device, message)
 
     def _take(self, device: int) -> Message | None:

@@ -13,18 +13,18 @@ from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.buffer_copies import clone_outputs, save_buffer_copies
 from fxsplit.runtime.stage.recompute import ForwardRecord, forward_without_activations
 from fxsplit.runtime.stage.replica import Replica
-from fxsplit.runtime.stage.run import Packet, Saved, forward
+from fxsplit.runtime.stage.run import Packet, SavedForBackward, forward
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.fx.past import Pasts, use_past
-from fxsplit.torch_internals.random.draws import isolate_draws, new_seed, take_turn
+from fxsplit.torch_internals.fx.kv_cache import KVCaches, use_kv_cache
+from fxsplit.torch_internals.random.seeded_calls import isolate_draws, new_seed, take_turn
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Forwards:
     """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed.
 
-    `pasts` are what stages keep from job to job, where a graph has operators for that. `seed` is the job's, where it
-    was drawn already.
+    `kv_caches` are what stages keep from job to job, if a graph has operators for that. `seed` is the job's, if it was
+    drawn already.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Forwards:
         program: Program,
         context: ThreadModes,
         n_microbatches: int,
-        pasts: Pasts | None = None,
+        kv_caches: KVCaches | None = None,
         seed: int | None = None,
     ) -> None:
         self._program = program
         self._context = context
         self._n_microbatches = n_microbatches
-        self._pasts = pasts
+        self._kv_caches = kv_caches
         self._draws = program.draws()
         # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
         self._seed = (new_seed() if self._draws else 0) if seed is None else seed
@@ -46,7 +46,9 @@ class Forwards:
         self._rewritten = program.find_rewritten_memory()
         self._loss_draws: bool | None = None  # not known before the first loss
 
-    def run(self, replica: Replica, action: Action, packet: Packet) -> tuple[Saved | ForwardRecord, tuple[Any, ...]]:
+    def run(
+        self, replica: Replica, action: Action, packet: Packet
+    ) -> tuple[SavedForBackward | ForwardRecord, tuple[Any, ...]]:
         """Run a stage forward on a microbatch's packet; return what its backward starts from, and the outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
@@ -82,11 +84,11 @@ class Forwards:
         rewritten = self._rewritten | more
         # Most stages need nothing of it, and this runs for every action.
         stage, here = replica.stage.index, replica.stage.torch_device
-        if not self._draws and not rewritten and not self._program.noted and self._pasts is None:
+        if not self._draws and not rewritten and not self._program.noted and self._kv_caches is None:
             return self._turns[stage]
         stack = ExitStack()
-        if self._pasts is not None:
-            stack.enter_context(use_past(self._pasts.find(stage, m)))
+        if self._kv_caches is not None:
+            stack.enter_context(use_kv_cache(self._kv_caches.find(stage, m)))
         stack.enter_context(take_turn(self._seed, m, (here, self._context.device)))
         stack.enter_context(save_buffer_copies(rewritten, self._context.hooks))
         stack.enter_context(self._turns[stage])

@@ -1,4 +1,4 @@
-"""Course: how far a job has come that other threads run."""
+"""JobHandle: how far a job has come that other threads run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GRACE_S = 1.5
 """How long an interrupted caller waits for workers to finish the action they are in."""
 
 
-class Course:
+class JobHandle:
     """How far a job has come: whether it was begun, who is still at it, and whether nobody waits for it any more."""
 
     def __init__(self, job: Job) -> None:

@@ -13,27 +13,34 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import PlanError, locate_stage_error
-from fxsplit.runtime.job.channels import Channels, Message, Stopped, make_inboxes
+from fxsplit.runtime.job.channels import Channels, JobStopped, Message, make_inboxes
 from fxsplit.runtime.job.compress import compress, restore
 from fxsplit.runtime.job.forwards import Forwards
+from fxsplit.runtime.job.inputs import JobInputs
 from fxsplit.runtime.job.status import WorkerStatus
 from fxsplit.runtime.job.stopwatch import Stopwatch
-from fxsplit.runtime.job.work import Work
 from fxsplit.runtime.loss.loss import describe_loss
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import list_loss_leaves
 from fxsplit.runtime.stage.reduce import add_replica
 from fxsplit.runtime.stage.replica import Replica, start_from_gradients
-from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients, find_node, list_frames
-from fxsplit.runtime.stage.streams import Stream, hand_over
+from fxsplit.runtime.stage.run import (
+    Packet,
+    SavedForBackward,
+    backward,
+    compute_weight_gradients,
+    find_node,
+    list_frames,
+)
+from fxsplit.runtime.stage.streams import DeviceStream, hand_over
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.torch_internals.autograd.catch import Catch
+from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator
 from fxsplit.torch_internals.autograd.leaves import find_leaves
 from fxsplit.torch_internals.autograd.split import WeightBackward
 from fxsplit.torch_internals.autograd.sums import Share, Sums
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.user_lines import find_users_line
 
@@ -45,18 +52,18 @@ class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
     Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
-    those of leaves for each stage and replica, and `marks` a token for each device's work. `catch` adds large gradients
-    to the sums while it watches the leaves. `stepper` steps where an asynchronous schedule says so. Channels and sums
-    belong to the job: nothing of one that failed, or was given up, can reach the next. Without `refresh` devices go on
-    with the copies of weights that they have. `seed` is what draws follow from, where several processes run one job.
-    `after` is called after each action.
+    the gradients of leaves for each stage and replica, and `marks` a token for each device's work. `accumulator` adds
+    large gradients to the sums while it watches the leaves. `stepper` steps at the steps of an asynchronous schedule.
+    Channels and sums belong to the job: nothing of a job that failed, or was given up, can reach the next one. Without
+    `refresh` devices go on with the copies of weights that they have. Random draws follow from `seed`, if several
+    processes run one job. `after` is called after each action.
     """
 
     def __init__(
         self,
         program: Program,
         schedule: Schedule,
-        work: Work,
+        job_inputs: JobInputs,
         *,
         watch: Stopwatch | None = None,
         stepper: Stepper | None = None,
@@ -73,11 +80,11 @@ class Job:
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
         self.marks: list[Any] = [None] * len(schedule.actions)
-        self.schedule, self.work = schedule, work
+        self.schedule, self.job_inputs = schedule, job_inputs
         self._program = program
         self._replicas = program.replicas if stepper is None else make_versions(program, schedule, stepper)
         self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
-        self.catch = Catch()
+        self.accumulator = EagerAccumulator()
         self._watch = watch
         self._channels = make_inboxes(schedule, bounded=program.inference) if channels is None else channels
         self._context = ThreadModes.read()
@@ -85,8 +92,8 @@ class Job:
         self._devices = program.machine.torch_devices()
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
-        self._forwards = Forwards(program, self._context, n, work.pasts, seed) if work.packets else None
-        if work.packets and refresh:
+        self._forwards = Forwards(program, self._context, n, job_inputs.kv_caches, seed) if job_inputs.packets else None
+        if job_inputs.packets and refresh:
             for replica in (r for replicas in self._replicas for r in replicas):
                 replica.refresh()
 
@@ -98,7 +105,7 @@ class Job:
         self._errors.clear()
         # Whoever handles the error, and so keeps the frames for that long, may need the memory for a smaller batch.
         if error is not None:
-            self.work.tape.clear()
+            self.job_inputs.tape.clear()
             self._weight_backwards.clear()
             # The frame of a failed backward knows its stage's sums.
             for made in (s for sums in self.sums for s in sums):
@@ -127,10 +134,10 @@ class Job:
 
     def add_to_gradients(self) -> None:
         """Let workers add to the `.grad` of each leaf that has one, where nothing but an addition is to be done."""
-        start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.work.trained)
+        start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.job_inputs.trained)
 
-    @leave_no_trace
-    def run(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+    @restores_all
+    def run(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
         """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
         # Two threads cannot enter one set of context variables at a time, so each worker has a copy.
         self._context.variables.copy().run(self._run_actions, device, stream, ready)
@@ -149,7 +156,7 @@ class Job:
 
     def list_devices(self) -> list[torch.device]:
         """Return the devices of the values that the job starts from, where those are not the stages' own."""
-        return [v.device for packet in self.work.packets[:1] for v in packet.values if isinstance(v, Tensor)]
+        return [v.device for packet in self.job_inputs.packets[:1] for v in packet.values if isinstance(v, Tensor)]
 
     def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
         """Return what a device's worker does now, or None before its first action; `frame` is its innermost frame."""
@@ -170,7 +177,7 @@ class Job:
             seconds=time.monotonic() - since,
         )
 
-    def _run_actions(self, device: int, stream: Stream, ready: Sequence[Any]) -> None:
+    def _run_actions(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
         """Do a device's actions, with the caller's context variables and modes."""
         action: Action | None = None
         watch = self._watch
@@ -191,7 +198,7 @@ class Job:
                     if watch is not None:
                         watch.end(device, stream, action)
                     self.after(action)
-        except Stopped:
+        except JobStopped:
             return
         except Exception as error:
             self.fail(locate_stage_error(error, self._describe_place(action, error)) if action else error)
@@ -200,7 +207,7 @@ class Job:
         finally:
             self._mark_end(device, stream)
 
-    def _mark_end(self, device: int, stream: Stream) -> None:
+    def _mark_end(self, device: int, stream: DeviceStream) -> None:
         """Note how far a device's work goes, also of a job that failed: the caller may write what it still reads."""
         # A device that has broken down refuses this as well, which is an error only where none came before.
         try:
@@ -210,33 +217,33 @@ class Job:
 
     # What a device does for each kind of action
 
-    def _run_forward(self, action: Action, device: int, stream: Stream) -> None:
+    def _run_forward(self, action: Action, device: int, stream: DeviceStream) -> None:
         """Run a stage forward on a microbatch and hand its outputs on."""
-        stage, m, work = action.stage, action.microbatch, self.work
+        stage, m, job_inputs = action.stage, action.microbatch, self.job_inputs
         assert self._forwards is not None, "a schedule with forwards needs packets"
         if stage == 0:
-            packet = Packet(tuple(stream.receive(work.packets[m].values)), work.packets[m].wanted)
+            packet = Packet(tuple(stream.receive(job_inputs.packets[m].values)), job_inputs.packets[m].wanted)
         else:
             packet = Packet(*map(tuple, self._receive(Action(stage, FORWARD, m), device, stream)))
         saved, outputs = self._forwards.run(self._replicas[stage][action.replica], action, packet)
         if stage < self._last:
             self._send(Action(stage + 1, FORWARD, m), stream, *Packet.of(outputs))
         else:
-            if work.keep_outputs:
+            if job_inputs.keep_outputs:
                 self.outputs[m] = Packet.of(outputs)
-            if work.finish is not None:
+            if job_inputs.finish is not None:
                 made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
-                loss = self._forwards.compute_loss(work.finish, m, outputs)
+                loss = self._forwards.compute_loss(job_inputs.finish, m, outputs)
                 extra = list_loss_leaves(outputs, find_leaves(loss, made_by))
-                if isinstance(saved, Saved):
-                    saved = Saved(saved.inputs, (loss,), extra)
+                if isinstance(saved, SavedForBackward):
+                    saved = SavedForBackward(saved.inputs, (loss,), extra)
                 else:
                     # A stage that recomputes has no graph, so the loss's own graph starts at the stage's outputs.
-                    saved = replace(saved, head=Saved(outputs, (loss,), extra))
+                    saved = replace(saved, head=SavedForBackward(outputs, (loss,), extra))
         if self._context.keeps_graph:
-            work.tape[stage, m] = saved
+            job_inputs.tape[stage, m] = saved
 
-    def _run_backward(self, action: Action, device: int, stream: Stream) -> None:
+    def _run_backward(self, action: Action, device: int, stream: DeviceStream) -> None:
         """Compute the gradients of a stage's inputs on a microbatch and hand them back.
 
         A full backward computes the gradients of the weights too. An input gradient leaves those for later.
@@ -246,20 +253,20 @@ class Job:
         replica, sums = self._replicas[action.stage][action.replica], self.sums[action.stage][action.replica]
         with self._context.leave_autocast(), replica.use_version(action.version, catches=True):
             saved, gradients = self._restore(action, needed)
-            trained = replica.list_leaves(self.work.trained[action.stage], action.version)
+            trained = replica.list_leaves(self.job_inputs.trained[action.stage], action.version)
             # A node that has hooks would run them in both parts of a backward.
             first = len(sums.totals) < len(trained)
             finder = replica.branches if action.op == INPUT_GRADIENT and not self._hooked[action.stage] else None
-            self.catch.add(saved.extra)
+            self.accumulator.add(saved.extra)
             zeros = self._program.keeps_zeros
             of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
             shares = replica.key_shares(shares)
             if action.op == BACKWARD:
                 # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
-                del self.work.tape[key]
+                del self.job_inputs.tape[key]
             else:
                 # The weight gradient needs the activations of a recomputed forward too.
-                self._weight_backwards[key], self.work.tape[key] = later, saved
+                self._weight_backwards[key], self.job_inputs.tape[key] = later, saved
         # Handed to the stage before, or to the caller, before the sums are added: the stage before waits for it.
         if action.stage > 0:
             self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
@@ -270,16 +277,16 @@ class Job:
             hand_over(gradient for _, gradient, _ in shares)
         sums.add(shares)
 
-    def _run_weight_gradient(self, action: Action, device: int, stream: Stream) -> None:
+    def _run_weight_gradient(self, action: Action, device: int, stream: DeviceStream) -> None:
         """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
         key = action.stage, action.microbatch
         sums = self.sums[action.stage][action.replica]
-        first = len(sums.totals) < len(self.work.trained[action.stage])
+        first = len(sums.totals) < len(self.job_inputs.trained[action.stage])
         with self._context.leave_autocast():
             compute_weight_gradients(self._weight_backwards.pop(key), sums, first)
-        del self.work.tape[key]
+        del self.job_inputs.tape[key]
 
-    def _run_reduce(self, action: Action, device: int, stream: Stream) -> None:
+    def _run_reduce(self, action: Action, device: int, stream: DeviceStream) -> None:
         """Sum the gradients of a stage's replicas, on the device of the first one."""
         replicas, sums = self._replicas[action.stage], self.sums[action.stage]
         # All replicas but the first hand over what they have where it is: the first one fetches it piece by piece.
@@ -287,20 +294,20 @@ class Job:
             part, sums[action.replica] = sums[action.replica], Sums()
             self._channels.send(self.schedule.homes[action.stage][0], Message(action, [part], stream.mark()))
             return
-        trained = self.work.trained[action.stage]
+        trained = self.job_inputs.trained[action.stage]
         leaves = replicas[0].list_leaves(trained, 0)
         for number, other in enumerate(replicas[1:], 1):
             part = self._receive(action._replace(replica=number), device, stream)[0][0]
             add_replica(sums[0], part, dict(zip(other.list_leaves(trained, 0), leaves, strict=True)), stream)
 
-    def _run_step(self, action: Action, device: int, stream: Stream) -> None:
+    def _run_step(self, action: Action, device: int, stream: DeviceStream) -> None:
         """Let the optimizer make a version of a stage's weights from the gradients there are."""
         # The next version starts from no gradients: each step uses those since the one before.
         found = self.sums[action.stage][action.replica]
         self.sums[action.stage][action.replica] = Sums()
         self._replicas[action.stage][action.replica].step(action, found)
 
-    HANDLERS: ClassVar[dict[str, Callable[[Job, Action, int, Stream], None]]] = {
+    HANDLERS: ClassVar[dict[str, Callable[[Job, Action, int, DeviceStream], None]]] = {
         FORWARD: _run_forward,
         BACKWARD: _run_backward,
         INPUT_GRADIENT: _run_backward,
@@ -310,32 +317,34 @@ class Job:
     }
     """What a device does for each kind of action."""
 
-    def _restore(self, action: Action, gradients: Sequence[Tensor | None]) -> tuple[Saved, Sequence[Tensor | None]]:
+    def _restore(
+        self, action: Action, gradients: Sequence[Tensor | None]
+    ) -> tuple[SavedForBackward, Sequence[Tensor | None]]:
         """Return what a backward starts from, and with which gradients; a stage that recomputes runs forward again."""
-        saved = self.work.tape[action.stage, action.microbatch]
-        if isinstance(saved, Saved):
+        saved = self.job_inputs.tape[action.stage, action.microbatch]
+        if isinstance(saved, SavedForBackward):
             return saved, gradients
         # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
             sums = self.sums[action.stage][action.replica]
-            self.catch.add(saved.head.extra)
+            self.accumulator.add(saved.head.extra)
             gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=self._program.keeps_zeros)
             sums.add(shares)
             # The outputs are computed once more: the first ones, and what the loss made of them, take their memory.
-            saved = self.work.tape[action.stage, action.microbatch] = replace(saved, head=None)
+            saved = self.job_inputs.tape[action.stage, action.microbatch] = replace(saved, head=None)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients
 
     # What goes between devices
 
-    def _take_gradients(self, action: Action, device: int, stream: Stream) -> list[Any]:
+    def _take_gradients(self, action: Action, device: int, stream: DeviceStream) -> list[Any]:
         """Return the gradients of a stage's outputs: from the stage behind, or from the loss."""
         if action.stage < self._last:
             return self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)[0]
-        assert self.work.seeds is not None, "a schedule with backwards needs seeds"
-        return stream.receive(self.work.seeds(action.microbatch))
+        assert self.job_inputs.seeds is not None, "a schedule with backwards needs seeds"
+        return stream.receive(self.job_inputs.seeds(action.microbatch))
 
-    def _send(self, to: Action, stream: Stream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
+    def _send(self, to: Action, stream: DeviceStream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
         """Send values to the device that does action `to`, which is named without its replica."""
         device = self.schedule.device_of(to.stage, to.microbatch)
         if self._crosses(to, device):
@@ -343,7 +352,7 @@ class Job:
         sent, token = stream.send(values, self._devices[device])
         self._channels.send(device, Message(to, sent, token, about))
 
-    def _receive(self, action: Action, device: int, stream: Stream) -> tuple[list[Any], Sequence[Any]]:
+    def _receive(self, action: Action, device: int, stream: DeviceStream) -> tuple[list[Any], Sequence[Any]]:
         """Return the values that were sent to `action`, of this device, and what was said about them.
 
         What the stream does next waits for them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxsplit.runtime.stage.streams import Instant, Stream
+from fxsplit.runtime.stage.streams import DeviceStream, Instant
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.timeline import Span, Timeline
@@ -23,16 +23,16 @@ class Stopwatch:
         self._starts: list[Instant | None] = [None] * schedule.n_devices
         self._begins: list[Any] = [None] * schedule.n_devices
 
-    def start(self, device: int, stream: Stream) -> None:
+    def start(self, device: int, stream: DeviceStream) -> None:
         """Start the clock of the device with this number."""
         # An event knows times between events alone. Once it has been waited for, the host's clock tells its moment.
         self._starts[device] = stream.wait_for_instant()
 
-    def begin(self, device: int, stream: Stream) -> None:
+    def begin(self, device: int, stream: DeviceStream) -> None:
         """Note that a device begins an action. Called again when a message has arrived, it replaces the first time."""
         self._begins[device] = stream.record_time()
 
-    def end(self, device: int, stream: Stream, action: Action) -> None:
+    def end(self, device: int, stream: DeviceStream, action: Action) -> None:
         """Note that a device has ended the action that it began last."""
         self._rows[device].append((action, self._begins[device], stream.record_time()))
 

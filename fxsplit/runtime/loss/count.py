@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxsplit.ir.facts.capture.counts import LABEL_FUNCTIONS, Count, Watch, is_mean, make_label_count, read_options
+from fxsplit.ir.facts.capture.counts import LABEL_FUNCTIONS, Count, CountWatch, is_mean, make_label_count, read_options
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.expectations import expect_averages
 from fxsplit.torch_internals.thread_modes import enter_function_mode
@@ -27,8 +27,8 @@ class _Mean(NamedTuple):
     options: dict[str, Any]
 
 
-def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | Watch | None:
-    """Return what a loss is divided by that averages labels of its target; a Watch where it does more than that."""
+def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | CountWatch | None:
+    """Return the divisor of a loss that averages labels of its target; a CountWatch if the loss does more than that."""
     note = _NoteMeans()
     with expect_averages(), enter_function_mode(note):
         loss = loss_fn(outputs, *target)
@@ -43,7 +43,7 @@ def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any
         if mean.result is loss:
             return count
         found.append(count)
-    return Watch("the loss of loss_fn", found) if found else None
+    return CountWatch("the loss of loss_fn", found) if found else None
 
 
 def _takes_any(

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.capture.counts import COUNTS_NOTHING, Count, Watch, Weights, check_nothing_counts, find_miscounted
-from fxsplit.ir.facts.capture.meanings import MEAN, Meaning
-from fxsplit.runtime.late_errors import LateErrors
+from fxsplit.ir.facts.capture.counts import (
+    COUNTS_NOTHING,
+    Count,
+    CountWatch,
+    Weights,
+    check_nothing_counts,
+    find_miscounted,
+)
+from fxsplit.ir.facts.capture.output_kinds import MEAN, OutputKind
+from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.runtime.loss.meaning import LossMeaning
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.microbatches import join_target
@@ -60,7 +67,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0
 
 
-def find_loss_meaning(program: Program) -> Meaning:
+def find_loss_meaning(program: Program) -> OutputKind:
     """Return what the loss that a model returns means by microbatches; a mean where it is not known to be an output."""
     # What has rows is no loss.
     places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
@@ -68,7 +75,7 @@ def find_loss_meaning(program: Program) -> Meaning:
     return next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
 
 
-def find_own_meaning(program: Program, n_microbatches: int) -> Meaning:
+def find_own_meaning(program: Program, n_microbatches: int) -> OutputKind:
     """Return how the losses that a model returns for its microbatches make the batch's: as a mean, or as a sum.
 
     Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
@@ -122,7 +129,7 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
 
     A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.
     """
-    return Meaning("sum" if reduction == "sum" else "mean").list_weights(rows)
+    return OutputKind("sum" if reduction == "sum" else "mean").list_weights(rows)
 
 
 def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
@@ -139,7 +146,7 @@ def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) ->
         if count is None:
             return weigh_rows(meaning.reduction, rows)
         # What is in host memory is counted there: the host need not wait for that.
-        on_host = targets.are_on_host and (isinstance(count, Watch) or all(map(is_on_host, count.reads)))
+        on_host = targets.are_on_host and (isinstance(count, CountWatch) or all(map(is_on_host, count.reads)))
         pieces = [[targets.given[m] if on_host else targets.place(m, device)] for m in range(begin, end)]
         if isinstance(count, Count) and count.additive:
             return count.weigh_there(pieces, rows)
@@ -296,7 +303,7 @@ class BatchLoss:
         """Whether the loss function divides by a count that may be zero, in a way that makes gradients of 0 / 0."""
         return isinstance(self.meaning.count, Count) and not self.meaning.count.safe
 
-    def compute_total(self, late: LateErrors | None = None) -> Tensor:
+    def compute_total(self, late: DeferredErrors | None = None) -> Tensor:
         """Return the loss of the whole batch, detached, once all microbatches have theirs.
 
         Warns where it differs from the loss function's value for the whole batch. What only an accelerator knows to be
@@ -314,7 +321,7 @@ class BatchLoss:
         return sum_weighted(found.double(), weights, late).to(found.dtype)
 
 
-def sum_weighted(values: Tensor, weights: Weights, late: LateErrors | None = None) -> Tensor:
+def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None = None) -> Tensor:
     """Return the sum of values, each times its weight; one of the weight zero may be no number.
 
     The host does not wait for an accelerator, as it would to make a tensor of a list of numbers. `late` is told whether

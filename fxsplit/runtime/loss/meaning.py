@@ -13,20 +13,20 @@ from typing import Any, Protocol
 
 import torch
 
-from fxsplit.ir.facts.capture.counts import Count, Watch
-from fxsplit.ir.facts.capture.meanings import Kind
+from fxsplit.ir.facts.capture.counts import Count, CountWatch
+from fxsplit.ir.facts.capture.output_kinds import Kind
 from fxsplit.runtime.loss.count import find_loss_count
 from fxsplit.runtime.loss.trial import LossTrial
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.nn.expectations import expect_averages
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_STEPS = 3
 """Steps after which a loss whose meaning is still open, such as one that is always zero, is left alone."""
 
 
-class Watcher(Protocol):
+class LossSideEffects(Protocol):
     """Notes what calls of a loss function change beside computing, and puts it back."""
 
     def note(self) -> AbstractContextManager[None]:
@@ -59,12 +59,12 @@ class LossMeaning:
         stated: str | None,
         *,
         looks: bool = True,
-        watch: Callable[[Callable[..., Any]], Watcher] | None = None,
+        watch: Callable[[Callable[..., Any]], LossSideEffects] | None = None,
         find_counts: FindCounts | None = None,
     ) -> None:
         self.stated = stated
         self.reduction = "mean" if stated == "batchmean" else stated
-        self.count: Count | Watch | None = None
+        self.count: Count | CountWatch | None = None
         self._loss_fn = loss_fn
         self._watch = watch
         self._find_counts = find_counts or (lambda loss_fn, outputs, target: ((), ()))
@@ -122,7 +122,7 @@ class LossMeaning:
     def _find_kinds(
         self, trial: LossTrial, loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]
     ) -> tuple[set[Kind], Count | None]:
-        """Return how pieces make the loss, as a mean or as a sum, whatever the target is; or the count that divides it."""
+        """Return how pieces make the loss for any target: as a mean, as a sum, or divided by a count."""
         kinds = trial.find_kinds()
         if self._tried:
             return kinds, None
@@ -144,10 +144,10 @@ class LossMeaning:
         watcher = self._watch(self._loss_fn)
 
         def compute(*args: Any) -> Any:
-            with undo_after(watcher.put_back):
+            with restore_after(watcher.put_back):
                 return self._loss_fn(*args)
 
-        with undo_after(watcher.put_back), expect_averages():
+        with restore_after(watcher.put_back), expect_averages():
             # Twice, since what the first call makes and the second one uses is a cache.
             for _ in range(2):
                 with watcher.note():

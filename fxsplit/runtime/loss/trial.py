@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fxsplit.ir.facts.capture.agreement import is_close, list_kinds, mix_rows
-from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.ir.facts.capture.counts import Count
-from fxsplit.ir.facts.capture.meanings import Kind, Meaning
+from fxsplit.ir.facts.capture.output_kinds import Kind, OutputKind
 from fxsplit.runtime.microbatches import find_target_cuts
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
@@ -42,7 +42,9 @@ class LossTrial:
         self._tensors, self._n_outputs = [*outputs, *leaves], len(outputs)
         targets = find_target_cuts(leaves, rows, program.inputs)
         self._cuts = [*(meaning.cut for meaning in program.joined), *targets]
-        of_target = (Meaning("same") if cut.dim is None else Meaning("rows", cut.dim, cut.each) for cut in targets)
+        of_target = (
+            OutputKind("same") if cut.dim is None else OutputKind("rows", cut.dim, cut.each) for cut in targets
+        )
         self._meanings = [*program.joined, *of_target]
 
     def find_kinds(self) -> set[Kind]:
@@ -195,7 +197,7 @@ class LossTrial:
                 part.append(one)
         return parts, sizes
 
-    def _list_rows(self, value: Tensor, meaning: Meaning, ranges: Sequence[range], *, mixed: bool) -> list[Tensor]:
+    def _list_rows(self, value: Tensor, meaning: OutputKind, ranges: Sequence[range], *, mixed: bool) -> list[Tensor]:
         """Return the rows of an output or target that lie at some places, which begin again behind the last one."""
         dim, each = meaning.dim, meaning.each
         other = mix_rows(value, dim, each)
@@ -278,7 +280,7 @@ def _list_others(value: Tensor, marks: Sequence[float], *, spread: bool) -> Iter
                 yield torch.full_like(value, mark), False
 
 
-def _choose_entries(cut: Cut, value: Tensor, sizes: tuple[int, int], *, whole_piece: bool) -> Tensor:
+def _choose_entries(cut: ChunkSpec, value: Tensor, sizes: tuple[int, int], *, whole_piece: bool) -> Tensor:
     """Return a mask of the entries to change: all of the second piece, or every second one of the first piece."""
     chosen = torch.zeros(value.shape, dtype=torch.bool, device=value.device)
     if whole_piece:

@@ -12,7 +12,7 @@ ANY = -1
 """Stands for a size that may be any from 2 on."""
 
 
-class Given(NamedTuple):
+class TensorKind(NamedTuple):
     """A tensor that a stage is given, as far as it is compiled by that; sizes that may be any from 2 on are ANY."""
 
     dtype: torch.dtype
@@ -20,7 +20,7 @@ class Given(NamedTuple):
     wants_gradient: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, dims: Dims) -> Given:
+    def of(cls, tensor: Tensor, dims: Dims) -> TensorKind:
         """Return what there is to know of a tensor, whose sizes in some dimensions follow the rows."""
         sizes: tuple[int, ...] = tensor.shape
         if dims:
@@ -32,10 +32,10 @@ class Given(NamedTuple):
         return f"{str(self.dtype)[6:]}[{', '.join('n' if size == ANY else str(size) for size in self.sizes)}]"
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """A kind of call: its inputs, whether gradients, inference mode and autocast are on, and the modes of modules."""
 
-    given: tuple[Given | type, ...]
+    given: tuple[TensorKind | type, ...]
     modes: tuple[bool, bool, bool]
     training: tuple[bool, ...]
 

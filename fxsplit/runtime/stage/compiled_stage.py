@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import RecompileWarning
-from fxsplit.runtime.stage.call_kind import Dims, Given, Kind
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.runtime.stage.call_kind import CallKind, Dims, TensorKind
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
-from fxsplit.torch_internals.torch_compile.apart import Apart, call_apart, replace_calls
+from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled, call_apart, replace_calls
 from fxsplit.torch_internals.torch_compile.stage_backends import compile_function, mark_dynamic, read_recompile_limit
 from fxsplit.torch_internals.user_lines import warn_user
 
@@ -110,11 +110,11 @@ class CompiledStage:
         self._sizes: list[torch.Size | None] = [None] * len(self._dims)
         # A number that follows the rows cannot be marked by itself.
         self._dynamic = True if None in self._dims else None
-        self._apart = {name: m for name, m in module.named_children() if isinstance(m, Apart)}
+        self._apart = {name: m for name, m in module.named_children() if isinstance(m, RunsUncompiled)}
         self._functions: dict[frozenset[str], Callable[..., Any]] = {}
         # What a module computes may depend on its mode. A graph has none, and its own modules are what it calls.
         self._modal: list[nn.Module] = [m for m in module.modules() if not isinstance(m, fx.GraphModule)]
-        self._known: set[Kind] = set()
+        self._known: set[CallKind] = set()
         self._counts = Counter[Callable[..., Any]]()
 
     def __call__(self, *values: Any) -> Any:
@@ -154,14 +154,14 @@ class CompiledStage:
             prepared.append(value)
         return prepared
 
-    def _find_kind(self, values: Sequence[Any]) -> Kind:
+    def _find_kind(self, values: Sequence[Any]) -> CallKind:
         """Return what torch may compile a call by, as far as it is known here."""
         pairs = zip(values, self._dims, strict=True)
-        given = [Given.of(v, dims or ()) if isinstance(v, Tensor) else type(v) for v, dims in pairs]
+        given = [TensorKind.of(v, dims or ()) if isinstance(v, Tensor) else type(v) for v, dims in pairs]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
-        return Kind(tuple(given), modes, tuple([m.training for m in self._modal]))
+        return CallKind(tuple(given), modes, tuple([m.training for m in self._modal]))
 
-    def _run(self, values: Sequence[Any], kind: Kind) -> Any:
+    def _run(self, values: Sequence[Any], kind: CallKind) -> Any:
         """Call the compiled function, and note whether that compiled anything."""
         new = kind not in self._known
         function = self._choose_function()
@@ -199,12 +199,12 @@ def _move_to_start(value: Any) -> Any:
     return copied if copied.stride() == value.stride() else value
 
 
-def _choose_call(module: Apart) -> Callable[..., Any]:
+def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
     """Return what calls a module that is at work."""
     # To make an operator takes torch a moment, and nobody else needs it.
     from fxsplit.torch_internals.random.dropout_masks import find_mask, multiply_by_mask
 
-    masked = isinstance(module, Draw) and find_mask(module.call) is not None
+    masked = isinstance(module, SeededCall) and find_mask(module.call) is not None
     return multiply_by_mask if masked else call_apart
 
 

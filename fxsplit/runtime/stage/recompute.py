@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.runtime.stage.run import KEPT, Packet, Saved, forward
+from fxsplit.runtime.stage.run import KEPT, Packet, SavedForBackward, forward
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
-from fxsplit.torch_internals.scopes.undo import undo_after
-from fxsplit.torch_internals.tensors.host_copies import Coming, is_on_host
+from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_host
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
@@ -56,9 +56,9 @@ class ForwardRecord:
     buffers: dict[str, Tensor]
     surroundings: Surroundings
     context: ThreadModes
-    head: Saved | None = None
+    head: SavedForBackward | None = None
 
-    def recompute(self, stage: Stage, writes: bool) -> Saved:
+    def recompute(self, stage: Stage, writes: bool) -> SavedForBackward:
         """Run the stage forward again, as it ran then. `writes` says that the stage writes to its inputs in place."""
         # Autograd saves a buffer as the object itself, whose memory is put back after the run: it must save copies.
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
@@ -66,7 +66,7 @@ class ForwardRecord:
             return forward(stage, _copy_packet(self.packet, writes), writes)
 
 
-class Written:
+class WrittenBuffers:
     """What is known of the buffers that a stage writes: all is compared in its first run, and less in later ones.
 
     Versions tell of most writes. Kernels that update a buffer, as batch norm's do, do not always count that as one, so
@@ -77,7 +77,7 @@ class Written:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._looked = False
-        self._coming: Coming[list[str]] = Coming(MOST_COMING)
+        self._coming: PendingCopies[list[str]] = PendingCopies(MOST_COMING)
 
     def copy_likely(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the buffers that a forward may write. Raises FxsplitError as `note` does."""
@@ -129,14 +129,14 @@ def forward_without_activations(
     stage: Stage,
     packet: Packet,
     writes: bool,
-    written: Written,
+    written: WrittenBuffers,
     surroundings: Surroundings,
     context: ThreadModes,
 ) -> tuple[tuple[Any, ...], ForwardRecord]:
     """Run a stage forward and keep no activations; note in `written` which buffers it writes.
 
     Returns the detached outputs, with requires_grad as the stage set it, and what was kept. Raises FxsplitError for a
-    buffer that is written too late (see `Written.note`).
+    buffer that is written too late (see `WrittenBuffers.note`).
     """
     now = dict(stage.module.named_buffers())
     before = written.copy_likely(now)
@@ -168,7 +168,7 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
             buffer.data = memory[name]
 
     # `.data` is replaced and not written: autograd may have saved the buffer, and a write would count as a version.
-    with undo_after(put_back):
+    with restore_after(put_back):
         for name, buffer in now.items():
             buffer.data = earlier[name]
         yield

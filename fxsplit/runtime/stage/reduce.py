@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fxsplit.runtime.stage.streams import Stream
-from fxsplit.torch_internals.autograd.catch import LEAST_BYTES
+from fxsplit.runtime.stage.streams import DeviceStream
+from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES
 from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 
-def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: Stream) -> None:
+def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: DeviceStream) -> None:
     """Add `part`, the sums of another replica, to those of the first one; `part` is empty afterwards.
 
     leaf_of: the first replica's leaf for each of the other's; leaves of a loss are the same for both.

@@ -25,7 +25,7 @@ from fxsplit.torch_internals.fx.graph_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.nn.recurrent import flatten_weights
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
@@ -85,7 +85,7 @@ class Replica:
             return
         for mine, copied in zip(self._original.modules(), self.stage.module.modules(), strict=True):
             copied.training = mine.training
-            if isinstance(mine, Draw) and isinstance(copied, Draw):
+            if isinstance(mine, SeededCall) and isinstance(copied, SeededCall):
                 copied.in_evaluation = mine.in_evaluation
             # The dictionaries are changed directly: to set an attribute would register a parameter anew.
             for kind in ("_parameters", "_buffers"):

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.torch_internals.autograd.catch import LEAST_BYTES, differentiate_into
+from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES, differentiate_into
 from fxsplit.torch_internals.autograd.leaves import comes_through, mute, put_hook_behind
 from fxsplit.torch_internals.autograd.split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.autograd.sums import Share, Sums, find_unshared, make_shares
@@ -55,7 +55,7 @@ class Packet(NamedTuple):
         return cls(detached, tuple([isinstance(v, Tensor) and v.requires_grad for v in values]))
 
 
-class Saved(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What a stage's backward on one microbatch starts from.
 
     `extra` are leaves that only its loss depends on, for example a temperature that the loss function trains.
@@ -66,19 +66,21 @@ class Saved(NamedTuple):
     extra: tuple[Tensor, ...] = ()
 
 
-def forward(stage: Stage, packet: Packet, writes: bool = False) -> Saved:
+def forward(stage: Stage, packet: Packet, writes: bool = False) -> SavedForBackward:
     """Run a stage on a packet. In grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
 
     A stage that `writes` to its inputs in place gets copies of them, since autograd lets nothing write to a leaf.
     """
     if not torch.is_grad_enabled():
-        return Saved(packet.values, stage(*packet.values))
+        return SavedForBackward(packet.values, stage(*packet.values))
     pairs = zip(packet.values, packet.wanted, strict=True)
     # Detached again, since one value may go to several stages, and each needs a leaf of its own.
     inputs = tuple([_make_boundary(v) if wanted else v for v, wanted in pairs])
     if not writes:
-        return Saved(inputs, stage(*inputs))
-    return Saved(inputs, stage(*(v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs)))
+        return SavedForBackward(inputs, stage(*inputs))
+    return SavedForBackward(
+        inputs, stage(*(v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs))
+    )
 
 
 def _make_boundary(value: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def _refuse_foreign_backward(leaf: Tensor) -> None:
     raise FxsplitError(KEPT)
 
 
-def refuse_kept(saved: Saved) -> None:
+def refuse_kept(saved: SavedForBackward) -> None:
     """Raise FxsplitError where a backward of the caller's, which runs now, is to run through a stage by itself too.
 
     It would find the stage's graph freed by the pipeline's own backward, which comes first.
@@ -107,7 +109,7 @@ def refuse_kept(saved: Saved) -> None:
 
 
 def backward(
-    saved: Saved,
+    saved: SavedForBackward,
     gradients: Sequence[Tensor | None],
     trained: Sequence[Tensor],
     first: bool = True,
@@ -181,7 +183,7 @@ def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool
                 shares, held_bytes = [], 0
 
 
-def list_roots(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+def list_roots(saved: SavedForBackward, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs that a backward starts from, and their gradients."""
     pairs = zip(saved.outputs, gradients, strict=True)
     found = [(v, g) for v, g in pairs if isinstance(v, Tensor) and v.requires_grad and g is not None]

@@ -21,7 +21,7 @@ STATELESS = ("torch.", "fxsplit.")
 """Modules of these packages set no attributes as they run, unless somebody hooks them."""
 
 
-class Turns:
+class ModuleLocks:
     """What stages need around a forward so that no two threads are in one module that may set attributes.
 
     units: for each stage the modules that its devices run, one of them for each device.
@@ -43,7 +43,7 @@ class Turns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A lock is of one process, and another one makes locks of its own.
-        return Turns, (self._units,)
+        return ModuleLocks, (self._units,)
 
     def list_contexts(self) -> list[AbstractContextManager[Any]]:
         """Return what each stage's forward has to be in now; hooks may come and go between jobs."""

@@ -35,7 +35,7 @@ class Instant(NamedTuple):
     event: Any = None
 
 
-class Stream:
+class DeviceStream:
     """A queue of work on one device; this one is a CPU's, which needs none: work is over when the call returns.
 
     A *token* marks a place in a stream; on a CPU it is None.
@@ -81,7 +81,7 @@ class Stream:
         return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in values]
 
 
-class AcceleratorStream(Stream):
+class AcceleratorStream(DeviceStream):
     """Streams of one worker on an accelerator, so that stages on one accelerator overlap too."""
 
     def __init__(self, device: torch.device) -> None:
@@ -165,9 +165,9 @@ class AcceleratorStream(Stream):
             self._received_bytes -= size
 
 
-def make_stream(device: torch.device) -> Stream:
+def make_stream(device: torch.device) -> DeviceStream:
     """Return a stream for one worker's device."""
-    return AcceleratorStream(device) if accelerators.is_accelerator(device) else Stream(device)
+    return AcceleratorStream(device) if accelerators.is_accelerator(device) else DeviceStream(device)
 
 
 def mark_caller(devices: Iterable[torch.device]) -> list[Any]:

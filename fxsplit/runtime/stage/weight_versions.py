@@ -25,11 +25,11 @@ from fxsplit.runtime.stage.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
 from fxsplit.torch_internals.autograd.accumulate import accumulate
-from fxsplit.torch_internals.autograd.catch import Catch
+from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator
 from fxsplit.torch_internals.autograd.leaves import unmute
 from fxsplit.torch_internals.autograd.sums import Share, Sums
 from fxsplit.torch_internals.fx.interpret import get_storage_id
-from fxsplit.torch_internals.scopes.undo import Turn, undo_after
+from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
@@ -41,7 +41,7 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._one_at_a_time = Turn()
+        self._one_at_a_time = CallerLock()
 
     def step(self, sums: Sums) -> None:
         """Step with these sums of gradients, and leave every `.grad` None."""
@@ -52,7 +52,7 @@ class Stepper:
                 weight.grad = None
 
         # Hooks are the user's and expect this sum; those of microbatches are muted in this thread.
-        with self._one_at_a_time.take(), undo_after(forget), unmute():
+        with self._one_at_a_time.take(), restore_after(forget), unmute():
             accumulate(sums)
             self._optimizer.step()
 
@@ -107,13 +107,13 @@ class VersionedReplica(Replica):
         """Let the stage's modules hold the leaves of a version for the block, which is one action."""
         leaves = self._leaves[version]
         # Only for the action: a hook keeps its leaf, and so a version that is over.
-        catch = Catch(self._key_of).watch(leaves.values()) if catches else NO_CONTEXT
+        accumulator = EagerAccumulator(self._key_of).watch(leaves.values()) if catches else NO_CONTEXT
 
         def put_back() -> None:
             for held, name, weight in self._slots:
                 held[name] = weight
 
-        with undo_after(put_back), catch:
+        with restore_after(put_back), accumulator:
             for held, name, weight in self._slots:
                 held[name] = leaves[weight]  # type: ignore[assignment]  # modules compute with any tensor
             yield

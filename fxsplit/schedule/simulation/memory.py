@@ -11,7 +11,7 @@ from fxsplit.schedule.moments import DURING, follow_device
 from fxsplit.schedule.outstanding import list_outstanding
 from fxsplit.schedule.simulation.simulate import Simulation
 
-Course = tuple[tuple[float, float], ...]
+MemoryTrace = tuple[tuple[float, float], ...]
 """The memory of one device over a step: pairs (begin in ms, bytes), in order of time."""
 
 
@@ -29,13 +29,13 @@ class Footprint(MicrobatchMemory):
     step_bytes: float = 0.0
 
 
-def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[Course, ...]:
+def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tuple[MemoryTrace, ...]:
     """Return the memory of every device over the step. `footprints` has one entry for each stage.
 
     A sent message counts until its receiver has certainly taken it, whatever the times of the actions.
     """
     schedule = simulation.schedule
-    courses = []
+    traces = []
     for device, (spans, outstanding) in enumerate(zip(simulation.spans, list_outstanding(schedule), strict=True)):
         always = sum(f.held_bytes for f, home in zip(footprints, schedule.homes, strict=True) if device in home)
 
@@ -43,15 +43,15 @@ def trace_memory(simulation: Simulation, footprints: Sequence[Footprint]) -> tup
             return always + sum(count_moving(footprints[stage], moment) for stage, moment in held.items())
 
         # Before the first action only the constant memory is in use.
-        course = [(0.0, always)]
+        trace = [(0.0, always)]
         for turn, (begin, end) in zip(follow_device(schedule, device, outstanding), spans, strict=True):
             if turn.action.op in DURING:
-                course.append((begin, count(turn.during)))
-            course.append((end, count(turn.after)))
-        courses.append(tuple(course))
-    return tuple(courses)
+                trace.append((begin, count(turn.during)))
+            trace.append((end, count(turn.after)))
+        traces.append(tuple(trace))
+    return tuple(traces)
 
 
-def find_peak(course: Course) -> float:
+def find_peak(trace: MemoryTrace) -> float:
     """Return the most bytes that a device holds at once."""
-    return max(bytes_ for _, bytes_ in course)
+    return max(bytes_ for _, bytes_ in trace)

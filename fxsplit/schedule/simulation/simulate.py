@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, SEND_F, STEP, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import Message, drop_version, find_message, find_needs
+from fxsplit.schedule.flow import Transfer, drop_version, find_message, find_needs
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import refuse_deadlock
 
@@ -81,7 +81,7 @@ class Times:
         share = self.of(action) / whole if whole else 0.5
         return self.backward_launch_ms[stage] * (1.0 if action.op == BACKWARD else share)
 
-    def hop(self, message: Message) -> float:
+    def hop(self, message: Transfer) -> float:
         """Return how long a message occupies its link, in ms."""
         hops = self.forward_hop_ms if message.made.op in (FORWARD, SEND_F) else self.backward_hop_ms
         return hops[message.boundary] if hops else 0.0
@@ -90,7 +90,7 @@ class Times:
 class Trip(NamedTuple):
     """A message on its link; times in ms from the start of the step."""
 
-    message: Message
+    message: Transfer
     begin_ms: float
     end_ms: float
 
@@ -182,7 +182,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     )
 
 
-def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Message, ready_ms: float, hop_ms: float) -> Trip:
+def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Transfer, ready_ms: float, hop_ms: float) -> Trip:
     """Put a message that is ready at `ready_ms` on its link after all earlier messages, and return its trip."""
     earlier = trips.setdefault((message.source, message.destination), [])
     begin_ms = max(ready_ms, earlier[-1].end_ms) if earlier else ready_ms

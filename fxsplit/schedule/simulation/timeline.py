@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxsplit.schedule.action import COMPUTES, FORWARD, SEND_B, SEND_F, Action
-from fxsplit.schedule.simulation.memory import Course, find_peak
+from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak
 from fxsplit.schedule.simulation.simulate import Simulation, Trip
 from fxsplit.system.figures import format_bytes
 from fxsplit.system.shown import Parts, Shown, Table
@@ -34,7 +34,7 @@ class Timeline(Shown):
     title: str
     devices: tuple[str, ...]
     spans: tuple[tuple[Span, ...], ...]
-    memory: tuple[Course, ...] = ()
+    memory: tuple[MemoryTrace, ...] = ()
     links: tuple[tuple[str, tuple[Span, ...]], ...] = ()
     places: tuple[str, ...] = ()
 
@@ -43,7 +43,7 @@ class Timeline(Shown):
         cls,
         simulation: Simulation,
         devices: tuple[str, ...] = (),
-        memory: tuple[Course, ...] = (),
+        memory: tuple[MemoryTrace, ...] = (),
         places: tuple[str, ...] = (),
     ) -> Timeline:
         """Return the timeline of a simulation. `devices` are display names (default: device 0, device 1, ...).
@@ -75,7 +75,7 @@ class Timeline(Shown):
             busy = sum(span.end_ms - span.begin_ms for span in spans if span.action.op in COMPUTES)
             idle = 1.0 - busy / self.length_ms if self.length_ms else 0.0
             # Some timelines have the memory of only some devices.
-            peaks = [format_bytes(find_peak(course)) for course in self.memory[number : number + 1]] or ["-"]
+            peaks = [format_bytes(find_peak(trace)) for trace in self.memory[number : number + 1]] or ["-"]
             more = [*peaks * bool(self.memory), *self.places[number : number + 1]]
             rows.append((name, len(spans), f"{busy:.3f}", f"{100 * idle:.1f} %", *more))
         heads = [*[">memory"] * bool(self.memory), *["has"] * bool(self.places)]

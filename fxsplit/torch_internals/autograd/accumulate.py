@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fxsplit.torch_internals.autograd.leaves import BEFORE, has_hooks_behind, mute
 from fxsplit.torch_internals.autograd.sums import Sums, differentiate, find_unshared
-from fxsplit.torch_internals.scopes.undo import call_all, undo_after
+from fxsplit.torch_internals.scopes.undo import call_all, restore_after
 
 Earlier = tuple[Tensor, Tensor | None, Tensor | None]
 """A leaf, the `.grad` that it had, and a copy of that where it is written to before all else is certain."""
 
 
 @dataclass
-class Receipt:
+class CommitRecord:
     """Says whether the sums of a step have been added to `.grad`: all of them have, or none.
 
     atomic: whether that is asked for, or gradients may be added while the step runs. begun: whether that goes on, so
@@ -44,7 +44,7 @@ class Receipt:
 
 def accumulate(
     sums: Sums,
-    receipt: Receipt | None = None,
+    commit: CommitRecord | None = None,
     confirm: Callable[[Collection[Tensor]], object] = lambda leaves: None,
 ) -> None:
     """Add the sums to `.grad` as autograd would: in place where there is a `.grad`, and with the leaves' hooks.
@@ -53,7 +53,7 @@ def accumulate(
     So it is where `confirm` raises, which is called when nothing else can fail, with the leaves whose sums are left to
     be added. The sums are empty afterwards.
     """
-    receipt = receipt or Receipt()
+    commit = commit or CommitRecord()
     totals = sums.totals
     # What was added to a `.grad` itself is there already.
     for leaf in [leaf for leaf, total in totals.items() if total is leaf.grad]:
@@ -63,7 +63,7 @@ def accumulate(
     # Hooks behind `.grad` may raise, so their leaves come first.
     watched = [leaf for leaf in totals if _needs_autograd(leaf)]
     earlier: list[Earlier] = []
-    with undo_after(partial(_restore_unless_added, receipt, earlier)):
+    with restore_after(partial(_restore_unless_added, commit, earlier)):
         if watched:
             # The hooks before it have run.
             with mute(watched, [BEFORE]):
@@ -76,7 +76,7 @@ def accumulate(
         work = _plan_work(totals)
         confirm(totals.keys())
         with torch.no_grad():
-            call_all([*work, partial(setattr, receipt, "added", True)])
+            call_all([*work, partial(setattr, commit, "added", True)])
     totals.clear()
 
 
@@ -157,9 +157,9 @@ def _add(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[[], o
     return partial(run, tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _restore_unless_added(receipt: Receipt, earlier: Sequence[Earlier]) -> None:
+def _restore_unless_added(commit: CommitRecord, earlier: Sequence[Earlier]) -> None:
     """Give every leaf the `.grad` that it had, unless all sums have been added."""
-    if receipt.added:
+    if commit.added:
         return
     for leaf, gradient, value in earlier:
         if gradient is not None and value is not None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import has_torch_function_unary
 
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 BEFORE, AFTER = "before .grad", "behind .grad"
 """The kinds of a leaf's gradient hooks, by when they are called."""
@@ -129,7 +129,7 @@ def hide_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
             if leaf.grad is not gradient:
                 leaf.grad = gradient
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         for leaf, gradient in before:
             if gradient is not None:
                 leaf.grad = None
@@ -148,8 +148,8 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
         make_mutable(leaf)
     threaded = torch.autograd.is_multithreading_enabled()
     with (
-        undo_after(partial(_set_muted, _muted.kinds)),
-        undo_after(partial(torch.autograd.set_multithreading_enabled, threaded)),
+        restore_after(partial(_set_muted, _muted.kinds)),
+        restore_after(partial(torch.autograd.set_multithreading_enabled, threaded)),
     ):
         # Autograd would run the part of a backward that is on a GPU in a thread of its own, where nothing is muted.
         torch.autograd.set_multithreading_enabled(False)
@@ -160,7 +160,7 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 @contextmanager
 def unmute() -> Iterator[None]:
     """Let hooks run inside the block, which is inside one of `mute`."""
-    with undo_after(partial(_set_muted, _muted.kinds)):
+    with restore_after(partial(_set_muted, _muted.kinds)):
         _set_muted(())
         yield
 

@@ -15,8 +15,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.distributed.away import Away, is_away, make_away
-from fxsplit.torch_internals.distributed.elsewhere import Elsewhere
+from fxsplit.torch_internals.distributed.remote_parameters import RemoteParameter
+from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, is_remote, make_remote
 
 
 @cache
@@ -30,25 +30,27 @@ def hide_gradients_from_optimizers(own: type[Tensor]) -> None:
 
 
 def _mark(optimizer: Optimizer, before: type[Tensor], now: type[Tensor]) -> None:
-    """Let gradients of this rank that are of one class, and in a ledger, be of another."""
+    """Let gradients of this rank that are of one class, and known to all ranks, be of another."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if type(weight.grad) is before and hasattr(weight.grad, "place"):
                 weight.grad.__class__ = now
 
 
-def _list_away(optimizer: Optimizer) -> list[Elsewhere]:
+def _list_remote(optimizer: Optimizer) -> list[RemoteParameter]:
     """Return the parameters of an optimizer that other ranks have."""
-    return [weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, Elsewhere)]
+    return [
+        weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, RemoteParameter)
+    ]
 
 
 def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hide gradients that are away from an optimizer that is about to step; return its arguments."""
     _mark(optimizer, own, Tensor)
-    away = _list_away(optimizer)
+    away = _list_remote(optimizer)
     if away and isinstance(optimizer, LBFGS):
         raise InputError(
-            f"LBFGS makes one vector of all parameters, and {away[0].spot} is on rank {away[0].spot.rank}: use an "
+            f"LBFGS makes one vector of all parameters, and {away[0].owner} is on rank {away[0].owner.rank}: use an "
             "optimizer that steps each parameter by itself, such as AdamW or SGD"
         )
     for weight in away:
@@ -73,18 +75,18 @@ def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], k
 
 def _put_back(own: type[Tensor], optimizer: Optimizer, *arguments: Any) -> None:
     """Show gradients again that were put aside."""
-    for weight in _list_away(optimizer):
+    for weight in _list_remote(optimizer):
         weight.grad, weight.aside = weight.aside, None
     _mark(optimizer, Tensor, own)
 
 
 def _is_light(state: dict[Any, Any]) -> bool:
     """Return whether an optimizer's state of a weight has no memory to speak of."""
-    return not any(isinstance(value, Tensor) and value.ndim and not is_away(value) for value in state.values())
+    return not any(isinstance(value, Tensor) and value.ndim and not is_remote(value) for value in state.values())
 
 
-def _let_go(state: dict[Any, Any], weight: Elsewhere) -> None:
+def _let_go(state: dict[Any, Any], weight: RemoteParameter) -> None:
     """Put tensors that are away in place of those that an optimizer keeps of a weight."""
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim and not is_away(value):
-            state[key] = make_away(Away, value, weight.spot)
+        if isinstance(value, Tensor) and value.ndim and not is_remote(value):
+            state[key] = make_remote(RemoteTensor, value, weight.owner)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.errors import FxsplitWarning, InputError
-from fxsplit.torch_internals.distributed.away import Away
+from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor
 from fxsplit.torch_internals.user_lines import warn_user
 
 _names: Any = WeakIdKeyDictionary()
@@ -95,7 +95,7 @@ def _check(weights: Iterable[Tensor], held: Collection[int], was_loaded: bool = 
     held: identities of the parameters that have state. was_loaded: whether to raise InputError instead, if no
     parameter of this rank has any.
     """
-    own = [w for w in weights if w in _names and w.requires_grad and not isinstance(w, Away)]
+    own = [w for w in weights if w in _names and w.requires_grad and not isinstance(w, RemoteTensor)]
     lacking = [_names[weight] for weight in own if id(weight) not in held]
     if not lacking or not held:  # some optimizers keep nothing
         return

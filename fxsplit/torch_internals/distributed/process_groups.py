@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 NO_TAG = 1 << 20
 """A tag that no message has."""
@@ -162,8 +162,8 @@ def make_group(
         return dist.new_group(list(ranks), timedelta(seconds=limit_s), backend=backend)
     watched = _watched.setdefault(store, WatchedStore(store))
     with (
-        undo_after(partial(setattr, watched, "look", bool)),
-        undo_after(partial(_world.pg_map.__setitem__, default, (kind, store))),
+        restore_after(partial(setattr, watched, "look", bool)),
+        restore_after(partial(_world.pg_map.__setitem__, default, (kind, store))),
     ):
         watched.look = look
         _world.pg_map[default] = kind, watched

@@ -21,14 +21,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.distributed.away import Away, is_away
-from fxsplit.torch_internals.distributed.elsewhere import borrow
+from fxsplit.torch_internals.distributed.remote_parameters import borrow
+from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, is_remote
 from fxsplit.torch_internals.fake.made_up import MadeUp, make_up
 from fxsplit.torch_internals.fake.real_shapes import RealShapes
 from fxsplit.torch_internals.random.generators import keep_torch_generators
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors.layouts import list_parts
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 
@@ -48,13 +48,13 @@ def is_fake(tensor: Tensor) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has more than a shape, and keeps what is written to it."""
-    return not (is_fake(tensor) or tensor.is_meta or is_away(tensor) or isinstance(tensor, MadeUp))
+    return not (is_fake(tensor) or tensor.is_meta or is_remote(tensor) or isinstance(tensor, MadeUp))
 
 
 def lacks_values(model: nn.Module) -> bool:
     """Return whether any parameter or buffer of the model is on the meta device, or on another rank that lends none."""
     weights = (*model.parameters(), *model.buffers())
-    return any(w.is_meta or (isinstance(w, Away) and w.lent is None) for w in weights)
+    return any(w.is_meta or (isinstance(w, RemoteTensor) and w.lent is None) for w in weights)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def make_runnable(
     if from_shapes:
         with _replace_by_fakes(module, device or tensors[0].device) as make_fake:
             yield module, [make_fake(t) for t in tensors]
-    elif are_together(weights, tensors) and not any(map(is_away, weights)):
+    elif are_together(weights, tensors) and not any(map(is_remote, weights)):
         yield module, list(tensors)
     else:
         # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
@@ -122,7 +122,7 @@ def make_up_weights(module: M, tensors: Sequence[Tensor]) -> Iterator[tuple[M, l
 
     def make(weight: Tensor) -> Tensor:
         if not isinstance(weight, nn.Parameter):
-            if isinstance(weight, Away) and weight.lent is not None:
+            if isinstance(weight, RemoteTensor) and weight.lent is not None:
                 return borrow(weight).clone()
             if has_values(weight):
                 return weight.detach().cpu().clone()
@@ -141,12 +141,12 @@ def are_together(weights: Iterable[Tensor], tensors: Iterable[Tensor]) -> bool:
 
 def _is_in_host_memory(weight: Tensor) -> bool:
     """Return whether the values of a weight are in the host memory of this process."""
-    return weight.device.type == "cpu" and not is_away(weight)
+    return weight.device.type == "cpu" and not is_remote(weight)
 
 
 def _copy_to_host(weight: P) -> P:
     """Return a weight with its values in host memory: itself, a copy, or what another rank has lent."""
-    if isinstance(weight, Away):
+    if isinstance(weight, RemoteTensor):
         return cast(P, borrow(weight))
     return weight if _is_in_host_memory(weight) else fill_like(weight, weight.detach().cpu())
 
@@ -200,7 +200,7 @@ class Snapshot:
 def keep_values(tensors: Iterable[Tensor]) -> Iterator[Snapshot]:
     """Restore the values of tensors after the block, whichever line an interrupt comes at; yields what they are now."""
     snapshot = Snapshot(tensors)
-    with undo_after(snapshot.restore):
+    with restore_after(snapshot.restore):
         yield snapshot
 
 
@@ -306,7 +306,7 @@ def _replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Ite
             held.clear()
             held.update(own)
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         # The registries are changed directly, since to set an attribute may run code of the module's own.
         for held, own in before:
             for name, weight in own.items():

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, fx, nn
 
 from fxsplit.torch_internals.fx.interpret import find_target, get_storage_id
+from fxsplit.torch_internals.fx.kv_cache import find_slot
 from fxsplit.torch_internals.fx.observe import Observation
-from fxsplit.torch_internals.fx.past import find_slot
 
 
 def find_inseparable(
@@ -31,7 +31,7 @@ def find_inseparable(
     - a node that writes in place, and the node whose memory it writes to; where the memory is an input of the model,
       all nodes that write to it or make views of it
     - a value that contains tensors without being one (the parts of a split), and its users
-    - what a stage keeps from call to call (see `past`), and who reads it: it is to be sent nowhere
+    - what a stage keeps from call to call (see `kv_cache`), and who reads it: it is to be sent nowhere
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
     position = {name: i for i, name in enumerate(nodes)}
@@ -63,9 +63,9 @@ def find_inseparable(
     return sorted({c for c in unique if len(c) > 1}, key=lambda c: [position[n] for n in c])
 
 
-def _list_readers(past: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
+def _list_readers(kv_cache: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
     """Return a node that gives what a stage keeps, and all that read it, as it is or moved about in memory."""
-    found, left = dict.fromkeys([past.name]), [past]
+    found, left = dict.fromkeys([kv_cache.name]), [kv_cache]
     while left:
         for user in left.pop().users:
             if user.op == "output" or user.name in found:
@@ -73,7 +73,7 @@ def _list_readers(past: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
             found[user.name] = None
             # Heads that several queries share are repeated, for example: that makes no smaller value, from no other.
             others = [i for i in user.all_input_nodes if i.name not in found and seen[i.name].output_bytes]
-            if not others and seen[user.name].output_bytes >= seen[past.name].output_bytes:
+            if not others and seen[user.name].output_bytes >= seen[kv_cache.name].output_bytes:
                 left.append(user)
     return list(found)
 

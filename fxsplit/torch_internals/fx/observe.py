@@ -18,7 +18,7 @@ from fxsplit.torch_internals.autograd.leaves import find_leaves
 from fxsplit.torch_internals.fake.fake_weights import Snapshot, make_runnable
 from fxsplit.torch_internals.fx.graph_devices import name_other_device
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
-from fxsplit.torch_internals.random.draws import can_draw, notice_draws
+from fxsplit.torch_internals.random.seeded_calls import can_draw, notice_draws
 from fxsplit.torch_internals.tensors.layouts import list_parts
 from fxsplit.torch_internals.thread_modes import enter_saved_hooks
 from fxsplit.torch_internals.words import is_refusal_of_hooks

@@ -1,9 +1,9 @@
 """Batch norm's running statistics, where a batch norm cannot write them as microbatches pass.
 
 They may have to change once a batch instead of once a microbatch (deferred batch norm). Or replicas of the layer's
-stage may pass microbatches at the same time, in no fixed order. In both cases a Noted takes the batch norm's place. It
-notes what the layer would have written, and writes at the end of the batch: one change by all that the layer saw, or
-the changes of one microbatch after another.
+stage may pass microbatches at the same time, in no fixed order. In both cases a DeferredBatchNorm takes the batch
+norm's place. It notes what the layer would have written, and writes at the end of the batch: one change by all that
+the layer saw, or the changes of one microbatch after another.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.nn.containers import HOOKS
-from fxsplit.torch_internals.random.draws import current_microbatch
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.random.seeded_calls import current_microbatch
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors import accelerators
-from fxsplit.torch_internals.torch_compile.apart import Apart
+from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 
 _thread = threading.local()
 
@@ -41,7 +41,7 @@ def is_batch_norm(module: Any) -> TypeGuard[_BatchNorm]:
     return isinstance(module, _BatchNorm)
 
 
-class Noted(Apart):
+class DeferredBatchNorm(RunsUncompiled):
     """Calls a batch norm without changing its running statistics, and notes their changes for `finish`.
 
     norm: the batch norm. at_once: whether its statistics change once a batch, and not once a microbatch. calls: where
@@ -78,8 +78,8 @@ class Noted(Apart):
             calls.append((x.numel() // x.shape[1], mean, variance))
         return outputs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Noted:
-        """Return a Noted of a copy of the batch norm, as a replica has it, which notes in the same place."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredBatchNorm:
+        """Return a copy, as a replica has it, which notes in the same place as this one."""
         # Shallow: the dictionary of notes is to be shared with the copy.
         made = copy.copy(self)
         made._modules = {"norm": copy.deepcopy(self.norm, memo)}
@@ -177,7 +177,7 @@ def merge_statistics(calls: Sequence[Statistics]) -> Statistics:
 
 
 @contextmanager
-def count_as_one_batch(norms: Sequence[Noted]) -> Iterator[None]:
+def count_as_one_batch(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
     """Count what passes in the block as one batch; a block that raises changes no statistics."""
     for norm in norms:
         norm.start()
@@ -189,6 +189,6 @@ def count_as_one_batch(norms: Sequence[Noted]) -> Iterator[None]:
 @contextmanager
 def note_nothing() -> Iterator[None]:
     """Note no calls of this thread in the block: a stage that recomputes its forward has been noted already."""
-    with undo_after(partial(setattr, _thread, "mute", getattr(_thread, "mute", False))):
+    with restore_after(partial(setattr, _thread, "mute", getattr(_thread, "mute", False))):
         _thread.mute = True
         yield

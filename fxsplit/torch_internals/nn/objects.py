@@ -94,7 +94,7 @@ class StandIn:
     __hash__ = _refuse
 
 
-class Parts:
+class ObjectParts:
     """An object taken apart: its class, what its attributes hold, and its items where it is a container as well."""
 
     def __init__(self, kind: Any, attributes: dict[str, Any], items: list[Any], keys: tuple[Any, ...] | None) -> None:
@@ -102,7 +102,7 @@ class Parts:
 
 
 def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Return a leaf of torch's pytrees as Parts if it is an object with something inside, as Opaque if it is opaque.
+    """Return a leaf of torch's pytrees: as ObjectParts if the object has something inside, as Opaque if it is opaque.
 
     Tensors, constants and stand-ins are returned as they are. `around` has the identities of the objects around.
     """
@@ -132,7 +132,7 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
         if type(held) is not StandIn:
             register_dataclasses(held)
     attributes, items = pytree.tree_map(lambda leaf: take_apart(leaf, inside), (attributes, items), is_leaf=is_packed)
-    return Parts(kind, attributes, items, keys)
+    return ObjectParts(kind, attributes, items, keys)
 
 
 def is_packed(value: Any) -> bool:
@@ -205,8 +205,8 @@ def _make_object(parts: Any, context: tuple[Any, tuple[str, ...], int, tuple[Any
     return made
 
 
-def _flatten(parts: Parts) -> tuple[list[Any], tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]]:
-    """Return what Parts hold, and from what else the object is made again."""
+def _flatten(parts: ObjectParts) -> tuple[list[Any], tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]]:
+    """Return what ObjectParts hold, and from what else the object is made again."""
     return [*parts.attributes.values(), *parts.items], (
         parts.kind,
         tuple(parts.attributes),
@@ -215,8 +215,8 @@ def _flatten(parts: Parts) -> tuple[list[Any], tuple[Any, tuple[str, ...], int, 
     )
 
 
-def _flatten_with_keys(parts: Parts) -> tuple[list[Any], Any]:
-    """Return what Parts hold with the name of each, and from what else the object is made again."""
+def _flatten_with_keys(parts: ObjectParts) -> tuple[list[Any], Any]:
+    """Return what ObjectParts hold with the name of each, and from what else the object is made again."""
     values, context = _flatten(parts)
     keys = range(len(parts.items)) if parts.keys is None else parts.keys
     names = [*map(pytree.GetAttrKey, parts.attributes), *map(pytree.MappingKey, keys)]
@@ -224,5 +224,5 @@ def _flatten_with_keys(parts: Parts) -> tuple[list[Any], Any]:
 
 
 pytree.register_pytree_node(
-    Parts, _flatten, _make_object, serialized_type_name="fxsplit.Parts", flatten_with_keys_fn=_flatten_with_keys
+    ObjectParts, _flatten, _make_object, serialized_type_name="fxsplit.Parts", flatten_with_keys_fn=_flatten_with_keys
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxsplit.torch_internals.random.draws import Draw
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 MASKS: tuple[tuple[Any, str], ...] = (
     (F.dropout, "dropout"),
@@ -39,7 +39,7 @@ def find_mask(call: Any) -> str | None:
 @torch.library.custom_op("fxsplit::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_mask(like: Tensor, p: float, name: str, key: str) -> Tensor:
     """Return the mask that a dropout function makes for a tensor, in the state that the node `key` draws from."""
-    draw = Draw(key, getattr(F, name))
+    draw = SeededCall(key, getattr(F, name))
     result: Tensor = draw(torch.ones_like(like), p, True)
     return result
 
@@ -49,7 +49,7 @@ def _(like: Tensor, p: float, name: str, key: str) -> Tensor:
     return torch.empty_like(like)
 
 
-def multiply_by_mask(draw: Draw, *args: Any, **kwargs: Any) -> Tensor:
+def multiply_by_mask(draw: SeededCall, *args: Any, **kwargs: Any) -> Tensor:
     """Return what `draw(*args, **kwargs)` returns, of a dropout that `find_mask` knows."""
     call = draw.call
     if isinstance(call, nn.Module):

@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from fxsplit.torch_internals.scopes.undo import Turn, undo_after
+from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 
 Place = tuple[str, int]
 """A device with a generator: its kind and its number, which is 0 for the CPU."""
@@ -29,7 +29,7 @@ OWN = ("torch", "torch.nn.functional", "torch.functional", "torch._C._nn", "torc
 """The modules of functions that draw where their arguments say, and nowhere else."""
 WORDS, CHOSEN = 624, 600
 """The words of a state of Python's generator, and of numpy's, and how many of them `set_next_draws` chooses."""
-_turns: dict[Place, Turn] = {CPU: Turn()}
+_turns: dict[Place, CallerLock] = {CPU: CallerLock()}
 
 
 def list_places(devices: Iterable[torch.device] = ()) -> list[Place]:
@@ -111,10 +111,10 @@ def lend_generators() -> Iterator[None]:
         yield
 
 
-def get_turn(place: Place) -> Turn:
+def get_turn(place: Place) -> CallerLock:
     """Return the lock of a place's generator."""
     # setdefault, since two threads may ask for a place first.
-    return _turns[place] if place in _turns else _turns.setdefault(place, Turn())
+    return _turns[place] if place in _turns else _turns.setdefault(place, CallerLock())
 
 
 def read_generators() -> list[bytes]:
@@ -171,8 +171,8 @@ def _untemper(word: int) -> int:
 def keep_generators() -> Iterator[None]:
     """Restore the generators of torch, Python and numpy after the block."""
     with (
-        undo_after(partial(random.setstate, random.getstate())),
-        undo_after(partial(numpy.random.set_state, numpy.random.get_state())),
+        restore_after(partial(random.setstate, random.getstate())),
+        restore_after(partial(numpy.random.set_state, numpy.random.get_state())),
         keep_torch_generators(),
     ):
         yield
@@ -186,7 +186,7 @@ def keep_torch_generators(devices: Iterable[torch.device] = ()) -> Iterator[None
     """
     with ExitStack() as stack:
         for generator in map(get_generator, list_places(devices)):
-            stack.enter_context(undo_after(partial(generator.set_state, generator.get_state())))
+            stack.enter_context(restore_after(partial(generator.set_state, generator.get_state())))
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def disable_dropout() -> Iterator[None]:
         for name, function in own.items():
             setattr(F, name, function)
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         for name in names:
             setattr(F, name, drop_nothing(own[name]))
         F.scaled_dot_product_attention = attend  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 @contextmanager
@@ -35,5 +35,8 @@ def hide_logged_warnings(package: str) -> Iterator[None]:
 @contextmanager
 def hide_warnings() -> Iterator[None]:
     """Hide Python's warnings inside the block."""
-    with undo_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings(action="ignore"):
+    with (
+        restore_after(partial(setattr, warnings, "filters", warnings.filters)),
+        warnings.catch_warnings(action="ignore"),
+    ):
         yield

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 Method = Callable[..., Any]
 Owner = type | ModuleType
@@ -44,7 +44,7 @@ def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) ->
     key = owner, name
     own = _install_dispatcher(owner, name)
     outer = _patches.instead.get(key, ())
-    with undo_after(partial(_patches.instead.__setitem__, key, outer)):
+    with restore_after(partial(_patches.instead.__setitem__, key, outer)):
         _patches.instead[key] = (*outer, around(outer[-1] if outer else own))
         yield
 

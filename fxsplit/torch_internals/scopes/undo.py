@@ -2,11 +2,11 @@
 
 Ctrl-C raises KeyboardInterrupt between any two instructions: before a `try` begins, or in the middle of a `finally`.
 So whoever changes something for a while first notes in the thread's *journal* how it is changed back. Where the block
-that changed it cannot do so, the outermost function does that is marked with `leave_no_trace`:
+that changed it cannot do so, the outermost function does that is marked with `restores_all`:
 
-    @leave_no_trace
+    @restores_all
     def compile(...):
-        with undo_after(partial(setattr, model, "forward", model.forward)):
+        with restore_after(partial(setattr, model, "forward", model.forward)):
             model.forward = traced
 """
 
@@ -63,7 +63,7 @@ def _roll_back(begin: int, modes: Modes) -> None:
     modes.put_back()
 
 
-def leave_no_trace(function: Callable[P, R]) -> Callable[P, R]:
+def restores_all(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function, after which nothing is left to undo, whatever was raised in it, and at whichever line.
 
     Where it raises, the thread is in the modes of torch again that it was in before.
@@ -90,8 +90,8 @@ def leave_no_trace(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def undo_after(undo: Undo) -> Iterator[None]:
-    """Call `undo` after the block, or at the latest when the function marked with `leave_no_trace` around it ends."""
+def restore_after(undo: Undo) -> Iterator[None]:
+    """Call `undo` after the block, or at the latest when the function marked with `restores_all` around it ends."""
     begin, entry = len(_journal.entries), _Entry(undo)
     _journal.entries.append(entry)
     try:
@@ -109,7 +109,7 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
     deque(one_by_one, maxlen=0)
 
 
-class Turn:
+class CallerLock:
     """A lock that is free again after a block, whichever line an interrupt comes at.
 
     A thread that holds it may take it once more. While a thread waits for it, the thread is in a block that `waiting`
@@ -132,7 +132,7 @@ class Turn:
         if self.mine:
             yield
             return
-        with undo_after(self._give_back):
+        with restore_after(self._give_back):
             if not self._lock.acquire(blocking=False):
                 with self._waiting():
                     self._lock.acquire()
@@ -145,7 +145,7 @@ class Turn:
         if not self.mine:
             yield
             return
-        with undo_after(self._take_back):
+        with restore_after(self._take_back):
             self._give_back()
             yield
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -55,7 +55,7 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
     """Let the calling thread queue the block's work on a stream, and make its device the current one."""
     # The device that is current, and the stream that is current on the stream's own device.
     outside, before = find_current_stream(), find_current_stream(stream.device)
-    with undo_after(partial(set_current_stream, outside)), undo_after(partial(set_current_stream, before)):
+    with restore_after(partial(set_current_stream, outside)), restore_after(partial(set_current_stream, before)):
         set_current_stream(stream)
         yield
 

@@ -16,7 +16,7 @@ ALIGNED = 16
 """Every tensor of a block begins at a multiple of so many bytes."""
 
 
-class Part(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in memory."""
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def is_row_major(part: Part) -> bool:
+def is_row_major(part: TensorLayout) -> bool:
     """Return whether a tensor lies in memory as torch makes one of its shape."""
     expected, strides = 1, []
     for length in reversed(part.shape):
@@ -60,7 +60,7 @@ def is_row_major(part: Part) -> bool:
     return part.strides == tuple(reversed(strides))
 
 
-def place(parts: Sequence[Part]) -> tuple[list[int], int]:
+def place(parts: Sequence[TensorLayout]) -> tuple[list[int], int]:
     """Return where each part begins in a block, in bytes, and how long the block is."""
     places, end = [], 0
     for part in parts:
@@ -74,7 +74,7 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def make_view(block: Tensor, part: Part, begin: int) -> Tensor:
+def make_view(block: Tensor, part: TensorLayout, begin: int) -> Tensor:
     """Return the tensor that lies in a block of bytes at a place; it is no view to autograd."""
     made = torch.empty(0, dtype=part.dtype, device=block.device)
     at = (block.storage_offset() + begin) // part.dtype.itemsize
@@ -93,8 +93,8 @@ def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_copy_(places, values)
 
 
-def read_part(tensor: Any) -> Part:
+def read_part(tensor: Any) -> TensorLayout:
     """Return how a tensor lies in memory, or would if it were dense."""
     dense = is_dense(tensor)
     strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-    return Part(tensor.dtype, tuple(tensor.shape), tuple(strides))
+    return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(strides))

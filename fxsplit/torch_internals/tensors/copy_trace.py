@@ -36,7 +36,7 @@ CUTS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class CopiedPart:
     """A part of a result, which is a copy of a part of one source: `place(result).copy_(take(source))`.
 
     source: the name of the source. take: what of the source is copied. place: where in the result it belongs, a view.
@@ -47,7 +47,7 @@ class Part:
     place: View
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[CopiedPart, ...]
 
 
 def trace_copies(
@@ -89,7 +89,7 @@ class _Copies(TorchDispatchMode):
         self._parts: dict[int, tuple[Tensor, Parts]] = {}
         self.has_writes = False
         for name, tensor in sources.items():
-            self._note(tensor, (Part(name, _keep, _keep),))
+            self._note(tensor, (CopiedPart(name, _keep, _keep),))
 
     def find(self, value: Any) -> Parts:
         """Return the parts that a value is made of; none where that is not known."""
@@ -120,7 +120,7 @@ class _Copies(TorchDispatchMode):
 
     def _join(self, func: Any, tensors: list[Tensor], dim: int = 0) -> Parts:
         """Return the parts of tensors that are joined along a dimension, an old one or a new one."""
-        joined: list[Part] = []
+        joined: list[CopiedPart] = []
         at = 0
         for i, tensor in enumerate(tensors):
             parts = self.find(tensor)
@@ -133,7 +133,7 @@ class _Copies(TorchDispatchMode):
             else:
                 own = _narrow(dim, at, tensor.shape[dim])
                 at += tensor.shape[dim]
-            joined += [Part(p.source, p.take, _chain(own, p.place)) for p in parts]
+            joined += [CopiedPart(p.source, p.take, _chain(own, p.place)) for p in parts]
         return tuple(joined)
 
 
@@ -153,7 +153,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
             result = func(tensor, *args[1:], **kwargs)
             return result if number is None else result[number]  # type: ignore[no-any-return]
 
-        return (Part(parts[0].source, _chain(parts[0].take, take), _keep),)
+        return (CopiedPart(parts[0].source, _chain(parts[0].take, take), _keep),)
     if func in COPIES:
         return parts
     # A part of a tensor that was joined is of several sources, or of none.
@@ -168,7 +168,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
             return tensor.permute([order.index(d) for d in range(len(order))])
         return func(tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]  # turned twice is as before
 
-    return tuple(Part(p.source, p.take, _chain(undo, p.place)) for p in parts)
+    return tuple(CopiedPart(p.source, p.take, _chain(undo, p.place)) for p in parts)
 
 
 def _chain(first: View, second: View) -> View:

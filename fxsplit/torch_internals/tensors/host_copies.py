@@ -38,7 +38,7 @@ class HostCopy:
         return self._value
 
 
-class Coming(Generic[T]):
+class PendingCopies(Generic[T]):
     """Copies that are under way, the oldest first, each with what it is about."""
 
     def __init__(self, most: int = MOST_COMING) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import _symbolic_trace as symbolic
 
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def leave_nothing_of_fx() -> Iterator[None]:
 
     holder, name = find_tracing_flag()
     flag = getattr(holder, name, False)
-    with undo_after(partial(setattr, holder, name, flag)), undo_after(put_back):
+    with restore_after(partial(setattr, holder, name, flag)), restore_after(put_back):
         yield
 
 

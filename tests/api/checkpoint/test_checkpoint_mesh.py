@@ -19,8 +19,8 @@ import fxsplit
 from fxsplit.api.checkpoint import checkpoint
 from fxsplit.errors import FileError, FxsplitWarning, RankError, RanksDiffer
 from fxsplit.formats.weights.safetensors_reader import TensorFile
+from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
-from fxsplit.runtime.ranks.hooks.residuals import Residuals
 from tests.api.checkpoint.test_checkpoint_ranks import hash_state, merge
 from tests.support.checkpoints import read
 from tests.support.models import FAST, Mlp
@@ -58,19 +58,19 @@ class Run:
         return hash_state(read(self.model, self.optimizer))
 
     @property
-    def residuals(self) -> Residuals | PowerErrors:
-        found = self.pipe.compiler.team.summing.columns.reducer.left_out  # type: ignore[union-attr]
+    def residuals(self) -> ErrorFeedback | PowerErrors:
+        found = self.pipe.compiler.compile_group.reduction.data_parallel.reducer.left_out  # type: ignore[union-attr]
         assert found is not None
         return found
 
     def sum_left(self) -> dict[str, Tensor]:
         """Return what all pipelines together have left out of the mean of gradients, on this rank."""
-        columns = self.pipe.compiler.team.summing.columns  # type: ignore[union-attr]
+        data_parallel = self.pipe.compiler.compile_group.reduction.data_parallel  # type: ignore[union-attr]
         found = {}
         for name, weight in self.model.named_parameters():
             if self.residuals.has(weight):
-                told = columns.gather(self.residuals.get(weight).detach().clone(), "a test")
-                found[name] = torch.stack(told).sum(0) / columns.n_pipelines
+                told = data_parallel.gather(self.residuals.get(weight).detach().clone(), "a test")
+                found[name] = torch.stack(told).sum(0) / data_parallel.n_pipelines
         return found
 
 

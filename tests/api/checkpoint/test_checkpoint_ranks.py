@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxsplit
 from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.errors import ElsewhereError, FileError, InputError, RanksDiffer
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.support.checkpoints import X, build, cut, read, save_three_steps, step
 from tests.support.models import FAST
 from tests.support.ranks import ranks
@@ -41,7 +41,7 @@ def hash_state(found: dict[str, Any]) -> dict[str, str]:
     return {
         name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
         for name, value in found.items()
-        if isinstance(value, torch.Tensor) and not is_away(value)
+        if isinstance(value, torch.Tensor) and not is_remote(value)
     }
 
 
@@ -224,7 +224,7 @@ def save_parts(rank: int, n: int, folder: Path) -> list[str]:
         with pytest.raises(ElsewhereError, match="load into the pipeline of the model, on all ranks"):
             fxsplit.load_checkpoint(folder, model, optimizer)
     # What this rank has all of is saved whole.
-    kept = next(part for part in (model.words, model.blocks[4]) if not any(map(is_away, part.parameters())))
+    kept = next(part for part in (model.words, model.blocks[4]) if not any(map(is_remote, part.parameters())))
     path = fxsplit.save_checkpoint(folder / str(rank), kept, step=1).wait()
     assert fxsplit.load_checkpoint(path, kept).step == 1
     pipe.close()

@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit.api.compiler.candidates import choose_candidate
 from fxsplit.api.compiler.lowering import capture_model
 from fxsplit.api.compiler.microbatch_count import list_microbatch_counts
-from fxsplit.api.compiler.options import Candidate, Options, list_schedulers
+from fxsplit.api.compiler.options import Candidate, CompileOptions, list_schedulers
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.graph import IR
@@ -117,7 +117,9 @@ def test_bad_input() -> None:
 
 def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
     """Candidates with one number share costs; the choice comes with those of its own microbatch size."""
-    options = Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto")
+    options = CompileOptions(
+        machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto"
+    )
     network, call, captured = model(), Call((torch.randn(16, 32),), {}), []
 
     def capture_rows(rows: Sequence[int]) -> IR:

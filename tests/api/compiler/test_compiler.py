@@ -14,7 +14,7 @@ import fxsplit
 from fxsplit.api.compiler import compiler as compiling
 from fxsplit.api.compiler import lowering
 from fxsplit.api.compiler.compiler import Compiler
-from fxsplit.api.compiler.options import Options
+from fxsplit.api.compiler.options import CompileOptions
 from fxsplit.errors import MissingFact
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.capture.call import Call
@@ -24,7 +24,7 @@ from tests.support.models import FAST, Mlp, ModeDependent
 
 def make(model: nn.Module, chain: str = FAST, **options: Any) -> Compiler:
     return Compiler(
-        model, Options(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(chain, PASSES), **options)
+        model, CompileOptions(machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(chain, PASSES), **options)
     )
 
 

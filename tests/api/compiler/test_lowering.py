@@ -20,13 +20,13 @@ from fxsplit.api.compiler.lowering import (
     lower,
     pin_weights,
 )
-from fxsplit.api.compiler.options import Candidate, Options
+from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.errors import NoFit, TraceError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.chain import parse_chain
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.capture.meanings import ROWS
+from fxsplit.ir.facts.capture.output_kinds import ROWS
 from fxsplit.ir.facts.costs.known import KnownCosts
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
@@ -39,8 +39,8 @@ from tests.support.models import FAST, Mlp
 X = Call((torch.randn(8, 8),), {})
 
 
-def make(chain: str = FAST, **options: Any) -> Options:
-    return Options(machine=Machine.of(["cpu"] * 2), chain=parse_chain(chain, PASSES), **options)
+def make(chain: str = FAST, **options: Any) -> CompileOptions:
+    return CompileOptions(machine=Machine.of(["cpu"] * 2), chain=parse_chain(chain, PASSES), **options)
 
 
 def test_a_captured_model_becomes_stages_and_a_program() -> None:

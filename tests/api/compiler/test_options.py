@@ -1,4 +1,4 @@
-"""Options check themselves, and a pipeline to compare with has the same ones."""
+"""CompileOptions check themselves, and a pipeline to compare with has the same ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._inductor import config
 import fxsplit
 from fxsplit import Costs, Machine
 from fxsplit.api.compile import recompile_like
-from fxsplit.api.compiler.options import Candidate, Options, load_costs
+from fxsplit.api.compiler.options import Candidate, CompileOptions, load_costs
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.facts.costs.compress import HOW, Compress
 from fxsplit.runtime.stage.recompute import POLICIES, Policy
@@ -26,8 +26,8 @@ from tests.support.refusals import refused
 EMPTY = Costs((), (), (), (), (), 1, "cpu", {})
 
 
-def make(**options: Any) -> Options:
-    return Options(**{"machine": Machine.of(["cpu"] * 2), "chain": fxsplit.DEFAULT, **options})
+def make(**options: Any) -> CompileOptions:
+    return CompileOptions(**{"machine": Machine.of(["cpu"] * 2), "chain": fxsplit.DEFAULT, **options})
 
 
 def test_options_are_frozen_and_checked_whenever_they_are_made() -> None:

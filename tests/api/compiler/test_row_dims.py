@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.api.compiler.row_dims import find_row_dims
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.torch_internals.torch_compile.apart import Apart
+from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 from tests.support.models import FAST
 
 
@@ -42,7 +42,7 @@ def test_sizes_that_follow_the_rows_are_found_on_shapes() -> None:
         found = dict(zip(stages[1].inputs, later[0], strict=True))
         given = {name: dims for name, dims in found.items() if dims != ()}
         assert given and all(dims is None or len(dims) == 1 for dims in given.values())
-        (drop,) = (m for s in stages.stages for m in s.module.children() if isinstance(m, Apart))
+        (drop,) = (m for s in stages.stages for m in s.module.children() if isinstance(m, RunsUncompiled))
         assert drop.row_dims == (0,)
         assert not drop._forward_hooks and next(pipe.model.parameters()).device.type == "cpu"
 

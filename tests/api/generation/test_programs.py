@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.api.compiler.compiler import Compiler
-from fxsplit.api.generation.programs import count_readers, make_example, pin_pasts, pin_read_weights
+from fxsplit.api.generation.programs import count_readers, make_example, pin_kv_caches, pin_read_weights
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
@@ -47,7 +47,7 @@ def test_steps_keep_what_they_keep_on_the_same_stages() -> None:
     model = Steps().eval()
     with fxsplit.compile(model, 3, example_inputs=EXAMPLE, passes=FAST, inference=True) as pipe:
         program = pipe.compiler.program("eval", Call((), EXAMPLE))
-        pins = pin_pasts(pipe.traced, program)
+        pins = pin_kv_caches(pipe.traced, program)
         stage_of = program.plan.stage_of()
         # Each layer's node, and nothing else, where the plan has it.
         slots = [n.name for n in pipe.traced.gm.graph.nodes if "extend" in n.name]

@@ -28,13 +28,13 @@ def run_threads(*functions: Callable[[], object]) -> list[BaseException]:
     """Run functions in threads of their own, and return what they raised."""
     raised: list[BaseException] = []
 
-    def catch(function: Callable[[], object]) -> None:
+    def accumulator(function: Callable[[], object]) -> None:
         try:
             function()
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=catch, args=(function,)) for function in functions]
+    threads = [threading.Thread(target=accumulator, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:

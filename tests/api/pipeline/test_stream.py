@@ -166,7 +166,7 @@ def test_a_stream_that_nobody_refers_to_holds_nothing(pipe: fxsplit.Pipeline) ->
     batches = make_batches(8, 8, 8)
     stream = pipe.stream(batches)
     next(stream)
-    jobs = [weakref.ref(begun.course.job) for begun in stream._begun if isinstance(begun, _Begun)]
+    jobs = [weakref.ref(begun.handle.job) for begun in stream._begun if isinstance(begun, _Begun)]
     assert jobs
     del stream
     deadline = time.monotonic() + 10.0

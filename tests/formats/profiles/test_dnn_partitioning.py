@@ -8,7 +8,7 @@ import pytest
 
 from fxsplit.errors import ProfileError
 from fxsplit.formats.profiles.dnn_partitioning import BYTES_PER_MS, LEAST, NEVER, parse
-from fxsplit.formats.profiles.foreign import Profile
+from fxsplit.formats.profiles.foreign import ProfileFile
 
 
 def node(number: int, color: int | None = None, backward: bool = False, **fields: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def edge(source: int, target: int, ms: float = 0.5, size: float = 8.0) -> dict[s
     return {"sourceId": source, "destId": target, "cost": ms, "size": size}
 
 
-def read(nodes: list[dict[str, Any]], edges: list[dict[str, Any]], by_bytes: bool = False, **top: Any) -> Profile:
+def read(nodes: list[dict[str, Any]], edges: list[dict[str, Any]], by_bytes: bool = False, **top: Any) -> ProfileFile:
     return parse({"maxSizePerFPGA": 1000.0, "nodes": nodes, "edges": edges, **top}, "file", by_bytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxsplit.errors import ProfileError
-from fxsplit.formats.profiles.foreign import Profile
+from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.formats.profiles.pipedream import parse
 
 
@@ -14,7 +14,7 @@ def line(name: str, what: str, *figures: str) -> str:
     return f"{name} -- {what} -- " + ", ".join(f"{n}={f}" for n, f in zip(names, figures, strict=False))
 
 
-def read(*lines: str) -> Profile:
+def read(*lines: str) -> ProfileFile:
     return parse("\n".join(lines), "graph.txt")
 
 

@@ -20,7 +20,7 @@ from fxsplit.errors import FileError, InputError
 from fxsplit.formats.weights import save_safetensors as saving
 from fxsplit.formats.weights.safetensors_names import INDEX
 from fxsplit.formats.weights.save_safetensors import ONE_FILE, save_checkpoint
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.formats.weights.test_safetensors_files import Meter
 from tests.formats.weights.test_stored_names import FAMILIES, SIZES
@@ -175,7 +175,7 @@ def test_a_folder_is_as_it_was_where_saving_fails(
 
             monkeypatch.setattr(os, call, fail)
             try:
-                leave_no_trace(save_checkpoint)(Mlp(), folder, 1)
+                restores_all(save_checkpoint)(Mlp(), folder, 1)
             except (FileError, KeyboardInterrupt) as caught:
                 assert isinstance(caught, KeyboardInterrupt) or "make room; nothing was changed" in str(caught)
                 failed += 1

@@ -72,7 +72,9 @@ def guard(o: Tensor, t: Tensor) -> Tensor:
 
 def divide(o: Tensor, t: Tensor, by: Callable[[Tensor], Any]) -> Tensor:
     """The sum of the losses, divided by what is made of the number of labels that count."""
-    return F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum") / by((t != -100).sum())
+    total: Tensor = F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum")
+    loss: Tensor = total / by((t != -100).sum())
+    return loss
 
 
 def fill(o: Tensor, t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from fxsplit.errors import FxsplitWarning
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.subject import Runnable
-from fxsplit.ir.facts.capture.meanings import MEAN, ROWS, Meaning
+from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
 from tests.frontend.subjects import make_subject
 from tests.support.models import FAST, Mlp, Residual
 
@@ -92,7 +92,7 @@ def test_what_is_added_up_is_that_of_the_meaning() -> None:
         assert find_unjoined_gradient(here, (3, 1), {"output 0": ROWS}) is None
         # A sum that is taken for a mean would count rows twice.
         assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) == "weight"
-        assert find_unjoined_gradient(here, (3, 1), {"output 0": Meaning("unjoined")}) is None
+        assert find_unjoined_gradient(here, (3, 1), {"output 0": OutputKind("unjoined")}) is None
         here.model.requires_grad_(False)
         assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) is None
 
@@ -128,6 +128,6 @@ def test_one_run_gives_outputs_and_gradients(kind: type[nn.Module], runs: int, m
     subject = make_subject(kind(), torch.randn(8, 4), rows=4)
     with pytest.warns(FxsplitWarning, match="the gradient of 'a.weight' of .* is not the sum"):
         meanings = find_meanings(subject)
-    assert meanings[0] == (Meaning("rows", 1) if kind is Turned else ROWS)
+    assert meanings[0] == (OutputKind("rows", 1) if kind is Turned else ROWS)
     # Of a number the whole example says more than a few rows, which have run before.
     assert len(ran) == runs + 3 * (kind is Summed)

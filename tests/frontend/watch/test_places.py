@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxsplit.frontend.restore.owners import is_library
-from fxsplit.frontend.watch.found import Found, Label
+from fxsplit.frontend.watch.found import Finding, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.places import MOST_ITEMS, list_globals, list_places
 from fxsplit.ir.facts.capture.python_state import ABSENT
@@ -28,7 +28,7 @@ def names(*loads: str, stores: tuple[str, ...] = (), texts: tuple[str, ...] = ()
     return Names(loads, dict.fromkeys(stores, 1), dict.fromkeys(loads, True), texts, asks)
 
 
-def find(value: Any, **kept: Any) -> dict[str, Found]:
+def find(value: Any, **kept: Any) -> dict[str, Finding]:
     """Return the places of a value, by their names in words."""
     loads = kept.pop("loads", ())
     return {str(f.place.name): f for f in list_places(value, names(*loads, **kept), CFG) if f.place is not None}

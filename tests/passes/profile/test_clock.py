@@ -9,7 +9,7 @@ from torch import fx
 import fxsplit
 from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, PORTION, Clock, make_clock
-from fxsplit.passes.profile.time_alone import Call, time_alone
+from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import Sweep, time_nodes
 from fxsplit.schedule import generate
 from fxsplit.schedule.of_plan import read_times
@@ -112,7 +112,7 @@ def test_operators_alone_on_an_accelerator() -> None:
     operators = {"a": Operator(device, *SMALL), "b": Operator(device, *LARGE), "c": Operator(device, *VIEW)}
     waiting = Operator(device, ((2.0,), 0.5), ((1.0,), 0.1), waits=True)
     with device.stand_in():
-        calls = {name: Call(operator, (x,), {}) for name, operator in {**operators, "waits": waiting}.items()}
+        calls = {name: TimedCall(operator, (x,), {}) for name, operator in {**operators, "waits": waiting}.items()}
         found = time_alone(calls, CPU, 3, lambda: None)
     for name, operator in operators.items():
         assert is_told(found[name], operator), (name, found[name])

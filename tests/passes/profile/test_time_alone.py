@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fxsplit.errors import ProfileError
 from fxsplit.passes.profile.clock import Clock
-from fxsplit.passes.profile.time_alone import Call, make_up_tensor, time_alone
+from fxsplit.passes.profile.time_alone import TimedCall, make_up_tensor, time_alone
 from fxsplit.passes.profile.time_in_step import HALVED, WARM_UP
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_what_a_clock_says_is_what_is_told() -> None:
     x = torch.empty(2, 4, device="meta", requires_grad=True)
     told: list[int] = []
     with patch.object(Clock, "now", lambda self: float(next(ticks) ** 2)):
-        times = time_alone({"a": Call(layer, (x,), {})}, CPU, 1, lambda: told.append(1))
+        times = time_alone({"a": TimedCall(layer, (x,), {})}, CPU, 1, lambda: told.append(1))
     # The second turn is the one that counts: the clock says 16, 25, 36, 49.
     forward, backward, weight, spread, *_ = times["a"]
     assert (WARM_UP, HALVED, told) == (1, 2, [1]) and (forward, backward) == (25 - 16, 49 - 36)
@@ -58,10 +58,10 @@ def test_what_a_clock_says_is_what_is_told() -> None:
 
 def test_calls_that_write_get_copies_and_methods_are_called_on_the_first_argument() -> None:
     x = torch.empty(2, 4, device="meta", requires_grad=True)
-    times = time_alone({"a": Call("add_", (x, 1.0), {}, writes=True)}, CPU, 1, lambda: None)
+    times = time_alone({"a": TimedCall("add_", (x, 1.0), {}, writes=True)}, CPU, 1, lambda: None)
     assert times["a"][0] > 0 and times["a"][2] == 0
     with pytest.raises(ProfileError, match=r"node 'a' cannot be timed on made-up values.*leaf"):
-        time_alone({"a": Call("add_", (x, 1.0), {})}, CPU, 1, lambda: None)
+        time_alone({"a": TimedCall("add_", (x, 1.0), {})}, CPU, 1, lambda: None)
 
 
 def test_one_tensor_that_is_given_twice_stays_one() -> None:
@@ -72,14 +72,14 @@ def test_one_tensor_that_is_given_twice_stays_one() -> None:
         return a * b
 
     x = torch.empty(2, device="meta")
-    time_alone({"a": Call(same, (x,), {"b": x})}, CPU, 1, lambda: None)
+    time_alone({"a": TimedCall(same, (x,), {"b": x})}, CPU, 1, lambda: None)
     assert all(seen) and seen
 
 
 def test_the_models_own_weights_stay_on_the_meta_device() -> None:
     with torch.device("meta"):
         layer = nn.BatchNorm1d(4)
-    time_alone({"a": Call(layer, (torch.empty(3, 4, device="meta"),), {})}, CPU, 1, lambda: None)
+    time_alone({"a": TimedCall(layer, (torch.empty(3, 4, device="meta"),), {})}, CPU, 1, lambda: None)
     assert all(w.is_meta for w in (*layer.parameters(), *layer.buffers()))
 
 
@@ -87,7 +87,10 @@ def test_an_operator_without_a_derivative_is_timed_forward() -> None:
     """torch's error ended the profile, though no backward of a detached value ever runs."""
     x = torch.empty(2, 4, device="meta", requires_grad=True)
     forward_ms, backward_ms, *_ = time_alone(
-        {"a": Call("bernoulli", (x,), {"p": 0.5}), "b": Call(torch.floor_divide, (x, 2), {})}, CPU, 1, lambda: None
+        {"a": TimedCall("bernoulli", (x,), {"p": 0.5}), "b": TimedCall(torch.floor_divide, (x, 2), {})},
+        CPU,
+        1,
+        lambda: None,
     )["b"]
     assert forward_ms > 0 and backward_ms >= 0
 
@@ -105,8 +108,8 @@ def test_all_experts_of_a_mixture_get_rows(given: str) -> None:
             seen.append(offs.tolist())
             return F.grouped_mm(rows, weights, offs=offs)
 
-    call = Call(Operator(), (rows, weights, ends), {})
+    call = TimedCall(Operator(), (rows, weights, ends), {})
     if given == "by name":
-        call = Call(lambda a, b, offs: Operator()(a, b, offs), (rows, weights), {"offs": ends})
+        call = TimedCall(lambda a, b, offs: Operator()(a, b, offs), (rows, weights), {"offs": ends})
     time_alone({"a": call}, CPU, 1, lambda: None)
     assert set(map(tuple, seen)) == {(2, 5, 7, 10)}

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.ir.facts.costs.measured import Measured
-from fxsplit.passes.profile.clock import Clock, Span
+from fxsplit.passes.profile.clock import Clock, WorkTime
 from fxsplit.passes.profile.time_in_step import (
     Sweep,
     describe_operator,
@@ -108,17 +108,17 @@ def test_the_gradients_of_weights_are_the_second_half() -> None:
 
     outputs = [layer(x)]
     both = time_halves(outputs, [x, *layer.parameters()], [torch.ones(4, 8)], None, Counts())
-    assert both == (Span(1.0), Span(1.0))
+    assert both == (WorkTime(1.0), WorkTime(1.0))
     tanh = [torch.tanh(x)]
-    assert time_halves(tanh, [x], [torch.ones(4, 8)], None, Counts())[1] == Span(0.0)
+    assert time_halves(tanh, [x], [torch.ones(4, 8)], None, Counts())[1] == WorkTime(0.0)
 
 
 def test_medians_and_the_share_of_the_second_half() -> None:
-    def spans(*ms: float) -> list[Span]:
+    def spans(*ms: float) -> list[WorkTime]:
         """Spans after one of the warm-up; each is launched in a tenth of its time."""
-        return [Span(99.0), *(Span(each, each / 10) for each in ms)]
+        return [WorkTime(99.0), *(WorkTime(each, each / 10) for each in ms)]
 
-    halves = [(Span(0.25), Span(1.0)), (Span(0.75), Span(2.0))]
+    halves = [(WorkTime(0.25), WorkTime(1.0)), (WorkTime(0.75), WorkTime(2.0))]
     found = take_medians(spans(3.0, 1.0, 9.0, 8.0), spans(8.0, 2.0, 4.0), halves, 3)
     assert found == Measured(3.0, 4.0, 3.0, 5.0, 0.3, 0.4)
     assert take_medians(spans(1.0), spans(2.0), [], 1) == Measured(1.0, 2.0, 0.0, None, 0.1, 0.2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit.passes.profile.weigh import Weight
+from fxsplit.passes.profile.weigh import OperatorMemory
 
 
 class Once(torch.autograd.Function):
@@ -29,9 +29,9 @@ class Once(torch.autograd.Function):
         return out
 
 
-def weigh(module: nn.Module, x: Tensor, turns: int, *, once: bool) -> tuple[Weight, int]:
+def weigh(module: nn.Module, x: Tensor, turns: int, *, once: bool) -> tuple[OperatorMemory, int]:
     """Return the weight of a module, and the number of its runs: at most `turns`."""
-    weight, runs = Weight(), 0
+    weight, runs = OperatorMemory(), 0
     leaf = x.requires_grad_()
     while runs < turns and (runs == 0 or weight.is_unfinished):
         with weight.note_forward():
@@ -89,7 +89,7 @@ def test_a_gradient_that_arrives_turned_is_copied() -> None:
     """A convolution whose output is transposed took more than its profile said."""
 
     def find(*, turned: bool) -> float:
-        weight, layer = Weight(is_turned=turned), nn.Conv1d(16, 16, 3, padding=1)
+        weight, layer = OperatorMemory(is_turned=turned), nn.Conv1d(16, 16, 3, padding=1)
         x = torch.randn(8, 16, 64).requires_grad_()
         weight.note_backward([layer(x)], [x, *layer.parameters()])
         while weight.is_unfinished:
@@ -102,8 +102,8 @@ def test_a_gradient_that_arrives_turned_is_copied() -> None:
 FREES = """
 import torch
 from torch import nn
-from fxsplit.passes.profile.weigh import Weight
-conv, x, weight = nn.Conv2d(64, 64, 3, bias=False), torch.randn(4, 64, 8, 8, requires_grad=True), Weight()
+from fxsplit.passes.profile.weigh import OperatorMemory
+conv, x, weight = nn.Conv2d(64, 64, 3, bias=False), torch.randn(4, 64, 8, 8, requires_grad=True), OperatorMemory()
 while weight._ways is None or weight.is_unfinished:
     copy = x.clone()  # the graph alone keeps it
     with weight.note_forward():

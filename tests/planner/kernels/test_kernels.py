@@ -15,7 +15,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, Task, kernels, pose_problems
-from fxsplit.planner.clock import Clock, OutOfTime
+from fxsplit.planner.clock import OutOfTime, SearchClock
 from fxsplit.planner.planner import Planner
 from tests.planner.test_planner_models import solve
 from tests.support.graphs import machines, node, profiles, workload
@@ -86,10 +86,10 @@ def test_a_clock_gives_a_kernel_its_time_in_steps() -> None:
         asked.append(steps)
         return "one", "other", 100 if len(asked) > 1 else steps + 1
 
-    assert Clock.limited(60).run(kernel) == ("one", "other") and len(asked) == 2
-    assert Clock().run(kernel) == ("one", "other")
+    assert SearchClock.limited(60).run(kernel) == ("one", "other") and len(asked) == 2
+    assert SearchClock().run(kernel) == ("one", "other")
     with pytest.raises(OutOfTime):
-        Clock.limited(0).run(kernel)
+        SearchClock.limited(0).run(kernel)
 
 
 @pytest.mark.parametrize("model", ["forwarded", "direct"])

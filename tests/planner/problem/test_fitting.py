@@ -11,7 +11,7 @@ from math import inf
 import pytest
 
 from fxsplit.errors import PlanError, ScheduleError
-from fxsplit.ir.facts.costs.costs import MEMORY, Costs, InputCost, NodeCost, Tie
+from fxsplit.ir.facts.costs.costs import MEMORY, Costs, InputCost, NodeCost, TiedParameter
 from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
@@ -75,7 +75,7 @@ def draw_costs(r: random.Random) -> Costs:
         size = r.randint(1, 400)
         for i in users:
             nodes[i] = replace(nodes[i], parameter_bytes=nodes[i].parameter_bytes + size)
-        tied = [Tie(size, 0, tuple(names[i] for i in sorted(users)))]
+        tied = [TiedParameter(size, 0, tuple(names[i] for i in sorted(users)))]
     outputs = tuple(sorted({names[-1], *r.sample(names, r.randint(0, 1))}))
     return Costs(tuple(nodes), (InputCost("x", r.randint(0, 300), 0),), outputs, rows=1, tied=tuple(tied))
 

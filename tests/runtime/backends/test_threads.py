@@ -1,4 +1,4 @@
-"""Workers as threads, with jobs made by hand."""
+"""ThreadBackend as threads, with jobs made by hand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
-from fxsplit.runtime.backends.threads import Workers
-from fxsplit.runtime.job.handle import Course
-from fxsplit.runtime.stage.streams import Stream
+from fxsplit.runtime.backends.threads import ThreadBackend
+from fxsplit.runtime.job.handle import JobHandle
+from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.torch_internals.scopes.undo import call_all
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class Job:
 
 @contextmanager
 def workers(count: int = 2) -> Iterator[Any]:
-    made = Workers([CPU] * count, 1)
+    made = ThreadBackend([CPU] * count, 1)
     try:
         yield made
     finally:
@@ -68,7 +68,7 @@ def test_each_device_has_a_thread_of_its_own() -> None:
         assert sorted(first.ran) == [0, 1, 2] and sorted(second.ran) == [0, 1], "a job may need fewer"
         assert len({thread for thread, _, _ in first.ran.values()}) == 3
         assert [first.ran[d][0] for d in (0, 1)] == [second.ran[d][0] for d in (0, 1)], "and they stay"
-        assert all(n == 1 and isinstance(stream, Stream) for _, n, stream in first.ran.values())
+        assert all(n == 1 and isinstance(stream, DeviceStream) for _, n, stream in first.ran.values())
         assert [thread.name for thread, _, _ in first.ran.values() if not thread.daemon] == []
         assert all(made.has(thread) for thread, _, _ in first.ran.values())
         assert not made.has(threading.current_thread()) and torch.get_num_threads() == before
@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_start_is_an_error(place: str, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(f"fxsplit.runtime.backends.threads.{place}", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no memory for a context"):
-            Workers([CPU] * 2, 1)
+            ThreadBackend([CPU] * 2, 1)
     deadline = time.monotonic() + 30.0
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -214,7 +214,7 @@ def test_jobs_that_are_begun_run_in_their_order_and_meet() -> None:
         return run
 
     with workers() as made:
-        first, second = Course(Job(2, act("first", 1))), Course(Job(2, act("second", 0)))  # type: ignore[arg-type]
+        first, second = JobHandle(Job(2, act("first", 1))), JobHandle(Job(2, act("second", 0)))  # type: ignore[arg-type]
         made.begin(first)
         made.begin(second)
         made.finish(second)
@@ -226,7 +226,7 @@ def test_jobs_that_are_begun_run_in_their_order_and_meet() -> None:
 def test_a_job_that_is_given_up_leaves_the_next_ones_alone() -> None:
     go = threading.Event()
     with workers() as made:
-        first, second = Course(Job(2, lambda device: go.wait(10.0))), Course(Job(2))  # type: ignore[arg-type]
+        first, second = JobHandle(Job(2, lambda device: go.wait(10.0))), JobHandle(Job(2))  # type: ignore[arg-type]
         made.begin(first)
         made.begin(second)
         first.give_up(grace_s=0.0)
@@ -241,12 +241,12 @@ def test_who_waits_for_a_job_that_another_thread_gives_up_is_told() -> None:
     """What had come of it until then was taken for all of it."""
     go = threading.Event()
     with workers() as made:
-        course = Course(Job(2, lambda device: go.wait(10.0)))  # type: ignore[arg-type]
-        made.begin(course)
-        course.give_up(grace_s=0.0)
+        handle = JobHandle(Job(2, lambda device: go.wait(10.0)))  # type: ignore[arg-type]
+        made.begin(handle)
+        handle.give_up(grace_s=0.0)
         go.set()
         with pytest.raises(ClosedError, match="another thread has stopped what was under way"):
-            made.finish(course)
+            made.finish(handle)
         made.run(Job(2))
 
 
@@ -261,7 +261,7 @@ def test_a_job_that_is_begun_while_the_workers_are_closed_is_stopped(monkeypatch
         monkeypatch.setattr("fxsplit.runtime.backends.threads.call_all", close_then)
         job: Job = Job(2, lambda device: job.stopped.wait(10.0))
         with pytest.raises(ClosedError, match="compile the model again"):
-            made.begin(Course(job))  # type: ignore[arg-type]
+            made.begin(JobHandle(job))  # type: ignore[arg-type]
         assert job.stopped.is_set()
 
 
@@ -276,10 +276,10 @@ def test_idle_is_when_all_jobs_are_over() -> None:
 
     with workers() as made:
         made.wait_until_idle()
-        made.begin(course := Course(Job(2, act)))  # type: ignore[arg-type]
+        made.begin(handle := JobHandle(Job(2, act)))  # type: ignore[arg-type]
         made.wait_until_idle()
-        assert sorted(over) == [0, 1] and course.over.is_set()
-        made.begin(stuck := Course(Job(2, lambda device: go.wait(10.0))))  # type: ignore[arg-type]
+        assert sorted(over) == [0, 1] and handle.over.is_set()
+        made.begin(stuck := JobHandle(Job(2, lambda device: go.wait(10.0))))  # type: ignore[arg-type]
         stuck.give_up(grace_s=0.0)
         made.wait_until_idle()
         assert not stuck.over.is_set()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import StageError
 from fxsplit.runtime import engine
-from fxsplit.runtime.job.channels import BoundedInboxes, Channels, Inboxes, Message, Stopped, make_inboxes
+from fxsplit.runtime.job.channels import BoundedInboxes, Channels, Inboxes, JobStopped, Message, make_inboxes
 from fxsplit.runtime.job.job import Job
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action
 from fxsplit.schedule.generators.synchronous import run_forwards
@@ -39,7 +39,7 @@ def test_a_failure_wakes_who_waits_and_stays() -> None:
         for _ in range(2):
             try:
                 channels.receive(1, FIRST)
-            except Stopped:
+            except JobStopped:
                 woken.append(True)
 
     waiting = threading.Thread(target=wait, daemon=True)
@@ -48,7 +48,7 @@ def test_a_failure_wakes_who_waits_and_stays() -> None:
     channels.fail()
     waiting.join(10.0)
     assert woken == [True, True]
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         channels.receive(0, FIRST)
 
 
@@ -67,11 +67,11 @@ class Recording(Inboxes):
 def test_a_job_talks_only_through_the_channels_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recording] = []
 
-    def build(program: Any, schedule: Any, work: Any, **options: Any) -> Job:
+    def build(program: Any, schedule: Any, job_inputs: Any, **options: Any) -> Job:
         channels: Channels = Recording(schedule.n_devices)
         assert isinstance(channels, Recording)
         made.append(channels)
-        return Job(program, schedule, work, **{**options, "channels": channels})
+        return Job(program, schedule, job_inputs, **{**options, "channels": channels})
 
     x, y = torch.randn(8, 8), torch.randn(8, 3)
     options: Any = {"n_microbatches": 2, "loss_fn": F.mse_loss, "passes": FAST, "example_inputs": x}
@@ -146,7 +146,7 @@ def test_a_failure_wakes_those_that_wait_for_room() -> None:
     def send() -> None:
         try:
             channels.send(0, Message(SECOND, "second", None))
-        except Stopped:
+        except JobStopped:
             woken.append(True)
 
     senders = [threading.Thread(target=send, daemon=True) for _ in range(2)]

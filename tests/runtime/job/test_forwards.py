@@ -16,7 +16,7 @@ from fxsplit.ir.facts.capture.call import Call
 from fxsplit.runtime.job.forwards import Forwards
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.recompute import ForwardRecord
-from fxsplit.runtime.stage.run import Packet, Saved
+from fxsplit.runtime.stage.run import Packet, SavedForBackward
 from fxsplit.schedule.action import FORWARD, Action
 from fxsplit.torch_internals.thread_modes import ThreadModes
 from tests.support.models import FAST
@@ -72,7 +72,7 @@ def test_a_forward_keeps_its_graph_or_what_runs_it_again(program: Program, recom
         kept.append(started)
         assert outputs[0].requires_grad, "the stage behind is told that a gradient is expected"
     saved, record = kept
-    assert isinstance(saved, Saved) and saved.outputs[0].grad_fn is not None
+    assert isinstance(saved, SavedForBackward) and saved.outputs[0].grad_fn is not None
     assert isinstance(record, ForwardRecord) and record.recompute(one.stages[0], False).outputs[0].grad_fn is not None
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_kept_to_run_again_where_no_backward_comes(recomputed: Progra
         forwards = Forwards(recomputed, ThreadModes.read(), N_MICROBATCHES)
         ((replica,), *_) = recomputed.replicas
         started, outputs = forwards.run(replica, Action(0, FORWARD, 0), Packet((X,), (False,)))
-    assert isinstance(started, Saved) and not outputs[0].requires_grad
+    assert isinstance(started, SavedForBackward) and not outputs[0].requires_grad
 
 
 def test_a_loss_that_draws_has_a_state_of_its_own(program: Program) -> None:

@@ -22,7 +22,7 @@ from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd.sums import Sums
 from tests.support.models import FAST, Mlp
 
@@ -44,7 +44,7 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
         def done(running: Any, action: Any, *rest: Any) -> None:
             do(running, action, *rest)
             replicas = len(running.schedule.homes[action.stage])
-            own = [m for stage, m in list(running.work.tape) if stage == action.stage]
+            own = [m for stage, m in list(running.job_inputs.tape) if stage == action.stage]
             held = sum(m % replicas == action.replica for m in own)
             peaks[action.stage] = max(peaks.get(action.stage, 0), held)
 
@@ -105,7 +105,7 @@ def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pyt
 
     Large gradients are added while the backward runs.
     """
-    monkeypatch.setattr(grad_catch, "LEAST_BYTES", 1 << 30)
+    monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", 1 << 30)
     begun = threading.Event()
     add, back = Sums.add, Job.HANDLERS[BACKWARD]
     in_time: list[bool] = []

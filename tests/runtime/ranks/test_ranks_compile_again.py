@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.support.models import FAST
 from tests.support.ranks import ranks
 
@@ -117,7 +117,7 @@ def run_step(pipe: Any, whole: nn.Module, optimizers: list[Any], batch: tuple[Te
     expected = outputs["loss"] if isinstance(outputs, dict) else outputs
     expected.backward()
     assert_close(loss, expected.detach())
-    here = [(w, other) for w, other in zip(pipe.parameters(), whole.parameters(), strict=True) if not is_away(w)]
+    here = [(w, other) for w, other in zip(pipe.parameters(), whole.parameters(), strict=True) if not is_remote(w)]
     for weight, other in here:
         assert_close(weight.grad.as_subclass(Tensor), other.grad)
     for optimizer in optimizers:

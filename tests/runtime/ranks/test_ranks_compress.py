@@ -10,7 +10,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.ir.facts.costs.compress import Compress
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.support.models import FAST
 from tests.support.ranks import ranks
 
@@ -39,7 +39,7 @@ def train(devices: Any, how: Compress, schedule: str, costs: str) -> tuple[list[
             losses.append(float(pipe.step(x, target=y, **between)))
             if not between:
                 optimizer.step()
-    own = {name: weight for name, weight in model.named_parameters() if not is_away(weight)}
+    own = {name: weight for name, weight in model.named_parameters() if not is_remote(weight)}
     state = {name: weight.detach().clone() for name, weight in own.items()}
     return losses, state | {f"{k}.grad": p.grad.clone() for k, p in own.items() if p.grad is not None}
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import RankError, StepTimeout
 from fxsplit.runtime.ranks.failures.guard import _end_started
-from fxsplit.runtime.ranks.gradients import summing
+from fxsplit.runtime.ranks.gradients import reduction
 from fxsplit.runtime.ranks.world.join import join_world
 from fxsplit.torch_internals.distributed.process_groups import clone_store
 from tests.support.ranks import end_by_error, ranks
@@ -225,7 +225,7 @@ def read_causes(rank: int, n: int) -> str:
     scene, store = Scene(), clone_store()
     if rank == 1:
         store.wait(["rank 0 waits"])
-        scene.pipe.compiler.team.world.fail(KeyError("between calls"))  # type: ignore[union-attr]
+        scene.pipe.compiler.compile_group.world.fail(KeyError("between calls"))  # type: ignore[union-attr]
         return ""
     store.set("rank 0 waits", "1")
     with pytest.raises(RankError) as caught:
@@ -246,7 +246,7 @@ def lose_while_adding(rank: int, n: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     scene = Scene(mesh["dp", "pp"], gradient_hook="topk{share=0.3}")
     if rank == 1:
-        summing._get_left_out = lambda *_: os._exit(3)
+        reduction._get_left_out = lambda *_: os._exit(3)
     with pytest.raises(RankError) as caught:
         fxsplit.verify(scene.pipe, scene.x)
     return str(caught.value)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import RankError
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.support.ranks import ranks
 from tests.support.text_models import make_text_model
@@ -163,7 +163,7 @@ def train_text(rank: int, n: int, name: str) -> tuple[float, float, int]:
     pairs = [
         (own.grad, other.grad)
         for own, other in zip(model.parameters(), unsplit.parameters(), strict=True)
-        if not is_away(own) and other.grad is not None
+        if not is_remote(own) and other.grad is not None
     ]
     worst = max(float((own - other).abs().max()) for own, other in pairs)
     assert pipe.state_dict().keys() == unsplit.state_dict().keys()

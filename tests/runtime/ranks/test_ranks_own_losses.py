@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.support.models import FAST
 from tests.support.ranks import ranks
@@ -80,7 +80,7 @@ def run(rank: int, n: int, kind: str, in_double: bool) -> int:
             expected.backward()
             torch.testing.assert_close(loss, expected.detach(), **near)
             for weight, other in zip(pipe.parameters(), whole.parameters(), strict=True):
-                if other.grad is not None and weight.grad is not None and not is_away(weight):
+                if other.grad is not None and weight.grad is not None and not is_remote(weight):
                     torch.testing.assert_close(weight.grad.as_subclass(Tensor), other.grad, **near)
                     count += 1
             for optimizer in optimizers:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.runtime.ranks.compared import assert_alike, assert_same, compare, compile_both, list_own
 from tests.support.models import Mlp, Residual, Tied
 from tests.support.own_passes import partition_over_replicas
@@ -270,7 +270,7 @@ def run_unsplit(rank: int, n: int) -> float:
         expected += piece.detach()
     worst = float((loss - expected).abs())
     for mine, other in zip(model.parameters(), unsplit.parameters(), strict=True):
-        if mine.grad is not None and other.grad is not None and not is_away(mine):
+        if mine.grad is not None and other.grad is not None and not is_remote(mine):
             worst = max(worst, float((mine.grad - other.grad).abs().max()))
     return worst
 

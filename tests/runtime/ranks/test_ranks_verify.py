@@ -56,10 +56,15 @@ def measure(rank: int, n: int) -> dict[str, Verification]:
         pipe = compile_row(mesh, gradient_hook=own.get(name, name), loss_fn=F.mse_loss)
         if name.startswith("topk"):
             pipe.step(x[:6], target=torch.ones(6, 3))
-            before = [left.clone() for _, left in pipe.compiler.team.summing.columns.reducer.residuals._left.values()]
+            before = [
+                left.clone()
+                for _, left in pipe.compiler.compile_group.reduction.data_parallel.reducer.residuals._left.values()
+            ]
         found[name] = fxsplit.verify(pipe, x)
         if name.startswith("topk"):
-            after = [left for _, left in pipe.compiler.team.summing.columns.reducer.residuals._left.values()]
+            after = [
+                left for _, left in pipe.compiler.compile_group.reduction.data_parallel.reducer.residuals._left.values()
+            ]
             assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         pipe.close()
     assert state.iter == 0 and not state.error_dict and state.process_group is None, "a copy was tried"

@@ -22,7 +22,7 @@ from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_s
 from fxsplit.api.verify.verify import TOLERANCE
 from fxsplit.errors import RecompileWarning, StageError
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.torch_internals.random.draws import Draw, new_seed, take_turn
+from fxsplit.torch_internals.random.seeded_calls import SeededCall, new_seed, take_turn
 from tests.support.models import FAST
 
 # What torch itself says where a compiled function has two graphs, and a gradient goes from one to the other.
@@ -194,7 +194,7 @@ def test_what_torch_compiles_for_reasons_of_its_own_is_told_of_up_to_its_limit(
 
 def drop_in_turn(model: nn.Sequential, names: dict[str, str]) -> nn.Sequential:
     """Return the unsplit model with the draws of a pipeline: each dropout draws as the node does that it is."""
-    return nn.Sequential(*(Draw(names[n], m) if n in names else m for n, m in model.named_children()))
+    return nn.Sequential(*(SeededCall(names[n], m) if n in names else m for n, m in model.named_children()))
 
 
 # What torch says as it loads inductor.

@@ -14,7 +14,7 @@ import fxsplit
 from fxsplit.errors import FxsplitWarning
 from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.stage.recompute import POLICIES, ForwardRecord, Policy
-from fxsplit.runtime.stage.run import Saved
+from fxsplit.runtime.stage.run import SavedForBackward
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.action import FORWARD
 from fxsplit.schedule.generators.catalogue import ScheduleName
@@ -118,7 +118,9 @@ def test_what_is_kept(recompute: Policy, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def forward(running: Any, action: Any, *rest: Any) -> None:
         original(running, action, *rest)
-        kept[action.stage, action.microbatch] = isinstance(running.work.tape[action.stage, action.microbatch], Saved)
+        kept[action.stage, action.microbatch] = isinstance(
+            running.job_inputs.tape[action.stage, action.microbatch], SavedForBackward
+        )
 
     monkeypatch.setitem(Job.HANDLERS, FORWARD, forward)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), *(nn.Tanh() for _ in range(6))) for _ in range(4)))

@@ -16,7 +16,7 @@ from fxsplit.runtime.stage.buffer_copies import save_buffer_copies
 from fxsplit.runtime.stage.recompute import (
     POLICIES,
     SMALL_BYTES,
-    Written,
+    WrittenBuffers,
     forward_without_activations,
     list_loss_leaves,
 )
@@ -58,8 +58,8 @@ def no_surroundings(more: frozenset[int]) -> Iterator[None]:
         yield
 
 
-def run(stage: Any, packet: Packet, written: Written | None = None, writes: bool = False) -> Any:
-    written = written or Written()
+def run(stage: Any, packet: Packet, written: WrittenBuffers | None = None, writes: bool = False) -> Any:
+    written = written or WrittenBuffers()
     found = forward_without_activations(stage, packet, writes, written, no_surroundings, ThreadModes.read())
     return *found, written
 
@@ -105,7 +105,7 @@ def test_nothing_is_saved_for_a_backward() -> None:
             yield
 
     packet = Packet((x,), (True,))
-    forward_without_activations(whole_stage(Keeps()), packet, False, Written(), watch, ThreadModes.read())
+    forward_without_activations(whole_stage(Keeps()), packet, False, WrittenBuffers(), watch, ThreadModes.read())
     assert seen == [], "the stage's own hooks are the inner ones, and drop everything"
     with watch(frozenset()):
         forward(whole_stage(Keeps()), packet)
@@ -161,7 +161,7 @@ class Sets(nn.Module):
 
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_write_that_counts_as_no_version_is_noticed(silent: int) -> None:
-    stage, written = whole_stage(Sets(silent)), Written()
+    stage, written = whole_stage(Sets(silent)), WrittenBuffers()
     for _ in range(silent):
         assert not run(stage, PACKET, written)[1].buffers and not written.names
     _, record, _ = run(stage, PACKET, written)
@@ -184,7 +184,7 @@ def test_an_accelerator_is_waited_for_in_the_first_run_alone(monkeypatch: pytest
     monkeypatch.setattr(torch, "equal", compare)
     monkeypatch.setattr(recompute, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(host_copies, "HostCopy", Coming)
-    stage, written = whole_stage(Sets(silent)), Written()
+    stage, written = whole_stage(Sets(silent)), WrittenBuffers()
     run(stage, PACKET, written)
     assert len(compared) == 1 and bool(written.names) == (not silent)
     for _ in range(3):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxsplit.runtime.stage.reduce import add_replica
-from fxsplit.runtime.stage.streams import Stream
-from fxsplit.torch_internals.autograd.catch import LEAST_BYTES
+from fxsplit.runtime.stage.streams import DeviceStream
+from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES
 from fxsplit.torch_internals.autograd.sums import Sums
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ LARGE = LEAST_BYTES // 4
 """So many floats are a large gradient."""
 
 
-class Copying(Stream):
+class Copying(DeviceStream):
     """Copies what it receives, as a device does, and notes how many gradients of another device are left each time."""
 
     def __init__(self, watched: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import FxsplitError
 from fxsplit.runtime.stage.recompute import Policy
-from fxsplit.runtime.stage.run import Packet, Saved, backward, find_node, forward, list_roots
+from fxsplit.runtime.stage.run import Packet, SavedForBackward, backward, find_node, forward, list_roots
 from tests.runtime.stage.one_stage import trace_stage, whole_stage
 from tests.support.models import FAST
 
@@ -88,14 +88,16 @@ def test_leaves_of_the_loss_get_shares_once_and_their_hooks_wait() -> None:
     scale, weight = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
     scale.register_hook(lambda gradient: pytest.fail("the gradient of one microbatch"))
     out = torch.tensor(5.0, requires_grad=True)
-    _, shares, _ = backward(Saved((out,), (out * scale * weight,), (scale, weight)), [torch.tensor(1.0)], [weight])
+    _, shares, _ = backward(
+        SavedForBackward((out,), (out * scale * weight,), (scale, weight)), [torch.tensor(1.0)], [weight]
+    )
     assert [(leaf, float(share)) for leaf, share, _ in shares] == [(weight, 15.0), (scale, 20.0)]
 
 
 def test_roots_are_outputs_with_a_gradient() -> None:
     wanted, unwanted = torch.ones(1, requires_grad=True), torch.ones(1)
     gradients = [torch.ones(1), torch.ones(1), None, torch.ones(1)]
-    roots, arrived = list_roots(Saved((), (wanted, unwanted, wanted, "text")), gradients)
+    roots, arrived = list_roots(SavedForBackward((), (wanted, unwanted, wanted, "text")), gradients)
     assert len(roots) == len(arrived) == 1 and roots[0] is wanted and arrived[0] is gradients[0]
 
 
@@ -146,7 +148,7 @@ def test_a_freed_graph_says_who_may_have_freed_it() -> None:
     y = (x * x).exp()
     y.sum().backward()
     with pytest.raises(FxsplitError, match=r"a hook .* has kept of a pipeline's forward"):
-        backward(Saved((x,), (y,)), [torch.ones(2, 2)], [])
+        backward(SavedForBackward((x,), (y,)), [torch.ones(2, 2)], [])
 
 
 @pytest.mark.parametrize("layer", range(6))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.runtime.stage import run as stage_run
-from fxsplit.runtime.stage.run import Packet, Saved, backward, compute_weight_gradients
+from fxsplit.runtime.stage.run import Packet, SavedForBackward, backward, compute_weight_gradients
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.torch_internals.autograd import split as grad_split
 from fxsplit.torch_internals.autograd.accumulate import accumulate
@@ -71,11 +71,11 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
     model, args = model.double(), [a.double() if a.is_floating_point() else a for a in args]
     trained = [p for p in model.parameters() if p.requires_grad]
 
-    def saved() -> Saved:
+    def saved() -> SavedForBackward:
         inputs = tuple(a.clone().requires_grad_(wanted and a.is_floating_point()) for a in args)
         found = model(*(i.clone() if i.requires_grad else i for i in inputs))
         leaves = [v for v in torch.utils._pytree.tree_leaves(found) if isinstance(v, Tensor)]
-        return Saved(inputs, tuple(leaves))
+        return SavedForBackward(inputs, tuple(leaves))
 
     once, twice = Sums(), Sums()
     whole = saved()
@@ -98,7 +98,7 @@ def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
 
 def test_halves_of_nothing() -> None:
     value = torch.ones(2)
-    empty = Saved(Packet.of([value]).values, (value,))
+    empty = SavedForBackward(Packet.of([value]).values, (value,))
     found, _, rest = backward(empty, [torch.ones(2)], [], finder=BranchFinder())
     compute_weight_gradients(rest, Sums())
     assert found == [None]
@@ -156,8 +156,8 @@ def test_a_weight_that_is_handed_on() -> None:
     x, w = torch.randn(3, 2), torch.randn(2, 2, requires_grad=True)
     gradients = [torch.ones(3, 2), torch.full((2, 2), 100.0)]
     once, twice = Sums(), Sums()
-    once.add(backward(Saved((x,), (F.linear(x, w), w)), gradients, [w])[1])
-    _, early, rest = backward(Saved((x,), (F.linear(x, w), w)), gradients, [w], finder=BranchFinder())
+    once.add(backward(SavedForBackward((x,), (F.linear(x, w), w)), gradients, [w])[1])
+    _, early, rest = backward(SavedForBackward((x,), (F.linear(x, w), w)), gradients, [w], finder=BranchFinder())
     twice.add(early)
     compute_weight_gradients(rest, twice)
     assert torch.equal(once.totals[w], twice.totals[w]) and float(once.totals[w].mean()) > 90
@@ -345,7 +345,9 @@ def test_small_weight_gradients_are_added_together_and_large_ones_alone(monkeypa
     for held_bytes, calls in ((1 << 20, [12]), (0, [2] * 6), (2 * 4 * 72, [6, 6])):
         monkeypatch.setattr(stage_run, "HELD_BYTES", held_bytes)
         sums = Sums()
-        _, early, left = backward(Saved((x,), (layers(x).sum(),)), [torch.ones(())], trained, finder=BranchFinder())
+        _, early, left = backward(
+            SavedForBackward((x,), (layers(x).sum(),)), [torch.ones(())], trained, finder=BranchFinder()
+        )
         added.clear()
         compute_weight_gradients(left, sums)
         assert early == [] and left == [] and added == calls

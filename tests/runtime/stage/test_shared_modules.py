@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import fxsplit
-from fxsplit.runtime.stage.shared_modules import Turns
+from fxsplit.runtime.stage.shared_modules import ModuleLocks
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from tests.runtime.stage.beside_unsplit import largest_difference
 from tests.support.models import FAST
@@ -80,7 +80,7 @@ def test_only_what_is_shared_and_may_set_attributes_has_a_lock() -> None:
         [nn.Sequential(hooked, shared)],
         [nn.Sequential(hooked)],
     ]
-    turns = Turns([*stages, [Remembers()]])
+    turns = ModuleLocks([*stages, [Remembers()]])
     found = turns.list_contexts()
     assert found[0] is found[4] is NO_CONTEXT, "torch's own module, and one that no other thread runs"
     assert found[1] is found[2] is found[3] is not NO_CONTEXT, "one lock for all that are connected"

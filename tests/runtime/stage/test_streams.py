@@ -10,7 +10,7 @@ import torch
 
 from fxsplit.runtime.stage.streams import (
     AcceleratorStream,
-    Stream,
+    DeviceStream,
     hand_over,
     make_caller_wait,
     make_stream,
@@ -32,7 +32,7 @@ class Token:
 
 def test_a_cpu_has_nothing_queued() -> None:
     stream: Any = make_stream(CPU)
-    assert stream.mark() is None and type(stream) is Stream
+    assert stream.mark() is None and type(stream) is DeviceStream
     with stream.enter():
         begin = stream.record_time()
     time.sleep(0.01)
@@ -40,7 +40,7 @@ def test_a_cpu_has_nothing_queued() -> None:
 
 
 def test_a_cpu_waits_for_what_an_accelerator_has_queued() -> None:
-    stream, token = Stream(CPU), Token()
+    stream, token = DeviceStream(CPU), Token()
     stream.wait_for(None)
     stream.wait_for(token)
     assert token.waited == 1
@@ -57,9 +57,9 @@ def test_values_are_copied_only_from_another_kind_of_device() -> None:
 
     here = torch.ones(2)
     elsewhere = torch.ones(2).as_subclass(Elsewhere)
-    received = Stream(CPU).receive([here, "text", None, elsewhere])
+    received = DeviceStream(CPU).receive([here, "text", None, elsewhere])
     assert received[0] is here and received[1:] == ["text", None, "copied"]
-    assert Stream(CPU).send([here, 3], CPU) == ([here, 3], None)
+    assert DeviceStream(CPU).send([here, 3], CPU) == ([here, 3], None)
 
 
 def test_a_caller_without_accelerators_has_nothing_to_mark_nor_to_wait_for() -> None:
@@ -155,7 +155,7 @@ def test_a_copy_to_another_accelerator_is_queued_by_its_sender(log: list[str]) -
 def test_a_copy_to_the_host_is_queued_and_waited_for_there(log: list[str]) -> None:
     sent, token = make_stream(FIRST).send([put(FIRST, log)], CPU)
     assert sent[0].device == CPU and token.name == "mark of stream 1 of cuda:0"
-    Stream(CPU).receive(sent, token)
+    DeviceStream(CPU).receive(sent, token)
     assert log[-1] == "the host waits for mark of stream 1 of cuda:0"
 
 

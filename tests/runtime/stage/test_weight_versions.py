@@ -13,7 +13,7 @@ from fxsplit.ir.facts.given.machine import Device
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica, make_stepper
 from fxsplit.schedule import generate
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.autograd.catch import differentiate_into
+from fxsplit.torch_internals.autograd.eager_accumulator import differentiate_into
 from fxsplit.torch_internals.autograd.sums import Sums
 from tests.runtime.stage.one_stage import CPU, trace_stage
 

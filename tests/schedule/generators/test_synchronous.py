@@ -114,8 +114,8 @@ def test_inference_has_forwards_alone() -> None:
     simulation = simulate(schedule, Times([1.0, 2.0], [9.0, 9.0]))
     assert simulation.step_ms == 7.0
     # A stage keeps nothing of a microbatch that it has handed on.
-    courses = trace_memory(simulation, [Footprint(100.0, forward_bytes=7.0, resting_bytes=5.0)] * 2)
-    assert [find_peak(course) for course in courses] == [107.0, 107.0]
+    traces = trace_memory(simulation, [Footprint(100.0, forward_bytes=7.0, resting_bytes=5.0)] * 2)
+    assert [find_peak(trace) for trace in traces] == [107.0, 107.0]
     with pytest.raises(ScheduleError, match="2 stages a device"):
         inference(2, 3, 2)
     with pytest.raises(ScheduleError, match="0B0 is never done"):

@@ -13,19 +13,19 @@ from fxsplit.schedule.simulation.memory import Footprint, find_peak, trace_memor
 def test_one_microbatch_on_one_device() -> None:
     """1000 with sums of gradients of 100; 15 while it runs forward, 13 at rest, 120 while it makes the sums."""
     simulation = simulate(generate("GPipe", 1, 1), Times.unit(1))
-    course: Any
-    (course,) = trace_memory(simulation, [Footprint(1000, 100, resting_bytes=13, forward_bytes=15, first_bytes=120)])
-    assert course == ((0, 1000), (0, 915), (1, 913), (1, 1020), (3, 1000))
+    trace: Any
+    (trace,) = trace_memory(simulation, [Footprint(1000, 100, resting_bytes=13, forward_bytes=15, first_bytes=120)])
+    assert trace == ((0, 1000), (0, 915), (1, 913), (1, 1020), (3, 1000))
 
 
 def test_a_divided_backward_frees_at_its_weight_gradient() -> None:
     simulation = simulate(generate("ZB-H1", 1, 1), Times.unit(1))
-    course: Any
+    trace: Any
     footprint = Footprint(
         0, resting_bytes=13, halfway_bytes=17, forward_bytes=15, whole_bytes=99, early_bytes=20, late_bytes=18
     )
-    (course,) = trace_memory(simulation, [footprint])
-    assert course == ((0, 0), (0, 15), (1, 13), (1, 20), (2, 17), (2, 18), (3, 0))
+    (trace,) = trace_memory(simulation, [footprint])
+    assert trace == ((0, 0), (0, 15), (1, 13), (1, 20), (2, 17), (2, 18), (3, 0))
 
 
 def test_what_is_sent_is_held_until_it_is_taken_for_sure() -> None:
@@ -41,14 +41,14 @@ def test_what_is_sent_is_held_until_it_is_taken_for_sure() -> None:
 
 def test_an_optimizer_that_steps_between_microbatches_allocates() -> None:
     simulation = simulate(generate("PipeDream", 1, 1), Times.unit(1))
-    (course,) = trace_memory(simulation, [Footprint(100, step_bytes=7)])
-    assert find_peak(course) == 107
+    (trace,) = trace_memory(simulation, [Footprint(100, step_bytes=7)])
+    assert find_peak(trace) == 107
 
 
 def test_stages_of_one_device_add_up_and_others_do_not_count() -> None:
     simulation = simulate(generate("LoopedBFS", 2, 1), Times.unit(4))
-    courses = trace_memory(simulation, [Footprint(10.0**s) for s in range(4)])
-    assert [course[0][1] for course in courses] == [101, 1010]
+    traces = trace_memory(simulation, [Footprint(10.0**s) for s in range(4)])
+    assert [trace[0][1] for trace in traces] == [101, 1010]
 
 
 def test_further_versions_of_the_weights_are_held_while_they_are_used() -> None:

@@ -36,7 +36,7 @@ import torch
 
 from fxsplit.frontend.watch import watch
 from fxsplit.ir.facts.given import torch_devices
-from fxsplit.torch_internals.autograd import catch as grad_catch
+from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
 from fxsplit.torch_internals.tensors import accelerators
 from tests.support.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
@@ -84,7 +84,7 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(mock.patch.object(toys, "present", True))
         # Of the small networks here, too, every gradient that can be put off is, and most weights count as large.
         stack.enter_context(mock.patch.object(grad_split, "LEAST_PRODUCTS", defaultdict(int)))
-        stack.enter_context(mock.patch.object(grad_catch, "LEAST_BYTES", 200))
+        stack.enter_context(mock.patch.object(eager_accumulator, "LEAST_BYTES", 200))
         stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))
         # What a loss function changes when fxsplit tries it out is put back, and its kernels are no part of that.
         own = (kernels.__file__, *(f"{Path(__file__).parent / name}.py" for name in ("tensors", "record", "streams")))

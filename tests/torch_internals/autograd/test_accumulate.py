@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fxsplit.torch_internals.autograd.accumulate import Receipt, accumulate
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
 from fxsplit.torch_internals.autograd.sums import Sums
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from tests.support.interrupts import interrupt_at, list_lines
 
 
@@ -54,10 +54,10 @@ def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
     register = watched.register_hook if which == "before" else watched.register_post_accumulate_grad_hook
     register(lambda _: divmod(1, 0))
     sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
-    before, receipt = read_gradients(leaves), Receipt()
+    before, record = read_gradients(leaves), CommitRecord()
     with pytest.raises(ZeroDivisionError):
-        accumulate(sums, receipt)
-    assert read_gradients(leaves) == before and not receipt.added
+        accumulate(sums, record)
+    assert read_gradients(leaves) == before and not record.added
     assert all(leaf.grad is held[name] for name, leaf in leaves.items())
 
 
@@ -72,23 +72,23 @@ def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
         sums.add([(leaf, torch.ones(2), True) for leaf in leaves.values()])
         return leaves, sums
 
-    @leave_no_trace
-    def commit(sums: Sums, receipt: Receipt) -> None:
-        accumulate(sums, receipt)
+    @restores_all
+    def commit(sums: Sums, record: CommitRecord) -> None:
+        accumulate(sums, record)
 
     leaves, sums = make()
     before = read_gradients(leaves)
-    lines = list_lines(partial(commit, sums, Receipt()))
+    lines = list_lines(partial(commit, sums, CommitRecord()))
     after = read_gradients(leaves)
     assert after == [[1, 1], [2, 2], [3, 3], [2, 2], [1, 1]] and calls == ["behind"]
     outcomes = set()
     for number in range(len(lines)):
         leaves, sums = make()
-        receipt = Receipt()
+        record = CommitRecord()
         with pytest.raises(KeyboardInterrupt), interrupt_at(number):
-            commit(sums, receipt)
-        assert read_gradients(leaves) == (after if receipt.added else before), lines[number]
-        outcomes.add(receipt.added)
+            commit(sums, record)
+        assert read_gradients(leaves) == (after if record.added else before), lines[number]
+        outcomes.add(record.added)
     assert outcomes == {True, False}
 
 

@@ -17,9 +17,9 @@ from fxsplit import IR, Pins
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.ir.chain import parse_chain
 from fxsplit.passes import PASSES
-from fxsplit.torch_internals.distributed.away import Spot
-from fxsplit.torch_internals.distributed.elsewhere import bring_back, send_away
 from fxsplit.torch_internals.distributed.optimizer_loads import note_arrival, note_names, watch_loads
+from fxsplit.torch_internals.distributed.remote_parameters import bring_back, send_away
+from fxsplit.torch_internals.distributed.remote_tensors import Owner
 from tests.support.models import FAST
 from tests.support.ranks import ranks
 
@@ -126,7 +126,7 @@ def make_half() -> tuple[nn.Parameter, nn.Parameter, torch.optim.Optimizer]:
     watch_loads()
     first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     note_names([("0.weight", first), ("1.weight", second)])
-    send_away(second, Spot("1.weight", 1))
+    send_away(second, Owner("1.weight", 1))
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
     first.grad = torch.ones(2, 2)
     optimizer.step()

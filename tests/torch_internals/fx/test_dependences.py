@@ -235,8 +235,8 @@ def test_the_parts_of_a_split_stay_with_it() -> None:
 
 
 def attend(x: Tensor, seen: Tensor) -> Tensor:
-    past = torch.ops.fxsplit.extend(x, seen.shape[1], 0)
-    repeated = past.expand(-1, 4, -1, -1).reshape(-1, 16)
+    kv_cache = torch.ops.fxsplit.extend(x, seen.shape[1], 0)
+    repeated = kv_cache.expand(-1, 4, -1, -1).reshape(-1, 16)
     return torch.tanh((repeated * seen.sum()).sum(1)) + 1
 
 

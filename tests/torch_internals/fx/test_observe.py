@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import fxsplit
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals.fx.observe import Observation, observe
-from fxsplit.torch_internals.random import draws as rng
+from fxsplit.torch_internals.random import seeded_calls as rng
 from tests.support.text_models import make_prompt, make_text_model
 
 FLOATS = 4 * 8 * 4  # bytes of float32[4, 8]

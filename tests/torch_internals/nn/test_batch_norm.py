@@ -13,13 +13,13 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.nn.batch_norm import (
-    Noted,
+    DeferredBatchNorm,
     count_as_one_batch,
     is_batch_norm,
     merge_statistics,
     note_nothing,
 )
-from fxsplit.torch_internals.random.draws import take_turn
+from fxsplit.torch_internals.random.seeded_calls import take_turn
 from tests.support.models import FAST
 
 
@@ -54,7 +54,7 @@ def test_merged_statistics_are_those_of_all_values(sizes: list[int]) -> None:
 def test_noted_statistics_are_those_of_the_layer(momentum: float | None, at_once: bool) -> None:
     """The layer itself, called in the microbatches' order or once with all rows, says what they must become."""
     layer = nn.BatchNorm1d(3, momentum=momentum).double()
-    alone, noted = copy.deepcopy(layer), Noted(layer, at_once, {})
+    alone, noted = copy.deepcopy(layer), DeferredBatchNorm(layer, at_once, {})
     pieces = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
     with count_as_one_batch([noted]):
         for m in (2, 0, 1):  # microbatches of replicas pass in any order
@@ -70,7 +70,7 @@ def test_noted_statistics_are_those_of_the_layer(momentum: float | None, at_once
 
 def test_what_recomputes_fails_or_evaluates_counts_for_nothing() -> None:
     layer, x = nn.BatchNorm1d(3), torch.randn(4, 3)
-    noted = Noted(layer, True, {})
+    noted = DeferredBatchNorm(layer, True, {})
     before = [b.clone() for b in layer.buffers()]
     with count_as_one_batch([noted]), note_nothing():
         noted(x)
@@ -103,9 +103,9 @@ class Same(nn.BatchNorm1d):
 
 
 def test_a_layer_that_computes_with_running_statistics_is_refused() -> None:
-    Noted(Same(3), True, {})(torch.randn(4, 3))
+    DeferredBatchNorm(Same(3), True, {})(torch.randn(4, 3))
     with pytest.raises(InputError, match="Renorm computes with its running statistics in training"):
-        Noted(Renorm(3), True, {})(torch.randn(4, 3))
+        DeferredBatchNorm(Renorm(3), True, {})(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()])
@@ -126,7 +126,7 @@ def test_statistics_are_counted_on_their_own_device(momentum: float | None, monk
         raise AssertionError("the host reads a tensor")
 
     layer, unsplit = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)
-    noted, batches = Noted(layer, True, {}), torch.randn(4, 5, 3)
+    noted, batches = DeferredBatchNorm(layer, True, {}), torch.randn(4, 5, 3)
     for x in batches:
         unsplit(x)
     with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.nn.objects import Opaque, Parts, StandIn, same_constant, take_apart
+from fxsplit.torch_internals.nn.objects import ObjectParts, Opaque, StandIn, same_constant, take_apart
 
 Pair = namedtuple("Pair", "left right")
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_taken_apart_is_opaque() -> None:
     assert pytree.tree_leaves(take_apart(loop)) == [1, Opaque("SimpleNamespace", inside=True)]
     assert take_apart(SimpleNamespace(array=np.ones(2))).attributes["array"] == Opaque("ndarray", inside=True)
     assert isinstance(take_apart(Slots(1).own), Opaque) and not isinstance(
-        take_apart(nn.ReLU().forward), (Opaque, Parts)
+        take_apart(nn.ReLU().forward), (Opaque, ObjectParts)
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxsplit.torch_internals.random.draws import Draw, take_turn
 from fxsplit.torch_internals.random.dropout_masks import dropout_mask, find_mask, multiply_by_mask
+from fxsplit.torch_internals.random.seeded_calls import SeededCall, take_turn
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "module": (nn.Dropout(0.3), ()),
@@ -32,7 +32,7 @@ def test_the_product_is_the_dropout(name: str, memory: torch.memory_format) -> N
     x = torch.randn(4, 3, 5, 2).to(memory_format=memory)
     if isinstance(call, nn.Dropout1d):
         x = x[0]
-    draw = Draw("node", call)
+    draw = SeededCall("node", call)
     found = []
     for way in (draw, lambda *args: multiply_by_mask(draw, *args)):
         leaf = x.clone().requires_grad_()

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.fx.interpret import preserve
-from fxsplit.torch_internals.random.draws import Draw, isolate_draws, notice_draws, take_turn
 from fxsplit.torch_internals.random.generators import (
     CPU,
     find_generators,
@@ -28,6 +27,7 @@ from fxsplit.torch_internals.random.generators import (
     read_python_generators,
     take_generators,
 )
+from fxsplit.torch_internals.random.seeded_calls import SeededCall, isolate_draws, notice_draws, take_turn
 from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST
 
@@ -139,7 +139,7 @@ def test_a_gpu_is_seeded_for_a_draw_and_left_as_it_was(gpus: tuple[Generator, Ge
         return torch.rand(n, generator=gpus[device.index or 0]) + torch.rand(n)
 
     before = read_generators()
-    wrapped, found = Draw("node", noise), []
+    wrapped, found = SeededCall("node", noise), []
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         with take_turn(1, 0):
             found.append(wrapped(4, device=torch.device(device)))
@@ -167,7 +167,7 @@ def test_draws_on_two_devices_do_not_wait_for_each_other() -> None:
 
     def draw(x: Tensor, done: threading.Event) -> None:
         with take_turn(1, 0):
-            Draw("node", "sin")(x)
+            SeededCall("node", "sin")(x)
         done.set()
 
     beside, behind = threading.Event(), threading.Event()

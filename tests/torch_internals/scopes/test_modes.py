@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.torch_internals.scopes.modes import Modes, read_hooks
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import enable_gradients, enter_dispatch_mode, enter_saved_hooks
 from tests.support.interrupts import FILES, TORCH, interrupt_at, list_lines
 
@@ -68,7 +68,7 @@ def read() -> tuple[object, ...]:
 def test_every_line_may_be_interrupted(name: str) -> None:
     """Hooks that no backward can run with stayed on, and every later backward of the process failed."""
 
-    @leave_no_trace
+    @restores_all
     def work() -> None:
         with BLOCKS[name]():
             read()
@@ -97,7 +97,7 @@ def test_an_exception_that_is_dealt_with_leaves_no_hooks() -> None:
 
 
 def test_what_a_function_changes_for_good_stays() -> None:
-    leave_no_trace(torch.set_grad_enabled)(False)
+    restores_all(torch.set_grad_enabled)(False)
     assert not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
-from fxsplit.torch_internals.scopes.undo import leave_no_trace
+from fxsplit.torch_internals.scopes.undo import restores_all
 from tests.support.models import FAST, Mlp
 
 
@@ -74,7 +74,7 @@ def test_an_interrupt_at_the_end_of_a_block_leaves_no_patch() -> None:
 
     block = patch_method(Base, "named", called("a"))
 
-    @leave_no_trace
+    @restores_all
     def patched() -> None:
         block.__enter__()
         assert Base().named() == "a own"

@@ -9,17 +9,17 @@ from functools import partial
 
 import pytest
 
-from fxsplit.torch_internals.scopes.undo import Turn, call_all, leave_no_trace, undo_after
+from fxsplit.torch_internals.scopes.undo import CallerLock, call_all, restore_after, restores_all
 from tests.support.interrupts import interrupt_at, list_lines
 
 State = dict[str, int]
 
 
-@leave_no_trace
-def change(state: State, turn: Turn) -> None:
-    with turn.take(), undo_after(partial(state.__setitem__, "a", state["a"])):
+@restores_all
+def change(state: State, turn: CallerLock) -> None:
+    with turn.take(), restore_after(partial(state.__setitem__, "a", state["a"])):
         state["a"] += 1
-        with undo_after(partial(state.update, dict(state))):
+        with restore_after(partial(state.update, dict(state))):
             state["a"] += 1
             state["b"] += 1
         assert state == {"a": 2, "b": 1}, "the block inside is undone"
@@ -27,7 +27,7 @@ def change(state: State, turn: Turn) -> None:
 
 def test_every_line_may_be_interrupted() -> None:
     """A change before its `try`, or a `finally` that was cut off, stayed for ever; so did a lock."""
-    state, turn = {"a": 1, "b": 1}, Turn()
+    state, turn = {"a": 1, "b": 1}, CallerLock()
     lines = list_lines(partial(change, state, turn))
     assert len(lines) > 60, "lines of undo.py, of contextlib and of this file"
     for number in range(len(lines)):
@@ -44,9 +44,9 @@ def test_every_line_may_be_interrupted() -> None:
 def test_what_is_undone_late_is_not_undone_again() -> None:
     """The block of an interrupted generator ends when the garbage collector comes, which may be much later."""
     state = {"a": 1}
-    block = undo_after(partial(state.__setitem__, "a", 1))
+    block = restore_after(partial(state.__setitem__, "a", 1))
 
-    @leave_no_trace
+    @restores_all
     def interrupted() -> None:
         block.__enter__()
         state["a"] = 2
@@ -62,11 +62,11 @@ def test_what_is_undone_late_is_not_undone_again() -> None:
 
 def test_what_is_undone_inside_out() -> None:
     undone: list[str] = []
-    inner = undo_after(partial(undone.append, "inner"))
+    inner = restore_after(partial(undone.append, "inner"))
 
-    @leave_no_trace
+    @restores_all
     def work() -> None:
-        with undo_after(partial(undone.append, "outer")):
+        with restore_after(partial(undone.append, "outer")):
             inner.__enter__()
 
     work()
@@ -74,7 +74,7 @@ def test_what_is_undone_inside_out() -> None:
 
 
 def test_a_turn_is_taken_once_more_by_its_holder_alone() -> None:
-    turn = Turn()
+    turn = CallerLock()
     taken = threading.Event()
 
     def other() -> None:
@@ -92,7 +92,7 @@ def test_a_turn_is_taken_once_more_by_its_holder_alone() -> None:
 
 
 def test_a_turn_is_lent_for_a_block_and_taken_back() -> None:
-    turn = Turn()
+    turn = CallerLock()
 
     def other() -> None:
         with turn.take():
@@ -130,7 +130,7 @@ def test_who_waits_for_a_turn_is_in_a_block_meanwhile() -> None:
         yield
         said.append("has it")
 
-    turn = Turn(say)
+    turn = CallerLock(say)
 
     def other() -> None:
         with turn.take():

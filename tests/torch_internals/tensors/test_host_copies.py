@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxsplit.torch_internals.tensors import accelerators, host_copies
-from fxsplit.torch_internals.tensors.host_copies import Coming, HostCopy, is_on_host
+from fxsplit.torch_internals.tensors.host_copies import HostCopy, PendingCopies, is_on_host
 
 
 def test_what_is_on_the_host_is_there() -> None:
@@ -39,7 +39,7 @@ def test_coming_answers_are_taken_in_order_and_up_to_the_first_that_is_not_there
             return float(self.read()) in there
 
     monkeypatch.setattr(host_copies, "HostCopy", Slow)
-    coming: Coming[str] = Coming(3)
+    coming: PendingCopies[str] = PendingCopies(3)
     for number, about in enumerate("abc"):
         assert not coming.is_full
         coming.add(torch.tensor(float(number)), about)

@@ -31,12 +31,12 @@ from fxsplit.frontend.front_ends.export.whole_modules import WholeModules, repla
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments, restore_model
-from fxsplit.frontend.stopped import find_stopped
+from fxsplit.frontend.stop_point import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.call import TensorSpec
-from fxsplit.ir.facts.capture.chunks import Cut
+from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
-from fxsplit.ir.facts.capture.python_state import Number
+from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
 from fxsplit.torch_internals.fake.fake_weights import is_fake
@@ -47,7 +47,7 @@ from fxsplit.torch_internals.nn.recurrent import run_layers_apart
 from fxsplit.torch_internals.nn.torch_transformers import ask_no_values
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings, hide_warnings
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.tracing.symbolic_sizes import ask_less_of_symbols
 from fxsplit.torch_internals.user_lines import warn_user
@@ -123,7 +123,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
         names = [spec.name for spec in specs]
         defaults = dict(zip(name_numbers(subject.numbers, names), numbers, strict=True))
         writer.write_program(names, returns, defaults)
-        cuts = [*(spec.cut for spec in specs), *(Cut(None) for _ in numbers)]
+        cuts = [*(spec.cut for spec in specs), *(ChunkSpec(None) for _ in numbers)]
         bounds = _read_bounds(program, cuts) if front_end.rows_vary else (rows, rows)
     if checkpoints:
         warn_user(
@@ -138,7 +138,7 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
     return Graph(gm, replace(scope, rows_fixed=not front_end.rows_vary))
 
 
-def _run_export(here: Runnable, numbers: Sequence[Number], front_end: TorchExport) -> torch.export.ExportedProgram:
+def _run_export(here: Runnable, numbers: Sequence[NumberPlace], front_end: TorchExport) -> torch.export.ExportedProgram:
     """Return the model as torch.export has made it, with any values of the numbers."""
     # Clones: a tensor that is given twice would become one argument.
     tensors = tuple(here.clone_tensors())
@@ -188,7 +188,7 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[Cut]) -> tuple[int, int | None]:
+def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[ChunkSpec]) -> tuple[int, int | None]:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond.
 
     `cuts` say where its inputs have the rows.
@@ -204,7 +204,7 @@ def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[Cut]) -> 
 
 
 @contextmanager
-def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number]) -> Iterator[None]:
+def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[NumberPlace]) -> Iterator[None]:
     """Let forward() take one positional argument for each tensor and each number, and return plain containers.
 
     torch.export asks forward() for its signature, and would make arguments of the call's other values too.
@@ -275,7 +275,7 @@ def _be_quiet() -> Iterator[None]:
     """Hide what torch.export prints, warns of and logs as a warning inside the block."""
     # TraceError repeats the first line of a failure, with the user's file and line.
     with (
-        undo_after(partial(setattr, sys, "stderr", sys.stderr)),
+        restore_after(partial(setattr, sys, "stderr", sys.stderr)),
         hide_logged_warnings("torch"),
         redirect_stderr(io.StringIO()),
         hide_warnings(),

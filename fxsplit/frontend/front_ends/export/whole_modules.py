@@ -29,7 +29,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.fake_weights import is_fake
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import register_dataclasses
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 torch.library.define(
     "fxsplit::whole", "(Tensor[] given, SymInt[] shape, int[] order, ScalarType dtype, int call, int i) -> Tensor"
@@ -210,7 +210,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         else:
             module.__dict__.pop("forward", None)
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         module.__dict__["forward"] = forward
         yield
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxsplit.ir.facts.capture.meanings import Kind
+from fxsplit.ir.facts.capture.output_kinds import Kind
 
 TOLERANCE = 2e-6
 """How far two numbers may differ, as a share of the largest: kernels sum in another order for another number of rows.

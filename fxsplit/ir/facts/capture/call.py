@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import CallError, InputError
-from fxsplit.ir.facts.capture.chunks import Chunks, Cut, find_cuts
+from fxsplit.ir.facts.capture.chunks import Chunks, ChunkSpec, find_cuts
 from fxsplit.ir.facts.capture.number_arguments import NUMBERS, NumberSpec, is_taken, is_taken_in_way
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.containers import register_dataclasses
@@ -46,7 +46,7 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    cut: Cut
+    cut: ChunkSpec
 
     def takes_kind(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
         """Return whether the graph takes a tensor of this dtype and so many dimensions; arguments as in `check`."""
@@ -265,7 +265,7 @@ class Inputs:
         """Return for a message what the model is called with: the names of tensors and numbers, and constants."""
         return _list_leaves(self.leaves)
 
-    def cut_otherwise(self, cuts: Mapping[str, Cut]) -> Inputs:
+    def cut_otherwise(self, cuts: Mapping[str, ChunkSpec]) -> Inputs:
         """Return the same call with the rows of some tensors elsewhere, by name."""
         leaves = [replace(v, cut=cuts.get(v.name, v.cut)) if isinstance(v, TensorSpec) else v for v in self.leaves]
         return replace(self, leaves=tuple(leaves))

@@ -26,7 +26,7 @@ TARGET = "target"
 """What the target of `step` is called in `chunks`."""
 
 
-class Cut(NamedTuple):
+class ChunkSpec(NamedTuple):
     """Where a tensor has the rows: the dimension, and how many entries each row has there.
 
     `dim` is None for a tensor without rows, which every microbatch gets whole.
@@ -65,7 +65,7 @@ def check_chunks(chunks: object) -> None:
         find_stated_dim(name, name, chunks)
 
 
-def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, Cut]:
+def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, ChunkSpec]:
     """Return where each tensor has the rows of the batch.
 
     `roots` is the argument that each tensor is in. What `chunks` does not state is found: the first tensor that has a
@@ -86,7 +86,7 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
     # Stated dimensions first: the caller knows where the rows are, and the first tensor may be something else.
     known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
     known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
-    found = dict.fromkeys(tensors, Cut(None))
+    found = dict.fromkeys(tensors, ChunkSpec(None))
     if not known:
         return found
     lengths = {n: tensors[n].shape[d] for n, d in known if stated[n] is not None}
@@ -96,9 +96,11 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
         rule = stated[name]
         if rule is not None:
             # A length that is no multiple is refused when rows are counted, as it is in every later call.
-            found[name] = Cut(rule, max(lengths[name] // max(rows, 1), 1)) if isinstance(rule, int) else Cut(None)
+            found[name] = (
+                ChunkSpec(rule, max(lengths[name] // max(rows, 1), 1)) if isinstance(rule, int) else ChunkSpec(None)
+            )
         elif tensor.ndim and tensor.shape[0] == rows:
-            found[name] = Cut(0)
+            found[name] = ChunkSpec(0)
         # With one row every dimension of length 1 would be in doubt, which is seldom a batch.
         elif rows in tensor.shape and rows > 1:
             place = list(tensor.shape).index(rows)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from fxsplit.errors import InputError
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.distributed.elsewhere import call_with_lent
-from fxsplit.torch_internals.tensors.host_copies import Coming, is_on_host
+from fxsplit.torch_internals.distributed.remote_parameters import call_with_lent
+from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_host
 from fxsplit.torch_internals.user_lines import warn_user
 
 LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -106,7 +106,7 @@ class Count:
         return torch.stack(list(counts)).double()
 
 
-class Watch:
+class CountWatch:
     """Counts inside of a number that is more than a quotient: it is averaged by rows, and warned of once it differs.
 
     `name` is that of the number, for the warning. Where the counts are on an accelerator, the host does not wait for
@@ -117,7 +117,7 @@ class Watch:
         self.counts = counts
         self._name = name
         self._said = False
-        self._coming: Coming[None] = Coming()
+        self._coming: PendingCopies[None] = PendingCopies()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
         """Return the share of each piece in the rows; warn, once, if a count has other shares."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.capture.meanings import Meaning
+from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.graph import IR, Fact, GivenFact
@@ -167,7 +167,7 @@ class CallEffects(GivenFact):
     saved_buffers: tuple[str, ...] = ()
     sets_hooks: bool = False
     containers: pytree.TreeSpec | None = None
-    meanings: tuple[Meaning, ...] = ()
+    meanings: tuple[OutputKind, ...] = ()
 
     made_by: ClassVar[str] = "trace"
 

@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx
 
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.capture.python_state import ARGUMENT, Number, Place, PythonState, same
+from fxsplit.ir.facts.capture.python_state import ARGUMENT, NumberPlace, Place, PythonState, same
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.scopes.undo import undo_after
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 Known = tuple[float, float]
 """Two values that a number has had."""
@@ -41,7 +41,7 @@ def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[s
     return found
 
 
-def find_reads(earlier: Iterable[IR]) -> list[Number]:
+def find_reads(earlier: Iterable[IR]) -> list[NumberPlace]:
     """Return the numbers that forward() reads and that may be inputs of a new graph, each once."""
     return [*{number.place.key: number for ir in earlier for number in ir[PythonState].list_numbers()}.values()]
 
@@ -64,7 +64,7 @@ def set_numbers(gm: fx.GraphModule, values: Iterable[Any]) -> None:
     gm.recompile()
 
 
-def name_numbers(numbers: Sequence[Number], taken: Iterable[str]) -> list[str]:
+def name_numbers(numbers: Sequence[NumberPlace], taken: Iterable[str]) -> list[str]:
     """Return a name for the placeholder of each number, such as `rate` for that of attribute 'body.rate'."""
     names = dict.fromkeys(taken)
     before = len(names)
@@ -78,7 +78,7 @@ def name_numbers(numbers: Sequence[Number], taken: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def hold_numbers(numbers: Sequence[Number], values: Iterable[Any]) -> Iterator[None]:
+def hold_numbers(numbers: Sequence[NumberPlace], values: Iterable[Any]) -> Iterator[None]:
     """Let the places hold other values inside the block."""
     before = [(number.place, number.place.read()) for number in numbers]
 
@@ -86,7 +86,7 @@ def hold_numbers(numbers: Sequence[Number], values: Iterable[Any]) -> Iterator[N
         for place, value in before:
             _write(place, value)
 
-    with undo_after(put_back):
+    with restore_after(put_back):
         for (place, _), value in zip(before, values, strict=True):
             _write(place, value)
         yield

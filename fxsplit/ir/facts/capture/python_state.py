@@ -88,7 +88,7 @@ def _is_alike(kept: Any, leaf: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Number:
+class NumberPlace:
     """A place that holds a number which is an input of a graph, or is to be one; `known` are two values it has had."""
 
     place: Place
@@ -115,7 +115,7 @@ class PythonState(GivenFact):
     """
 
     reads: tuple[tuple[Place, Any], ...] = ()
-    followed: tuple[Number, ...] = ()
+    followed: tuple[NumberPlace, ...] = ()
     stuck: frozenset[tuple[int, str]] = frozenset()
     cached: Mapping[tuple[int, str], Cached] = field(default_factory=dict)
 
@@ -137,15 +137,15 @@ class PythonState(GivenFact):
         cached = self.cached.get(place.key)
         return cached is not None and cached.holds(now)
 
-    def list_numbers(self) -> list[Number]:
+    def list_numbers(self) -> list[NumberPlace]:
         """Return what may be an input of a new graph: the numbers followed, and the floats that have changed."""
         reads = ((p, v) for p, v in self.reads if type(v) is float and p.write is not None and p.key not in self.stuck)
         found = ((place, then, place.read()) for place, then in reads)
-        changed = [Number(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
+        changed = [NumberPlace(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
         numbers = (number for number in (*self.followed, *changed) if not number.is_argument)
         return [number for number in numbers if type(number.place.read()) is float]
 
-    def follow(self, numbers: Sequence[Number], followed: Sequence[Number]) -> PythonState:
+    def follow(self, numbers: Sequence[NumberPlace], followed: Sequence[NumberPlace]) -> PythonState:
         """Return what is known of a graph that was to have `numbers` as inputs, and has those of `followed`."""
         keys = {number.place.key for number in followed}
         stuck = self.stuck | ({number.place.key for number in numbers} - keys)

@@ -144,7 +144,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameter:
     """A parameter that several nodes hold, and each of them counts: among its parameters, or its buffers if frozen."""
 
     parameter_bytes: float
@@ -185,7 +185,7 @@ class Costs(Shown, Fact):
     exchanges: tuple[Exchange, ...] = ()
     inference: bool = False
     compress: str = ""
-    tied: tuple[Tie, ...] = ()
+    tied: tuple[TiedParameter, ...] = ()
     loss: LossCost | None = None
 
     made_by: ClassVar[str] = "profile"
@@ -384,7 +384,8 @@ class Costs(Shown, Fact):
                 inference=bool(data.get("inference", False)),
                 loss=LossCost(**data["loss"]) if data.get("loss") else None,
                 tied=tuple(
-                    Tie(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"])) for t in data.get("tied", ())
+                    TiedParameter(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"]))
+                    for t in data.get("tied", ())
                 ),
             )
             if not is_count(costs.rows):

@@ -125,7 +125,7 @@ class BackwardGradients:
         return freed
 
 
-class Ties(NamedTuple):
+class TiedGradients(NamedTuple):
     """Gradients of parameters that several nodes of a stage use, by the place of a node whose backward has just run.
 
     change: what is there from then on. more: what is there for a moment, where two gradients make a third one.
@@ -137,7 +137,7 @@ class Ties(NamedTuple):
     again: Mapping[int, float]
 
 
-def find_ties(costs: Costs, position: Mapping[str, int]) -> Ties:
+def find_ties(costs: Costs, position: Mapping[str, int]) -> TiedGradients:
     """Return what gradients of tied parameters take: autograd adds up those of all users before they go to the sum."""
     change: dict[int, float] = {}
     more: dict[int, float] = {}
@@ -152,4 +152,4 @@ def find_ties(costs: Costs, position: Mapping[str, int]) -> Ties:
                 more[place] = more.get(place, 0.0) + size
             for place in (*others, last):
                 again[place] = again.get(place, 0.0) + size
-    return Ties(change, more, again)
+    return TiedGradients(change, more, again)

@@ -1,4 +1,4 @@
-"""Board: where the ranks of a pipeline tell each other of failures, beside the channels that a failure may block.
+"""FaultBoard: where the ranks of a pipeline tell each other of failures, beside the channels that a failure may block.
 
 It lies in the store through which the process group met. The launcher keeps that store, so it is there as long as any
 rank is. The first failure that is posted counts for all ranks.
@@ -23,7 +23,7 @@ LOOK_S = 0.02
 """How often a rank that waits for others to read looks again."""
 
 
-class Board:
+class FaultBoard:
     """The failures of one pipeline's ranks, in a store that only this object uses.
 
     A failure ends a *turn* of the board. All ranks raise it, and go on with the next turn, in which there is none. A

@@ -1,4 +1,4 @@
-"""Guard: lets every rank raise the first failure of any, wherever it happens and wherever the others wait.
+"""FaultGuard: lets every rank raise the first failure of any, wherever it happens and wherever the others wait.
 
 A failure is posted on a board, and the process groups of whoever waits are broken, which wakes them. So groups are made
 anew after each failure.
@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import DistError, ProcessGroup
 
 from fxsplit.errors import RankError, RanksDiffer
-from fxsplit.runtime.ranks.failures.board import Board, look_until
+from fxsplit.runtime.ranks.failures.board import FaultBoard, look_until
 from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.runtime.ranks.failures.membership import find_membership
-from fxsplit.runtime.ranks.failures.watcher import Watcher
+from fxsplit.runtime.ranks.failures.watcher import FaultWatcher
 from fxsplit.torch_internals.distributed.process_groups import (
     break_waits,
     clone_store,
@@ -43,7 +43,7 @@ SEEN_S = 1.0
 """How long a rank whose program ends with an error lets the others read it: a launcher ends them all then."""
 
 
-class Guard:
+class FaultGuard:
     """What ranks that run pipelines together tell each other of failures.
 
     name: what these ranks are called in the store that they met through. list_groups: the process groups in which this
@@ -61,11 +61,11 @@ class Guard:
         self._members = find_membership()
         # What blocks have been finished in this turn by this rank, and with whom it has met in the one that it is in.
         self._finished, self._met = Counter[tuple[int, ...]](), set[tuple[int, ...]]()
-        self._board = Board(clone_store(), name, me, n_ranks, self._members, self._finished)
+        self._board = FaultBoard(clone_store(), name, me, n_ranks, self._members, self._finished)
         # The thread has a board of its own, as one that waits in a store keeps others waiting.
-        self._watched = Board(clone_store(), name, me, n_ranks, self._members, self._finished)
+        self._watched = FaultBoard(clone_store(), name, me, n_ranks, self._members, self._finished)
         self._list_groups = list_groups
-        self._watcher = Watcher(self._watched, self._break_waits, describe)
+        self._watcher = FaultWatcher(self._watched, self._break_waits, describe)
         self._watches = False
         self.is_broken = False
         """Whether the groups are of no use, since a failure."""
@@ -125,7 +125,7 @@ class Guard:
         self._is_over = True
         raise left.make_error(self._board.n_ranks)
 
-    def note_meeting(self, ranks: tuple[int, ...]) -> None:
+    def note_collective(self, ranks: tuple[int, ...]) -> None:
         """Note that these ranks of the default group have come to the block that this rank is in, as all of them do."""
         self._met.add(ranks)
 
@@ -239,7 +239,7 @@ class Guard:
 
 # What ends a program reaches the other ranks too
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_guards: weakref.WeakSet[FaultGuard] = weakref.WeakSet()
 
 
 @cache

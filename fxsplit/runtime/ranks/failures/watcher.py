@@ -1,4 +1,4 @@
-"""Watcher: a thread that ends a rank's waits where they are in vain.
+"""FaultWatcher: a thread that ends a rank's waits where they are in vain.
 
 A rank waits for messages inside of torch, where neither Python's signals nor other threads' exceptions reach it. So a
 thread looks at the board, at the clock, and at signals that arrive, and makes the process groups fail where it must.
@@ -19,7 +19,7 @@ from math import inf
 from torch.distributed import DistError
 
 from fxsplit.errors import StepTimeout
-from fxsplit.runtime.ranks.failures.board import Board
+from fxsplit.runtime.ranks.failures.board import FaultBoard
 from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.system.interrupts import raises_interrupts
 
@@ -33,14 +33,14 @@ WAKE = b"\0"
 """What the rank sends to its thread when a job begins; signals have other numbers."""
 
 
-class Watcher:
+class FaultWatcher:
     """Watches over the jobs of one rank.
 
     board: where failures are posted; this object's own. wake: makes all waits of this rank fail. describe: says what
         the rank is doing now.
     """
 
-    def __init__(self, board: Board, wake: Callable[[], object], describe: Callable[[], str]) -> None:
+    def __init__(self, board: FaultBoard, wake: Callable[[], object], describe: Callable[[], str]) -> None:
         self._board = board
         self._wake = wake
         self._describe = describe

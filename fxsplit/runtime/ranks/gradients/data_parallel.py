@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError, RanksDiffer
-from fxsplit.runtime.ranks.gradients.portions import Portion, weigh_portion
+from fxsplit.runtime.ranks.gradients.batch_share import BatchShare, weigh_batch_share
 from fxsplit.runtime.ranks.gradients.reducer import Reducer
-from fxsplit.runtime.ranks.hooks.buckets import Offer
+from fxsplit.runtime.ranks.hooks.buckets import GradientOffer
 from fxsplit.runtime.ranks.world.agreement import N_NUMBERS, hash_text
 from fxsplit.runtime.ranks.world.messages import begin_collective, sort_by_rank
 from fxsplit.runtime.ranks.world.world import World
@@ -25,7 +25,7 @@ from fxsplit.torch_internals.autograd.sums import Sums
 OTHERS = "the other pipelines, to add gradients"
 
 
-class Columns:
+class DataParallel:
     """The pipelines of a mesh, as a rank at one place of its own pipeline sees them.
 
     make: makes what adds gradients.
@@ -51,14 +51,14 @@ class Columns:
         """The number of this rank's pipeline."""
         return self._world.rows.index(self._world.ranks)
 
-    def weigh(self, call: str, portion: Portion) -> tuple[float | None, bool]:
+    def weigh(self, call: str, share: BatchShare) -> tuple[float | None, bool]:
         """Return what this pipeline's gradients and loss weigh, once all pipelines have come to the same call.
 
         The weight is None where the kind of the loss is open still. Beside it: whether all pipelines run one schedule.
         portion: what this rank knows of its pipeline. Raises RanksDiffer where a pipeline has come to another call.
         """
         whole, n = self._world.whole, len(self._world)
-        own = [hash_text(call), *portion.to_numbers()]
+        own = [hash_text(call), *share.to_numbers()]
         # As long as what the others tell who have come to another call, and first the call there too.
         numbers = torch.tensor(own + [0] * (N_NUMBERS - len(own)))
         told = [one.tolist() for one in whole.gather(numbers, f"the other pipelines at {call}")]
@@ -71,15 +71,15 @@ class Columns:
                 "save_checkpoint(), and with the first call in a mode, which compiles"
             )
         # Of a pipeline its last stage knows most.
-        known = [[Portion.read(one[1 : len(own)]) for one in ranks] for ranks in pipelines]
-        portions = [max(each, key=lambda p: p.kind) for each in known]
-        return weigh_portion(self.row, portions), len({p.n_microbatches for p in portions}) == 1
+        known = [[BatchShare.read(one[1 : len(own)]) for one in ranks] for ranks in pipelines]
+        shares = [max(each, key=lambda p: p.kind) for each in known]
+        return weigh_batch_share(self.row, shares), len({p.n_microbatches for p in shares}) == 1
 
     def add(self, total: Tensor, weight: float) -> Tensor:
         """Return the sum of a number of all pipelines, each times its weight."""
         # What weighs nothing may be no number.
         found = (total * weight if weight else torch.zeros_like(total)).reshape(1)
-        work: Any = begin_collective([found], self._world.column_data.allreduce, [found])
+        work: Any = begin_collective([found], self._world.dp_device_group.allreduce, [found])
         self._world.wait(work, "the other pipelines at the loss of all pipelines")
         return found.reshape(())
 
@@ -94,7 +94,7 @@ class Columns:
         leaves: the same on all ranks of a column, which begin the same ones in the same order.
         """
         # The last layers first, as they are in a step.
-        offers = [Offer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
+        offers = [GradientOffer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
         with self._world.waits_inside(OTHERS):
             self._find_reducer().begin(offers, weight * self.n_pipelines)
 
@@ -116,7 +116,7 @@ class Columns:
         for own in reversed(apart) if self.overlaps else ():
             if own and not reducer.has_begun(own[0]):
                 self.begin(sums, own, weight)
-        offers = [Offer(leaf, densify(sums.totals.get(leaf))) for leaf in reversed(leaves)]
+        offers = [GradientOffer(leaf, densify(sums.totals.get(leaf))) for leaf in reversed(leaves)]
         with self._world.waits_inside(OTHERS):
             # Hooks make the mean of all ranks, and what is weighed adds up.
             found = reducer.finish(offers, weight * self.n_pipelines)
@@ -132,7 +132,7 @@ class Columns:
         """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
         by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
-        work: Any = begin_collective([tensor, *found], self._world.column.allgather, [by_rank], [tensor])
+        work: Any = begin_collective([tensor, *found], self._world.dp_group.allgather, [by_rank], [tensor])
         self._world.wait(work, f"the other pipelines at {what}")
         return found
 
@@ -140,7 +140,7 @@ class Columns:
         """Return what adds gradients, over the groups that there are since the last failure."""
         if self._epoch != self._world.epoch:
             self._epoch = self._world.epoch
-            self.reducer.bind(self._world.column_data)
+            self.reducer.bind(self._world.dp_device_group)
         return self.reducer
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxsplit.runtime.job.job import Job
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.ranks.gradients.data_parallel import Columns
+from fxsplit.runtime.ranks.gradients.data_parallel import DataParallel
 from fxsplit.schedule.action import GRADIENTS, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 
@@ -32,8 +32,8 @@ def list_apart(program: Program, me: int) -> list[list[Tensor]]:
 class EarlySums:
     """Begins to add gradients of a job whose `weight` is known; called after each action of this rank."""
 
-    def __init__(self, columns: Columns, job: Job, apart: Sequence[Sequence[Tensor]], weight: float) -> None:
-        self._columns, self._sums = columns, job.sums
+    def __init__(self, data_parallel: DataParallel, job: Job, apart: Sequence[Sequence[Tensor]], weight: float) -> None:
+        self._data_parallel, self._sums = data_parallel, job.sums
         self._apart, self._weight = apart, weight
         self._last = find_last_backwards(job.schedule)
 
@@ -41,7 +41,7 @@ class EarlySums:
         """Begin with the stage of an action, if that was its last backward."""
         stage = action.stage
         if self._last.get(stage) == action and self._apart[stage]:
-            self._columns.begin(self._sums[stage][0], self._apart[stage], self._weight)
+            self._data_parallel.begin(self._sums[stage][0], self._apart[stage], self._weight)
 
 
 def find_last_backwards(schedule: Schedule) -> dict[int, Action]:

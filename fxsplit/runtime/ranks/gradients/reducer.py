@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from fxsplit.runtime.ranks.gradients.traffic import Traffic
-from fxsplit.runtime.ranks.hooks.buckets import BUCKET_BYTES, Bucket, Offer, fill_buckets
+from fxsplit.runtime.ranks.gradients.bytes_sent import BytesSent
+from fxsplit.runtime.ranks.hooks.buckets import BUCKET_BYTES, Bucket, GradientOffer, fill_buckets
+from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.runtime.ranks.hooks.hooks import Hook, HookChoice
 from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
-from fxsplit.runtime.ranks.hooks.residuals import Residuals
 from fxsplit.torch_internals.distributed.process_groups import lend
 
 Numbers = dict[tuple[int, ...], tuple[int, list[Tensor]]]
@@ -35,13 +35,13 @@ class Reducer:
         group: dist.ProcessGroup | None = None,
         *,
         bucket_bytes: float = BUCKET_BYTES,
-        traffic: Traffic | None = None,
+        traffic: BytesSent | None = None,
         is_plain: Callable[[], bool] = lambda: False,
     ) -> None:
         self.hook = hook
         self._plain = HookChoice().make()
         self._is_plain = is_plain
-        self.traffic = Traffic() if traffic is None else traffic
+        self.traffic = BytesSent() if traffic is None else traffic
         self._bucket_bytes = bucket_bytes
         # Hooks know a bucket by its number, so it has one for as long as it holds the same parameters. Those are kept:
         # the identity of one that is gone may be another one's.
@@ -57,13 +57,13 @@ class Reducer:
             hook.bind(group)
 
     @property
-    def residuals(self) -> Residuals | None:
+    def residuals(self) -> ErrorFeedback | None:
         """What the hook has left out so far, where it is one of ours that leaves something out."""
         found = getattr(self.hook.state, "residuals", None)
-        return found if isinstance(found, Residuals) else None
+        return found if isinstance(found, ErrorFeedback) else None
 
     @cached_property
-    def left_out(self) -> Residuals | PowerErrors | None:
+    def left_out(self) -> ErrorFeedback | PowerErrors | None:
         """What the hook has left out so far, parameter by parameter; None for a hook that does not say."""
         state = self.hook.state
         if isinstance(state, PowerSGDState) and state.use_error_feedback:
@@ -74,7 +74,7 @@ class Reducer:
         """Return whether the gradient of a parameter is under way in this step."""
         return parameter in self._begun
 
-    def begin(self, offers: Sequence[Offer], weight: float = 1.0) -> None:
+    def begin(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> None:
         """Begin to add gradients that nothing more is added to in this step, by a hook that does it in the background.
 
         One that no rank has is sent as zeros: who has one is told at the end.
@@ -82,7 +82,7 @@ class Reducer:
         self._begun.update((parameter, gradient is not None) for parameter, gradient in offers)
         self._start(offers, weight)
 
-    def finish(self, offers: Sequence[Offer], weight: float = 1.0) -> dict[Tensor, Tensor]:
+    def finish(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> dict[Tensor, Tensor]:
         """Return the mean of all ranks' gradients, each times its `weight`, by parameter, as the hook computes it.
 
         offers: all parameters, those that were begun among them, with the gradients that are not under way. A parameter
@@ -114,9 +114,9 @@ class Reducer:
         if self.left_out is not None:
             self.left_out.settle(kept=kept)
 
-    def _start(self, offers: Sequence[Offer], weight: float, *, last: bool = False) -> None:
+    def _start(self, offers: Sequence[GradientOffer], weight: float, *, last: bool = False) -> None:
         """Begin buckets with these gradients. `last`: whether no others come in this step."""
-        scaled = [Offer(p, scale(g, weight)) for p, g in offers]
+        scaled = [GradientOffer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook
         if isinstance(self.left_out, PowerErrors):
@@ -148,7 +148,7 @@ class Reducer:
             # Some hooks give a list of one tensor, as collectives do.
             bucket.set_buffer(found[0] if isinstance(found, (list, tuple)) else found)
 
-    def _tell(self, offers: Sequence[Offer]) -> tuple[list[bool], list[bool]]:
+    def _tell(self, offers: Sequence[GradientOffer]) -> tuple[list[bool], list[bool]]:
         """Return which parameters had a gradient on some rank that was begun, and which have one that was not.
 
         Which do may follow from the rows that a rank was given.

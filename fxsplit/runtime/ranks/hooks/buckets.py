@@ -18,7 +18,7 @@ BUCKET_BYTES = 25_000_000
 """How many bytes of gradients a bucket holds, as DDP's do: more would begin late, and fewer wait for each other."""
 
 
-class Offer(NamedTuple):
+class GradientOffer(NamedTuple):
     """A parameter, and this rank's gradient of it; None where this rank has none."""
 
     parameter: Tensor
@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 class Bucket:
     """Gradients of parameters, one behind the other; `index` counts the buckets of a step."""
 
-    def __init__(self, index: int, offers: Sequence[Offer], last: bool) -> None:
+    def __init__(self, index: int, offers: Sequence[GradientOffer], last: bool) -> None:
         self._index, self._last = index, last
         self._parameters = [offer.parameter for offer in offers]
         # Another rank has a gradient where this one has none: it adds nothing.
@@ -68,12 +68,12 @@ class Bucket:
         return found
 
 
-def fill_buckets(offers: Iterable[Offer], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+def fill_buckets(offers: Iterable[GradientOffer], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
     """Return buckets with all gradients in their order, of one dtype and device each.
 
     All ranks give the same parameters in the same order. Raises InputError for a sparse gradient.
     """
-    groups: list[list[Offer]] = []
+    groups: list[list[GradientOffer]] = []
     room = 0.0
     for offer in offers:
         parameter, gradient = offer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.hooks.buckets import Bucket
-from fxsplit.runtime.ranks.hooks.residuals import Residuals
+from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.torch_internals.distributed.process_groups import lend
 
 PRIME = 2**31 - 1
@@ -36,7 +36,7 @@ class Sketch:
         if rows < 1 or rows % 2 == 0 or not cells > 0:
             raise InputError(f"rows={rows!r}, cells={cells!r}: give an odd number of rows, and cells above 0")
         self.group, self.share, self.rows, self.cells = group, share, rows, cells
-        self.residuals = Residuals()
+        self.residuals = ErrorFeedback()
         self.sent_bytes = 0
         """How many bytes this rank has sent of the last bucket."""
 

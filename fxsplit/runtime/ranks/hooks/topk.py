@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.hooks.buckets import Bucket
-from fxsplit.runtime.ranks.hooks.residuals import Residuals
+from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.torch_internals.distributed.process_groups import lend
 
 
@@ -25,7 +25,7 @@ class TopK:
         if not 0 < share <= 1:
             raise InputError(f"share={share!r}: give the share of the entries to apply, more than 0 and at most 1")
         self.group, self.share = group, share
-        self.residuals = Residuals()
+        self.residuals = ErrorFeedback()
         self.sent_bytes = 0
         """How many bytes this rank has sent of the last bucket."""
 

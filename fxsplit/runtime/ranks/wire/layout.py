@@ -1,4 +1,4 @@
-"""Layout: what a message between ranks consists of, so that both ends know how many bytes it has, and what they are.
+"""MessageLayout: the parts of a message between ranks, so that both ends know how many bytes it has, and what they are.
 
 Large tensors of a message are sent as they are. All others lie in one block, with the numbers among its values.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.wire.values import Template, build_value, part_value
 from fxsplit.torch_internals.tensors.byte_blocks import (
-    Part,
+    TensorLayout,
     copy_all,
     flatten,
     is_row_major,
@@ -34,28 +34,28 @@ ABSENT = bytes.fromhex("f9a3fe5c17d2b84e90c66b3d71e8054f")
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """A tensor of a message: how it lies in memory, and whether a gradient of it is wanted."""
 
-    part: Part
+    part: TensorLayout
     wanted: bool
 
 
-class Layout:
-    """What a message consists of: for each value a Slot, or the template of a value that is no tensor.
+class MessageLayout:
+    """What a message consists of: for each value a TensorSlot, or the template of a value that is no tensor.
 
     Its pieces are the block, where there is one, and the tensors that are sent as they are.
     """
 
-    def __init__(self, entries: Sequence[Slot | Template], n_numbers: int) -> None:
+    def __init__(self, entries: Sequence[TensorSlot | Template], n_numbers: int) -> None:
         self.entries = list(entries)
         self.n_numbers = n_numbers
-        slots = [(i, one.part) for i, one in enumerate(entries) if isinstance(one, Slot) and one.part.nbytes]
+        slots = [(i, one.part) for i, one in enumerate(entries) if isinstance(one, TensorSlot) and one.part.nbytes]
         # One tensor by itself needs no copy. One that is shorter than ABSENT does.
         alone = len(slots) == 1 and not n_numbers and slots[0][1].nbytes >= len(ABSENT)
         self.large = [i for i, part in slots if alone or part.nbytes >= LARGE_BYTES]
         self.small = [i for i, _ in slots if i not in self.large]
-        numbers = [Part(torch.int64, (n_numbers,), (1,))] if n_numbers else []
+        numbers = [TensorLayout(torch.int64, (n_numbers,), (1,))] if n_numbers else []
         self._parts = [*numbers, *(entries[i].part for i in self.small)]
         self._places, self.block_bytes = place(self._parts)
         self._whole = [(i, entries[i].part) for i in self.large]
@@ -66,22 +66,22 @@ class Layout:
 
     @classmethod
     def describe(
-        cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: Layout | None = None
-    ) -> Layout:
+        cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: MessageLayout | None = None
+    ) -> MessageLayout:
         """Return the layout of values. `like` is that of the values whose gradients these are.
 
         Raises InputError for a value that cannot be sent.
         """
-        entries: list[Slot | Template] = []
+        entries: list[TensorSlot | Template] = []
         numbers: list[int] = []
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
                 _check_tensor(value)
-                entries.append(Slot(read_part(value), bool(wanted and wanted[i])))
+                entries.append(TensorSlot(read_part(value), bool(wanted and wanted[i])))
             elif value is None and like is not None:
                 # The next batch may have a gradient here, which is then as long as the value.
                 slot = like.entries[i]
-                entries.append(Slot(slot.part, False) if isinstance(slot, Slot) and slot.wanted else None)
+                entries.append(TensorSlot(slot.part, False) if isinstance(slot, TensorSlot) and slot.wanted else None)
             else:
                 entries.append(part_value(value, numbers, here))
         return cls(entries, len(numbers))
@@ -89,23 +89,23 @@ class Layout:
     @cached_property
     def wanted(self) -> tuple[bool, ...]:
         """For each value, whether a gradient of it is wanted."""
-        return tuple(isinstance(one, Slot) and one.wanted for one in self.entries)
+        return tuple(isinstance(one, TensorSlot) and one.wanted for one in self.entries)
 
     def to_text(self) -> str:
         """Return the layout as JSON, for the receiver."""
         entries = [
             [str(e.part.dtype).removeprefix("torch."), e.part.shape, e.part.strides, e.wanted]
-            if isinstance(e, Slot)
+            if isinstance(e, TensorSlot)
             else e
             for e in self.entries
         ]
         return json.dumps([self.n_numbers, entries])
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> MessageLayout:
         """Return the layout that another rank sent; raises InputError for a dtype that is none here."""
         n_numbers, entries = json.loads(text)
-        made: list[Slot | Template] = []
+        made: list[TensorSlot | Template] = []
         for entry in entries:
             if not isinstance(entry, list):
                 made.append(entry)
@@ -114,7 +114,7 @@ class Layout:
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
                 raise InputError(f"another rank sent {name!r}, which is no dtype here: run one torch on all ranks")
-            made.append(Slot(Part(dtype, tuple(shape), tuple(strides)), wanted))
+            made.append(TensorSlot(TensorLayout(dtype, tuple(shape), tuple(strides)), wanted))
         return cls(made, n_numbers)
 
     # What the sender does
@@ -131,7 +131,7 @@ class Layout:
         found: dict[int, Tensor] = {}
         absent = set[int]()
         for i, (entry, value) in enumerate(zip(self.entries, values, strict=True)):
-            if isinstance(entry, Slot):
+            if isinstance(entry, TensorSlot):
                 if value is None:
                     absent.add(i)
                 found[i] = self._conform(entry.part, value, here)
@@ -155,7 +155,7 @@ class Layout:
         return pieces
 
     @staticmethod
-    def _conform(part: Part, value: Any, here: torch.device) -> Tensor:
+    def _conform(part: TensorLayout, value: Any, here: torch.device) -> Tensor:
         """Return a tensor that lies in memory as a part says; raises InputError for other shapes and types."""
         if value is None:
             return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=here).zero_()
@@ -214,13 +214,13 @@ class Layout:
     @cached_property
     def _valued(self) -> list[int]:
         """The places of values that are no tensors."""
-        return [i for i, entry in enumerate(self.entries) if not isinstance(entry, Slot) and entry is not None]
+        return [i for i, entry in enumerate(self.entries) if not isinstance(entry, TensorSlot) and entry is not None]
 
     @cached_property
     def _others(self) -> list[tuple[int, Callable[..., Tensor]]]:
         """The places of tensors without elements, with what makes them."""
         sent = {*self.small, *self.large}
-        slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, Slot) and i not in sent]
+        slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, TensorSlot) and i not in sent]
         return [(i, partial(torch.empty_strided, p.shape, p.strides, dtype=p.dtype)) for i, p in slots]
 
     def _find_absent(self, pieces: Sequence[Tensor]) -> list[int]:

@@ -108,7 +108,7 @@ class Agreement:
         """
         numbers = [hash_text(t) if isinstance(t, str) else t for t in (things.get(name, 0) for name in THINGS)]
         what = str(things["call"])
-        # A copy: the next meeting fills the same tensors.
+        # A copy: the next call fills the same tensors.
         found = [t.tolist() for t in self._world.gather(torch.tensor([*numbers, seed]), what)]
         if any(other[:-1] != found[0][:-1] for other in found):
             self._tell(things, found)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit.errors import RankError, RankTimeout
-from fxsplit.runtime.ranks.failures.guard import Guard
+from fxsplit.runtime.ranks.failures.guard import FaultGuard
 from fxsplit.runtime.ranks.failures.membership import find_membership
 from fxsplit.runtime.ranks.world.messages import Pair, begin, begin_collective, pack_text, sort_by_rank, unpack_text
 from fxsplit.torch_internals.distributed.process_groups import (
@@ -82,7 +82,7 @@ class World:
         if whole is None:
             # The same ranks may also meet as those of a mesh. All of them make their worlds in one order.
             number = next(_numbers)
-            self._guard = Guard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
+            self._guard = FaultGuard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
         else:
             self._guard = whole._guard
         self._make_groups()
@@ -162,8 +162,11 @@ class World:
     def _list_groups(self) -> list[Any]:
         """Return the groups in which this rank may wait."""
         own = [self._control, self._patient, *([self._data] if self._data is not self._control else [])]
-        own += [*dict.fromkeys([self.column, self.column_data])] if len(self.rows) > 1 else []
-        own += [*self._pair_groups, *(team for team in self._teams.values() if team is not None)]
+        own += [*dict.fromkeys([self.dp_group, self.dp_device_group])] if len(self.rows) > 1 else []
+        own += [
+            *self._pair_groups,
+            *(group for group in self._replica_groups.values() if group is not None),
+        ]
         return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
@@ -177,13 +180,13 @@ class World:
             self._data = self._make_group(self.ranks, self._find_backend(), self.limit_s)
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._pair_groups: list[Any] = []
-        self._teams: dict[tuple[int, ...], Any] = {}
+        self._replica_groups: dict[tuple[int, ...], Any] = {}
         if len(self.rows) > 1:
-            self.column = self._make_column("gloo")
+            self.dp_group = self._make_dp_group("gloo")
             backend = self._find_backend()
-            self.column_data = self.column if backend == "gloo" else self._make_column(backend)
+            self.dp_device_group = self.dp_group if backend == "gloo" else self._make_dp_group(backend)
 
-    def _make_column(self, backend: str, limit_s: float | None = None) -> Any:
+    def _make_dp_group(self, backend: str, limit_s: float | None = None) -> Any:
         """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
         made = [self._make(column, backend, limit_s or self.limit_s) for column in zip(*self.rows, strict=True)]
         self._made.append(made[self.me])
@@ -198,16 +201,16 @@ class World:
         self._made.remove(group)
         return group
 
-    def open_column(self) -> Any:
+    def open_dp_group(self) -> Any:
         """Return such a group of the ranks at this rank's place in all pipelines; None where there is one pipeline.
 
         Who waits in it waits as long as for a compile.
         """
         if len(self.rows) == 1:
             return None
-        column = self._make_column("gloo", COMPILE_LIMIT_S)
-        self._made.remove(column)
-        return column
+        group = self._make_dp_group("gloo", COMPILE_LIMIT_S)
+        self._made.remove(group)
+        return group
 
     def _find_backend(self) -> str:
         """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
@@ -248,14 +251,14 @@ class World:
             token = torch.zeros(1, device=self.device)
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
 
-    def open_team(self, members: tuple[int, ...]) -> Any:
+    def open_replica_group(self, members: tuple[int, ...]) -> Any:
         """Return a group for tensors of some ranks of this pipeline, by number; None on others. Every rank calls it."""
-        if members not in self._teams:
+        if members not in self._replica_groups:
             group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
-            self._teams[members] = group if self.me in members else None
+            self._replica_groups[members] = group if self.me in members else None
             # Nothing wakes who makes a group: no rank goes on, and may fail, before all have made theirs.
             self.gather(torch.zeros(1), "a new group")
-        return self._teams[members]
+        return self._replica_groups[members]
 
     def get_pair(self, source: int, to: int) -> Pair:
         """Return the pair of two ranks, which is open."""
@@ -316,7 +319,7 @@ class World:
         by_rank = sort_by_rank(found, self.ranks)
         work = begin_collective([own, *found], self._control.allgather, [by_rank], [own])
         self.wait(work, f"all ranks at {what}")
-        self._guard.note_meeting(self.ranks)
+        self._guard.note_collective(self.ranks)
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return the text of every rank."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError
-from fxsplit.ir.facts.capture.chunks import Cut, Replicate, find_cuts
+from fxsplit.ir.facts.capture.chunks import ChunkSpec, Replicate, find_cuts
 from tests.support.refusals import refused
 
 
@@ -58,7 +58,9 @@ def test_what_is_stated_counts_first() -> None:
 def test_a_row_may_have_several_entries() -> None:
     shapes = {"x": torch.empty(4, 5), "y": torch.empty(3, 8), "z": torch.empty(6)}
     found = find_cuts(shapes, {n: n for n in shapes}, {"x": 0, "y": 1})
-    assert found == {"x": Cut(0), "y": Cut(1, 2), "z": Cut(None)}, "the shortest that is stated tells the rows"
+    assert found == {"x": ChunkSpec(0), "y": ChunkSpec(1, 2), "z": ChunkSpec(None)}, (
+        "the shortest that is stated tells the rows"
+    )
     y = torch.arange(8).repeat(3, 1)
     pieces = found["y"].split(y, [3, 1])
     assert [p[0].tolist() for p in pieces] == [[0, 1, 2, 3, 4, 5], [6, 7]]

@@ -14,7 +14,7 @@ from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.ir.facts.capture import counts
 from fxsplit.ir.facts.capture.counts import (
     Count,
-    Watch,
+    CountWatch,
     check_nothing_counts,
     count_labels,
     is_mean,
@@ -68,7 +68,7 @@ def test_only_nothing_may_be_divided_by_nothing() -> None:
 
 
 def test_a_watch_warns_once_of_other_shares() -> None:
-    watch = Watch("the loss", [make_label_count({})])
+    watch = CountWatch("the loss", [make_label_count({})])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert watch.weigh([[torch.ones(3)], [torch.ones(6)]], [1, 2]) == share_rows([1, 2])
@@ -105,7 +105,7 @@ def test_a_watch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         is_there = False
 
     monkeypatch.setattr(host_copies, "HostCopy", Coming)
-    watch = Watch("the loss", [make_label_count({})])
+    watch = CountWatch("the loss", [make_label_count({})])
     for _ in range(2 * host_copies.MOST_COMING):
         watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])
     assert watch._coming.is_full

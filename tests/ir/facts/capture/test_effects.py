@@ -18,7 +18,7 @@ from fxsplit.errors import BrokenFact, MissingFact
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.capture.effects import CallEffects, Effects, find_effects, observe_effects
 from fxsplit.ir.facts.capture.example import Example
-from fxsplit.ir.facts.capture.meanings import ROWS, Meaning
+from fxsplit.ir.facts.capture.output_kinds import ROWS, OutputKind
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.passes import Profile
@@ -137,7 +137,7 @@ def test_a_saved_profile_still_says_what_planning_needs(tmp_path: Path) -> None:
 
 
 def test_a_dump_says_what_outputs_mean() -> None:
-    effects = CallEffects(meanings=(Meaning(), Meaning(dim=1, each=4), Meaning("sum")))
+    effects = CallEffects(meanings=(OutputKind(), OutputKind(dim=1, each=4), OutputKind("sum")))
     assert str(effects) == "outputs: rows on 0, rows on 1, 4 each, sum" and str(CallEffects()) == "outputs: none"
 
 

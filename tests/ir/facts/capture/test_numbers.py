@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxsplit.ir.facts.capture.numbers import hold_numbers, list_number_nodes, name_numbers, set_numbers
-from fxsplit.ir.facts.capture.python_state import Number, Place, PythonState
+from fxsplit.ir.facts.capture.python_state import NumberPlace, Place, PythonState
 
 
 def place(held: dict[str, object], name: str, text: str = "") -> Place:
@@ -25,13 +25,13 @@ def test_names_are_those_of_the_places() -> None:
         place(held, "other"),
         place(held, "odd", "closure variable '1'"),
     ]
-    numbers = [Number(p, (0.0, 1.0)) for p in places]
+    numbers = [NumberPlace(p, (0.0, 1.0)) for p in places]
     assert name_numbers(numbers, ["x", "rate"]) == ["rate_", "rate__", "other", "number"]
 
 
 def test_places_hold_what_they_held_afterwards() -> None:
     held: dict[str, object] = {"rate": 1.0}
-    number = Number(place(held, "rate"), (1.0, 2.0))
+    number = NumberPlace(place(held, "rate"), (1.0, 2.0))
     assert number.other == 2.0
     with pytest.raises(KeyError), hold_numbers([number], [5.0]):
         assert held == {"rate": 5.0} and number.other == 1.0

@@ -10,7 +10,7 @@ import pytest
 
 from fxsplit.api.plan import lay_out
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
-from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost, Tie
+from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost, TiedParameter
 from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory, follow_stage, list_crossings
@@ -119,7 +119,7 @@ def test_weights_that_wait_hold_the_gradient_that_has_arrived() -> None:
 
 def test_the_gradient_of_a_tied_parameter_is_there_from_its_last_user_to_its_first() -> None:
     costs = chain(kept("a", ["x"], parameter_bytes=9), kept("b", ["a"]), kept("c", ["b"], parameter_bytes=9))
-    tied = replace(costs, tied=(Tie(9.0, 0.0, ("a", "c")),))
+    tied = replace(costs, tied=(TiedParameter(9.0, 0.0, ("a", "c")),))
     assert follow(tied, "abc", "")[0].whole_bytes >= follow(costs, "abc", "")[0].whole_bytes + 9 - 4
     assert follow(tied, "ab", "c") == follow(costs, "ab", "c"), "in two stages each has its own"
 

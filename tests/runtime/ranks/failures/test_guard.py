@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from fxsplit.errors import RankError
-from fxsplit.runtime.ranks.failures.board import Board, look_until
-from fxsplit.runtime.ranks.failures.guard import Guard, _end_started
+from fxsplit.runtime.ranks.failures.board import FaultBoard, look_until
+from fxsplit.runtime.ranks.failures.guard import FaultGuard, _end_started
 from fxsplit.torch_internals.distributed.process_groups import clone_store
 from tests.support.ranks import end_by_error, ranks
 
@@ -18,15 +18,15 @@ from tests.support.ranks import end_by_error, ranks
 def leave_together(rank: int, n: int) -> list[bool]:
     """Return whether this rank has waited for the others to read its error, and had to do so to the end."""
     seen: list[bool] = []
-    wait = Board.wait_until_seen
+    wait = FaultBoard.wait_until_seen
 
-    def wait_long(self: Board, limit_s: float) -> bool:
+    def wait_long(self: FaultBoard, limit_s: float) -> bool:
         seen.append(wait(self, 30.0))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "wait_until_seen", wait_long)
-        Guard("test", rank, n, list, str).leave(KeyboardInterrupt())
+        patch.setattr(FaultBoard, "wait_until_seen", wait_long)
+        FaultGuard("test", rank, n, list, str).leave(KeyboardInterrupt())
     return seen
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_are_all_interrupted_do_not_wait_for_each_other() -> None:
 
 def renew_one_after_another(rank: int, n: int) -> bool:
     """Return whether all ranks had made their groups when this one went on; each takes longer than the last."""
-    guard = Guard("test", rank, n, list, str)
+    guard = FaultGuard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
     store = clone_store()
@@ -60,7 +60,7 @@ def test_no_rank_goes_on_after_a_failure_before_all_have_made_their_groups() -> 
 
 def renew_in_vain(rank: int, n: int) -> str:
     """Return what is raised where rank 1 cannot make its groups."""
-    guard = Guard("test", rank, n, list, str)
+    guard = FaultGuard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
 
@@ -83,7 +83,7 @@ def test_all_ranks_raise_what_one_cannot_make() -> None:
 
 def go_on_alone(rank: int, n: int, how: str) -> str:
     """Return what rank 0 is told that goes on after a failure, where the functions of the other ranks end."""
-    guard = Guard("test", rank, n, list, str)
+    guard = FaultGuard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
     guard.rest()
@@ -111,7 +111,7 @@ ALL, ROWS = (0, 1, 2), ((0, 1), (2,))
 
 def leave_early(rank: int, n: int, meets: str, dies: bool) -> list[str]:
     """Return what rank 0 is told in a call that rank 2 has finished before it left, and in the next call."""
-    guard, store, found = Guard("test", rank, n, list, str), clone_store(), []
+    guard, store, found = FaultGuard("test", rank, n, list, str), clone_store(), []
 
     def look() -> str:
         """Return what is raised, if anything, once the thread of the guard has had time to look."""
@@ -124,7 +124,7 @@ def leave_early(rank: int, n: int, meets: str, dies: bool) -> list[str]:
 
     needed = frozenset(ROWS[rank // 2]) if meets == "by itself" else None
     with suppress(RankError), guard.watch(30, needed=needed):
-        guard.note_meeting(ALL if meets == "all" else ROWS[rank // 2])
+        guard.note_collective(ALL if meets == "all" else ROWS[rank // 2])
         if rank != 2:
             store.wait(["rank 2 has left"])
             if rank == 1 and dies:

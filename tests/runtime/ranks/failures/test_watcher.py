@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fxsplit.runtime.ranks.failures import watcher as watcher_module
-from fxsplit.runtime.ranks.failures.board import Board
+from fxsplit.runtime.ranks.failures.board import FaultBoard
 from fxsplit.runtime.ranks.failures.faults import Fault
-from fxsplit.runtime.ranks.failures.watcher import Watcher
+from fxsplit.runtime.ranks.failures.watcher import FaultWatcher
 from fxsplit.torch_internals.distributed.process_groups import break_waits, clone_store
 from tests.support.ranks import ranks
 
@@ -32,8 +32,10 @@ class Caught(Exception):
 def job(rank: int, world: int, act: Callable[[int], None], limit_s: float, collective: bool = False) -> Any:
     """Wait for messages that never come, once `act` is over; return what was raised, and after how long."""
     group = dist.new_group(list(range(world)), timedelta(seconds=WAIT_S))
-    board = Board(clone_store(), "test", rank, world)
-    watcher = Watcher(Board(clone_store(), "test", rank, world), lambda: break_waits(group), lambda: f"at {rank}")
+    board = FaultBoard(clone_store(), "test", rank, world)
+    watcher = FaultWatcher(
+        FaultBoard(clone_store(), "test", rank, world), lambda: break_waits(group), lambda: f"at {rank}"
+    )
     dist.barrier()
     begun = time.monotonic()
     try:
@@ -79,9 +81,9 @@ def test_an_error_of_one_rank_wakes_the_others(collective: bool) -> None:
 def fail_after_a_rest(rank: int, world: int) -> Any:
     """The thread has gone to sleep, as there was no job for a while, and is woken by the next one."""
     watcher_module.IDLE_LOOKS = 0
-    board, watched = (Board(clone_store(), "rest", rank, world) for _ in range(2))
+    board, watched = (FaultBoard(clone_store(), "rest", rank, world) for _ in range(2))
     heard = threading.Event()
-    watcher = Watcher(watched, heard.set, lambda: "")
+    watcher = FaultWatcher(watched, heard.set, lambda: "")
     with watcher.watch(30.0):
         pass
     until = time.monotonic() + 20
@@ -100,8 +102,8 @@ def test_a_thread_that_has_gone_to_sleep_is_woken() -> None:
 
 def watch_in_another(rank: int, world: int) -> tuple[bool, bool, bool]:
     """Return whether a block is given up at the firm limit of the one around it: with a stopped clock, and without."""
-    board, heard = Board(clone_store(), "firm", rank, world), threading.Event()
-    watcher = Watcher(board, heard.set, lambda: "")
+    board, heard = FaultBoard(clone_store(), "firm", rank, world), threading.Event()
+    watcher = FaultWatcher(board, heard.set, lambda: "")
     with watcher.watch(0.3, firm=True), watcher.watch(600.0):
         inside = heard.wait(20)
     heard.clear()

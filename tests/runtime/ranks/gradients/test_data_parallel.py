@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitError, InputError, RanksDiffer
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.proof.test_replicas import chain
 from tests.support.models import FAST, Mlp, Tied
 from tests.support.ranks import ranks
@@ -53,8 +53,8 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
     pipe = fxsplit.compile(model, mesh["dp", "pp"], example_inputs=x[:6], **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pipe, unsplit)]
     worst = 0.0
-    columns = pipe.compiler.team.summing.columns  # type: ignore[union-attr]
-    assert [int(t) for t in columns.gather(torch.tensor(row), "a test")] == [0, 1] and columns.row == row
+    data_parallel = pipe.compiler.compile_group.reduction.data_parallel  # type: ignore[union-attr]
+    assert [int(t) for t in data_parallel.gather(torch.tensor(row), "a test")] == [0, 1] and data_parallel.row == row
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -67,7 +67,7 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (pipe, unsplit)]
         worst = max(worst, float((norms[0] - norms[1]).abs()))
         for own, other in zip(model.parameters(), unsplit.parameters(), strict=True):
-            if not is_away(own):
+            if not is_remote(own):
                 assert own.grad is not None and other.grad is not None
                 worst = max(worst, float((own.grad - other.grad).abs().max()))
         for optimizer in optimizers:

@@ -18,10 +18,10 @@ import fxsplit
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.errors import InputError
 from fxsplit.runtime.job.job import Job
-from fxsplit.runtime.ranks import meeting
+from fxsplit.runtime.ranks import session
 from fxsplit.runtime.ranks.gradients.reducer import Reducer
 from fxsplit.runtime.ranks.hooks import hooks
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.proof.test_replicas import chain
 from tests.support.models import FAST, Mlp
 from tests.support.ranks import ranks
@@ -57,7 +57,7 @@ def list_gradients(pipe: Pipeline, unsplit: nn.Module) -> list[tuple[Tensor, Ten
     """Return each parameter of this rank with its gradient and that of the unsplit model."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for own, other in zip(pipe.model.parameters(), unsplit.parameters(), strict=True):
-        if not is_away(own):
+        if not is_remote(own):
             assert own.grad is not None and other.grad is not None
             found.append((own, own.grad, other.grad))
     return found
@@ -92,7 +92,7 @@ def measure(rank: int, n: int, names: list[str]) -> dict[str, tuple[float, float
                 worst = max(worst, float((mine - other).abs().max()))
                 given[weight] = given.get(weight, 0.0) + other
                 applied[weight] = applied.get(weight, 0.0) + mine
-        reducers = [pipe.compiler.team.summing.columns.reducer]  # type: ignore[union-attr]
+        reducers = [pipe.compiler.compile_group.reduction.data_parallel.reducer]  # type: ignore[union-attr]
         lost = 0.0
         if reducers[0].residuals is not None:
             for weight in given:
@@ -144,7 +144,7 @@ def add_replicas(rank: int, n: int, name: str | None) -> tuple[float, float]:
             worst = max(worst, float((mine - other).abs().max()))
             given[weight] = given.get(weight, 0.0) + other
             applied[weight] = applied.get(weight, 0.0) + mine
-    reducers = list(pipe.compiler.team.summing._replicas.values())  # type: ignore[union-attr]
+    reducers = list(pipe.compiler.compile_group.reduction._replicas.values())  # type: ignore[union-attr]
     # Replicas have copies of the weights, whose first one is the model's own; their sums are means times two.
     if reducers and reducers[0].residuals is not None:
         kept = [left for _, left in reducers[0].residuals._left.values()]
@@ -191,7 +191,7 @@ Record = list[tuple[str, Any]]
 
 def record_order(record: Record) -> None:
     """Note each action of this rank, each bucket that is begun, and the end of the job."""
-    run, begin, end = Job._run_actions, Reducer.begin, meeting.RankMeeting.end
+    run, begin, end = Job._run_actions, Reducer.begin, session.RankSession.end
 
     def note_actions(job: Job, *args: Any) -> None:
         after = job.after
@@ -213,7 +213,7 @@ def record_order(record: Record) -> None:
 
     Job._run_actions = note_actions  # type: ignore[method-assign, assignment]
     Reducer.begin = note_begin  # type: ignore[method-assign, assignment]
-    meeting.RankMeeting.end = note_end  # type: ignore[method-assign, assignment]
+    session.RankSession.end = note_end  # type: ignore[method-assign, assignment]
 
 
 def begin_early(rank: int, n: int, schedule: str, name: str) -> tuple[Record, bool]:
@@ -228,12 +228,12 @@ def begin_early(rank: int, n: int, schedule: str, name: str) -> tuple[Record, bo
     record: Record = []
     record_order(record)
     pipe.step(x[own], target=y[own])
-    early = [p.grad.clone() for p in pipe.model.parameters() if not is_away(p) and p.grad is not None]
+    early = [p.grad.clone() for p in pipe.model.parameters() if not is_remote(p) and p.grad is not None]
     noted = list(record)
     pipe.zero_grad()
-    meeting.EarlySums = lambda *args: lambda action: None  # type: ignore[attr-defined, assignment]
+    session.EarlySums = lambda *args: lambda action: None  # type: ignore[attr-defined, assignment]
     pipe.step(x[own], target=y[own])
-    late = [p.grad for p in pipe.model.parameters() if not is_away(p) and p.grad is not None]
+    late = [p.grad for p in pipe.model.parameters() if not is_remote(p) and p.grad is not None]
     after = record[len(noted) :]
     kinds = [kind for kind, _ in after]
     assert kinds.index("end") < kinds.index("sum")
@@ -310,7 +310,7 @@ def fail_in_hook(rank: int, n: int) -> tuple[str, str, float]:
         for weight, mine, other in list_gradients(pipe, unsplit):
             given[weight] = given.get(weight, 0.0) + other
             applied[weight] = applied.get(weight, 0.0) + mine
-    reducers = [pipe.compiler.team.summing.columns.reducer]  # type: ignore[union-attr]
+    reducers = [pipe.compiler.compile_group.reduction.data_parallel.reducer]  # type: ignore[union-attr]
     lost = [(applied[w] + add_residuals(w, reducers) - given[w]).detach().abs().max() for w in given]
     pipe.close()
     return *raised, float(max(lost))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.gradients.reducer import Reducer
-from fxsplit.runtime.ranks.hooks.buckets import Offer, fill_buckets
+from fxsplit.runtime.ranks.hooks.buckets import GradientOffer, fill_buckets
 from fxsplit.runtime.ranks.hooks.hooks import NAMED, HookChoice
 from fxsplit.runtime.ranks.hooks.sketch import Hashes
 from fxsplit.runtime.ranks.hooks.topk import merge
@@ -24,7 +24,7 @@ def make_parameters() -> list[Tensor]:
     return [torch.zeros(shape, dtype=torch.float64).requires_grad_() for shape in SHAPES]
 
 
-def draw_gradients(rank: int, step: int, parameters: list[Tensor]) -> list[Offer]:
+def draw_gradients(rank: int, step: int, parameters: list[Tensor]) -> list[GradientOffer]:
     """Return gradients of a few large entries and many small ones; each rank lacks some in some steps."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     found = []
@@ -32,7 +32,7 @@ def draw_gradients(rank: int, step: int, parameters: list[Tensor]) -> list[Offer
         gradient = torch.randn(p.shape, dtype=torch.float64, generator=generator) ** 3
         lacks = number == 1 and step % 3 == 0 and rank != 0
         nowhere = number == 3 and step % 5 == 0
-        found.append(Offer(p, None if lacks or nowhere else gradient))
+        found.append(GradientOffer(p, None if lacks or nowhere else gradient))
     return found
 
 
@@ -94,7 +94,7 @@ def train_with(rank: int, n: int, name: str, rows: int) -> list[float]:
     for _ in range(100):
         model.zero_grad()
         nn.functional.mse_loss(model(x[own]), y[own]).backward()
-        shares = [Offer(p, p.grad) for p in model.parameters()]
+        shares = [GradientOffer(p, p.grad) for p in model.parameters()]
         means = reducer.finish(shares, len(x[own]) * n / rows)
         reducer.settle(kept=True)
         with torch.no_grad():
@@ -171,13 +171,17 @@ def test_a_hook_is_read_with_its_options() -> None:
 
 def test_buckets_are_cut_by_bytes_dtypes_and_refuse_sparse_gradients() -> None:
     a, b, c = torch.zeros(10), torch.zeros(10), torch.zeros(3, dtype=torch.float64)
-    made = fill_buckets([Offer(a, torch.ones(10)), Offer(b, None), Offer(c, torch.ones(3).double())], 60)
+    made = fill_buckets(
+        [GradientOffer(a, torch.ones(10)), GradientOffer(b, None), GradientOffer(c, torch.ones(3).double())], 60
+    )
     assert [len(one.parameters()) for one in made] == [1, 1, 1] and [m.is_last() for m in made] == [False, False, True]
-    made = fill_buckets([Offer(a, torch.ones(10)), Offer(b, None), Offer(c, torch.ones(3).double())])
+    made = fill_buckets(
+        [GradientOffer(a, torch.ones(10)), GradientOffer(b, None), GradientOffer(c, torch.ones(3).double())]
+    )
     assert [one.buffer().numel() for one in made] == [20, 3] and [one.index() for one in made] == [0, 1]
     assert made[0].gradients()[1].shape == (10,) and float(made[0].buffer().sum()) == 10.0
     with pytest.raises(InputError, match=r"shape \[2, 2\] is sparse_coo, which no hook takes"):
-        fill_buckets([Offer(torch.zeros(2, 2), torch.eye(2).to_sparse())])
+        fill_buckets([GradientOffer(torch.zeros(2, 2), torch.eye(2).to_sparse())])
     assert fill_buckets([]) == []
 
 

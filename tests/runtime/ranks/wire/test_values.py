@@ -13,7 +13,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 from fxsplit.runtime.job.compress import compress, restore
 from fxsplit.runtime.ranks.wire.gradient_messages import pack_gradient, unpack_gradients
-from fxsplit.runtime.ranks.wire.layout import Layout
+from fxsplit.runtime.ranks.wire.layout import MessageLayout
 from fxsplit.runtime.ranks.wire.values import build_value, part_value
 
 HERE = torch.device("cpu")
@@ -58,13 +58,13 @@ def test_names_of_another_torch_are_refused() -> None:
     with pytest.raises(InputError, match="'load', which is no dtype here"):
         build_value({"dtype": "load"}, iter(()), HERE)
     with pytest.raises(InputError, match="'load', which is no dtype here"):
-        Layout.parse('[0, [["load", [2], [1], false]]]')
+        MessageLayout.parse('[0, [["load", [2], [1], false]]]')
 
 
-def send(values: list[Any], wanted: list[bool], like: Layout | None = None) -> tuple[Layout, list[Any]]:
+def send(values: list[Any], wanted: list[bool], like: MessageLayout | None = None) -> tuple[MessageLayout, list[Any]]:
     """Return what the other end has of a message."""
-    layout = Layout.describe(values, wanted, HERE, like)
-    other = Layout.parse(layout.to_text())
+    layout = MessageLayout.describe(values, wanted, HERE, like)
+    other = MessageLayout.parse(layout.to_text())
     pieces = other.make_pieces(HERE)
     for piece, sent in zip(pieces, layout.pack(values, HERE), strict=True):
         assert piece.nbytes == sent.nbytes
@@ -115,16 +115,16 @@ def test_a_write_to_one_value_is_none_to_another() -> None:
 
 @pytest.mark.parametrize("shapes", [[(3,)], [()], [(200, 200)], [(2,), (200, 200), ()]])
 def test_absent_gradients_are_absent_at_the_other_end(shapes: list[tuple[int, ...]]) -> None:
-    ahead = Layout.describe([torch.randn(s) for s in shapes], [True] * len(shapes), HERE)
+    ahead = MessageLayout.describe([torch.randn(s) for s in shapes], [True] * len(shapes), HERE)
     for missing in range(2 ** len(shapes)):
         gradients = [None if missing >> i & 1 else torch.randn(s) for i, s in enumerate(shapes)]
         _, found = send(gradients, [], ahead)
         for one, expected in zip(found, gradients, strict=True):
             assert (one is None) == (expected is None) and (expected is None or torch.equal(one, expected))
         # What has a gradient now may have had none at first.
-        first = Layout.describe([None] * len(shapes), [], HERE, ahead)
+        first = MessageLayout.describe([None] * len(shapes), [], HERE, ahead)
         pieces = [piece.reshape(-1) for piece in first.pack(gradients, HERE)]
-        again = Layout.parse(first.to_text()).unpack(pieces, HERE, gradients=True)
+        again = MessageLayout.parse(first.to_text()).unpack(pieces, HERE, gradients=True)
         assert [g is None for g in again] == [g is None for g in gradients]
 
 
@@ -133,7 +133,7 @@ def test_absent_gradients_are_absent_where_cuts_are_compressed(how: str) -> None
     """What restores a value of bfloat16 has no elements, and so no bytes that could say that it is not there."""
     values = [torch.randn(40, 30), torch.randn(2)]
     short, wanted = compress(values, [True, True], how)
-    ahead = Layout.describe(short, wanted, HERE)
+    ahead = MessageLayout.describe(short, wanted, HERE)
     for gradients in ([None, None], [torch.randn(40, 30), None], [None, torch.randn(2)], values):
         sent, _ = compress(gradients, [], how)
         _, found = send(sent, [], ahead)
@@ -144,12 +144,12 @@ def test_absent_gradients_are_absent_where_cuts_are_compressed(how: str) -> None
 
 
 def test_other_shapes_and_kinds_are_refused() -> None:
-    layout = Layout.describe([torch.ones(3)], [True], HERE)
+    layout = MessageLayout.describe([torch.ones(3)], [True], HERE)
     for other in (torch.ones(4), torch.ones(3, dtype=torch.float64), 3):
         with pytest.raises(InputError, match="what is carried between ranks"):
             layout.pack([other], HERE)
     with pytest.raises(InputError, match="only plain strided ones"):
-        Layout.describe([torch.eye(3).to_sparse()], [True], HERE)
+        MessageLayout.describe([torch.eye(3).to_sparse()], [True], HERE)
 
 
 # Before torch 2.13 it warns of any sparse tensor, once in a process.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.distributed.away import is_away
+from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from tests.support.models import FAST, Tied
 from tests.support.ranks import ranks
 
@@ -28,7 +28,7 @@ def train_in_order(rank: int, n: int, order: list[int]) -> tuple[bool, list[str]
             expected = F.mse_loss(unsplit(x), y)
             expected.backward()
             torch.testing.assert_close(pipe.step(x, target=y), expected.detach(), rtol=1e-12, atol=1e-12)
-        own = [name for name, p in model.named_parameters() if not is_away(p)]
+        own = [name for name, p in model.named_parameters() if not is_remote(p)]
         others = dict(unsplit.named_parameters())
         for name in own:
             torch.testing.assert_close(model.get_parameter(name).grad, others[name].grad, rtol=1e-12, atol=1e-12)

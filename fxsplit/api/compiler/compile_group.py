@@ -1,0 +1,303 @@
+"""Ranks: how the ranks of a pipeline come to one program; the first of them measures and plans for all.
+
+The others wait meanwhile, and do not load the machine that is measured. What the first rank has found goes to them as
+text: costs and plan as JSON, which are read as data.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from math import inf
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import torch
+
+from fxsplit.api.compiler.options import Candidate, CompileOptions
+from fxsplit.errors import InputError, RankError, RanksDiffer
+from fxsplit.formats.plan_json import parse_plan, plan_to_dict
+from fxsplit.ir.chain import Chain
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import GPU_LINK_BYTES_PER_S, Device, Machine
+from fxsplit.ir.facts.given.torch_devices import read_memory
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.graph import IR, name_pass
+from fxsplit.ir.text import render_graph
+from fxsplit.runtime.ranks.gradients.reduction import GradientReduction, check_bucket_bytes
+from fxsplit.runtime.ranks.weight_placement import WeightPlacement, list_named
+from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, sum_values
+from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S, World
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, Scheduler
+from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.torch_internals.fake.fake_weights import lacks_values
+from fxsplit.torch_internals.user_lines import warn_user
+
+T = TypeVar("T")
+GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
+"""What adds gradients over ranks: a name, or a state and a hook as torch's DDP takes them."""
+SEARCH = ("augment", "order", "partition")
+"""The passes that search for a plan, which ranks that are told one need not run."""
+
+ALL_ALIKE = (
+    "All pipelines of a mesh compile together, with the same code and options, for one shape on all ranks: where "
+    "batches have other numbers of rows, pipe.eval().compile_for(x) compiles for one shape before the first of them"
+)
+"""What to look at where ranks of a mesh differ as they compile."""
+
+
+@dataclass(frozen=True)
+class TakePlan:
+    """Learn the plan that the first rank has made."""
+
+    plan: Plan
+
+    name: ClassVar[str] = "take-plan"
+    ignores_mode: ClassVar[bool] = True
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Plan."""
+        return ir.learn(self.plan)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan:
+    """What the first rank has found: a candidate with its costs and plan, or that the other mode's program serves.
+
+    costs: None where the chain measures nothing. moves_weights: as in `Compiled`.
+    """
+
+    shared: bool
+    candidate: Candidate
+    costs: Costs | None
+    plan: Plan
+    moves_weights: bool
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        scheduler = self.candidate.scheduler
+        return json.dumps(
+            {
+                "shared": self.shared,
+                "scheduler": [scheduler.name, scheduler.n_devices, scheduler.stages_per_device],
+                "n_microbatches": self.candidate.n_microbatches,
+                "costs": None if self.costs is None else self.costs.to_text(),
+                "plan": plan_to_dict(self.plan),
+                "moves_weights": self.moves_weights,
+            }
+        )
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> SharedPlan:
+        """Return what the first rank has told."""
+        costs = data["costs"]
+        return cls(
+            shared=data["shared"],
+            candidate=Candidate(Scheduler(*data["scheduler"]), data["n_microbatches"]),
+            costs=None if costs is None else Costs.parse(json.loads(costs), "the first rank's profile"),
+            plan=parse_plan(data["plan"], "the first rank's plan"),
+            moves_weights=data["moves_weights"],
+        )
+
+    def apply(self, options: CompileOptions) -> CompileOptions:
+        """Return options with which a chain comes to this plan, and measures nothing."""
+        # The pass that compresses cuts stands before one that is skipped, and prices are compared with those it makes.
+        chain = options.compressing
+        names = [name_pass(step) for step in chain]
+        if "partition" in names:
+            at = names.index("partition")
+            # A pass between them may read what the search knows.
+            skipped = set(SEARCH) if names[at - 2 : at + 1] == list(SEARCH) else {"partition"}
+            kept = [TakePlan(self.plan) if n == "partition" else p for n, p in zip(names, chain, strict=True)]
+            chain = Chain(tuple(p for n, p in zip(names, kept, strict=True) if n == "partition" or n not in skipped))
+        count = options.n_microbatches
+        if self.costs is not None and not isinstance(count, int):
+            count = self.candidate.n_microbatches
+        return replace(options, chain=chain, costs=self.costs or options.costs, n_microbatches=count, compress=None)
+
+
+class CompileGroup:
+    """The ranks that compile one pipeline. `label` names it on all of them. summing: how they add gradients."""
+
+    def __init__(self, world: World, reduction: GradientReduction) -> None:
+        self.world = world
+        self.reduction = reduction
+        self.label = world.begin_pipeline(self)
+        self.placement = WeightPlacement(world, self.label)
+        # Of a mesh, the first rank of all plans for all pipelines.
+        self._whole = world.whole
+        self._has_met = False
+        self._agreement = Agreement(world.whole, ALIKE if len(world.rows) == 1 else ALL_ALIKE)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank measures and plans."""
+        return self._whole.me == 0
+
+    @contextmanager
+    def meet(
+        self, options: CompileOptions, model: torch.nn.Module, inputs: str, *, from_shapes: bool
+    ) -> Iterator[None]:
+        """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions.
+
+        Each rank has the values of all weights in the block, as it has in the first compile. from_shapes: it has those
+        of buffers only, as the weights may be more than a rank has memory for.
+        """
+        weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
+        stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
+        stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
+        stated += [str(self.reduction)]
+        program = (
+            f"fxsplit {version('fxsplit')}, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{type(model).__name__} in {'training' if model.training else 'evaluation'} with weights "
+            f"{hash_text(str(weights)):x}{self._sum_weights(model)}, and options {stated}"
+        )
+        with self._whole.watch(COMPILE_LIMIT_S):
+            call = f"compile number {self._whole.count('compile of ' + self.label)} of {self.label}"
+            self._agreement.meet({"call": call, "program": program, "inputs": inputs}, 0)
+            if len(self.world.rows) == 1 and not self._has_met:
+                self._warn_of_other_weights(model)
+            self._has_met = True
+            with self._whole.stop_clock(), self.placement.lend(_list_lent(model, from_shapes=from_shapes)):
+                yield
+
+    def fit(self, model: torch.nn.Module, fit: Callable[[], T | None], *, from_shapes: bool) -> T | None:
+        """Return the graph that `fit` returns, if it finds one on all ranks of the pipeline; None otherwise.
+
+        `fit` looks whether a graph that there is holds for other shapes, with the values of all weights (see `meet`).
+        Each rank compares the graph with the model by itself. Where rounding hides a difference from one of them, all
+        compile. Raises RanksDiffer where one makes another call.
+        """
+        agreed = self.placement.agree("other shapes", limit_s=COMPILE_LIMIT_S)
+        with agreed, self.world.stop_clock(), self.placement.lend(_list_lent(model, from_shapes=from_shapes)):
+            found = fit()
+            there = self.world.gather(torch.tensor([int(found is not None)]), "other shapes")
+        return found if all(map(int, there)) else None
+
+    def tell(self, find: Callable[[], SharedPlan] | None) -> SharedPlan | None:
+        """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
+
+        Raises RankError where it finds nothing, and the first rank its own error.
+        """
+        what = "the plan"
+        if find is not None:
+            try:
+                text = find().to_text()
+            except BaseException as error:
+                self._whole.tell(json.dumps({"error": f"{type(error).__name__}: {error}"}), what, patient=True)
+                raise
+            self._whole.tell(text, what, patient=True)
+            return None
+        data = json.loads(self._whole.tell(None, what, patient=True))
+        if "error" in data:
+            raise RankError(f"rank 0, which plans for all ranks, failed: {data['error']}")
+        return SharedPlan.parse(data)
+
+    def end(self, error: BaseException | None, graph: str, program: str) -> None:
+        """End a compile on all ranks. Raises RanksDiffer where graphs or programs do, or the first error of any rank.
+
+        graph, program: what must be alike; empty where a rank has none.
+        """
+        # First: a rank with another graph may fail in many ways, which say less.
+        self._compare(graph, "has captured the graph", error)
+        if error is not None:
+            raise error
+        self._compare(program, "has compiled", None)
+
+    def check_sums(self, plan: Plan, scheduler: Scheduler) -> None:
+        """Raise InputError for a hook that this plan is not for."""
+        self.reduction.check_homes(find_replicas(plan) or scheduler.homes(len(plan.stages)))
+
+    def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
+        """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""
+        texts = self._whole.gather_texts(own, "the end of a compile")
+        odd = next((rank for rank, text in enumerate(texts) if text.strip() not in ("", texts[0].strip())), None)
+        if odd is not None and texts[0].strip():
+            raise RanksDiffer(
+                f"rank {odd} {sentence} {texts[odd]}; rank 0 {sentence} {texts[0]}. Every rank builds the same model "
+                "with the same code, and calls it with the same arguments"
+            ) from error
+
+    def _sum_weights(self, model: torch.nn.Module) -> str:
+        """Return what pipelines of a mesh have alike that begin with the same weights; nothing for one pipeline."""
+        # Later each rank has those of its stages, which may be all of them or none.
+        if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
+            return ""
+        return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
+
+    def _warn_of_other_weights(self, model: torch.nn.Module) -> None:
+        """Warn where ranks of one pipeline begin with other weights: each stage keeps those of its own rank."""
+        # A rank without values is to get them, as from a checkpoint.
+        sums = {} if lacks_values(model) else {name: sum_values(weight) for name, weight in list_named(model)}
+        told = [json.loads(text) for text in self._whole.gather_texts(json.dumps(sums), "the start of a compile")]
+        first = next((rank for rank, sums in enumerate(told) if sums), 0)
+        odd = [(rank, n) for rank, sums in enumerate(told) for n, value in sums.items() if value != told[first].get(n)]
+        if odd:
+            rank, name = odd[0]
+            warn_user(
+                f"rank {rank} begins with other weights than rank {first}, such as {name!r}, and each stage keeps those"
+                " of its own rank, so that together they are the model of no rank: build the model from one seed on"
+                " all ranks, torch.manual_seed(0), or load the same weights on each"
+            )
+
+
+def _list_lent(model: torch.nn.Module, *, from_shapes: bool) -> dict[str, torch.Tensor]:
+    """Return the weights, by name, that ranks lend each other for a compile: buffers only of one `from_shapes`."""
+    return dict(model.named_buffers() if from_shapes else list_named(model))
+
+
+def make_compile_group(world: World | None, options: CompileOptions) -> CompileGroup | None:
+    """Return the ranks that compile with these options, or None where this process runs everything.
+
+    Raises InputError for options that say how gradients are added over ranks where they are not.
+    """
+    if world is None:
+        given = {"gradient_hook": options.gradient_hook, "bucket_bytes": options.bucket_bytes}
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is not None:
+            check_bucket_bytes(options.bucket_bytes)
+            raise InputError(
+                f"{name}={given[name]!r} says how gradients are added over ranks, and all devices are of this process: "
+                "give a mesh of two dimensions, mesh['dp', 'pp'], under a launcher, or leave it out"
+            )
+        return None
+    if len(world.rows) > 1 and options.schedule in ASYNCHRONOUS:
+        raise InputError(
+            f"schedule={options.schedule!r} steps between microbatches, and pipelines of a mesh add their gradients "
+            "once a step: give 1F1B, or a mesh of one dimension"
+        )
+    return CompileGroup(world, GradientReduction(world, options.gradient_hook, options.bucket_bytes))
+
+
+def describe_graph(captured: IR) -> str:
+    """Return what two ranks have alike if they captured the same graph: its number, and how many nodes it has."""
+    # Addresses of objects, and numbers of GPUs, are those of one process.
+    modules = [repr(captured.gm.get_submodule(str(n.target))) for n in captured.gm.graph.find_nodes(op="call_module")]
+    # What a mask chooses has as many entries as it says, in the rows of one pipeline of a mesh.
+    lines = [render_graph(captured.gm, shapes=False), *modules]
+    text = re.sub(r"0x[0-9a-f]+|index=\d+|cuda:\d+", "", "\n".join(lines))
+    return f"{hash_text(text):x} of {len(captured.gm.graph.nodes)} nodes"
+
+
+def describe_program(plan: Plan, options: CompileOptions) -> str:
+    """Return what two ranks have alike if they compiled the same graph to the same program."""
+    return f"plan {hash_text(json.dumps(plan_to_dict(plan))):x}, recompute={options.recompute!r}"
+
+
+def make_machine(world: World) -> Machine:
+    """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
+    memory = read_memory(world.device)
+    # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
+    with world.whole.watch():
+        # Others may have come to a call of a pipeline that there is already.
+        Agreement(world.whole).meet({"call": "the compile of another pipeline"}, 0)
+        found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
+    memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}
+    told = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]
+    devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(told))
+    links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in told[1:])
+    return Machine(devices, tuple(links))

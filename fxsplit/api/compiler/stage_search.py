@@ -1,0 +1,158 @@
+"""StageSearch: what one call makes a compiler compile; alone, or together with the other ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fxsplit.api.compiler.candidates import CaptureRows, choose_candidate
+from fxsplit.api.compiler.compile_group import CompileGroup, SharedPlan, describe_graph, describe_program
+from fxsplit.api.compiler.compiled import Compiled
+from fxsplit.api.compiler.lowering import lower
+from fxsplit.api.compiler.options import Candidate, CompileOptions
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import Observer
+from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.runtime.program import Program
+
+Pin = Callable[[IR], IR]
+"""Adds Pins to what was captured, where nodes are to be on certain stages."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundStages:
+    """The stages of a call: the graph, the IR after the last pass, its costs, and whether weights must move.
+
+    final: None where what was compiled before serves this call too.
+    """
+
+    candidate: Candidate
+    captured: IR
+    final: IR | None
+    costs: Costs | None
+    moves_weights: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StageSearch:
+    """A model in its present mode, to be compiled for a call of so many rows.
+
+    like: the record of an earlier compile, for the other mode, other shapes or another way of calling the model.
+    same_way: whether `like` is for calls of the same way. others: all programs that there are; their weights stay where
+    they are. moves_weights: whether `like` and `others` are of no use, and every weight may move. graphs: what ranks
+    compare of the captured graph.
+    """
+
+    model: nn.Module
+    options: CompileOptions
+    rows: int
+    capture_rows: CaptureRows
+    pin: Pin
+    like: Compiled | None
+    same_way: bool
+    others: Sequence[Program]
+    moves_weights: bool
+    observers: Sequence[Observer]
+    graphs: list[str] = field(default_factory=list)
+
+    def find(self) -> FoundStages:
+        """Return the stages that a search finds. Raises what `lower` raises."""
+        like, options, moves_weights = self.like, self.options, self.moves_weights
+        # The second mode keeps the first one's schedule, whose devices hold the weights already.
+        if like is None:
+            candidate, known = choose_candidate(options, self.rows, self.capture_rows)
+        else:
+            candidate, known = like.adapt_candidate(options, self.rows), like.costs
+        captured = self._capture(candidate)
+        # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
+        # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
+        if like is not None and self.same_way and options.ignores_mode and like.serves(captured):
+            return FoundStages(candidate, captured, None, like.costs, moves_weights)
+        try:
+            final, costs = lower(options, captured, candidate, known, self.others, self.observers)
+        except PlanError as error:
+            if like is None:
+                raise
+            if not self.same_way:
+                raise self._explain_other_order(captured, like, error) from error
+            # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
+            moves_weights = True
+            final, costs = lower(options, captured, candidate, known, observers=self.observers)
+        return FoundStages(candidate, captured, final, costs, moves_weights)
+
+    def _explain_other_order(self, captured: IR, like: Compiled, error: PlanError) -> PlanError:
+        """Return what to do about another way of calling the model, for which no plan leaves weights where they are.
+
+        Weights would move back and forth with every other call.
+        """
+        here, there = captured[Example].inputs, like.captured[Example].inputs
+        return PlanError(
+            f"{type(self.model).__name__} was compiled for calls with ({there.describe()}), and a call with "
+            f"({here.describe()}) finds no plan that leaves its weights on their stages: {error}. Compile for the "
+            "other way first (example_inputs=), keep in one stage what both read in another order (pin), or compile a "
+            "copy of the model for the other way"
+        )
+
+    def find_together(self, compile_group: CompileGroup) -> FoundStages:
+        """Return the stages that the first rank finds, on every rank.
+
+        Raises RanksDiffer where a rank comes to another graph, and on all ranks what one of them raised.
+        """
+        found: FoundStages | None = None
+        error: BaseException | None = None
+        try:
+            if compile_group.leads:
+                found = self._lead(compile_group)
+            else:
+                told = compile_group.tell(None)
+                assert told is not None, "another rank leads"
+                found = self._follow(told)
+        except BaseException as raised:
+            error = raised
+        plan = None if found is None else self._get_plan(found)
+        compile_group.end(
+            error, self.graphs[-1] if self.graphs else "", describe_program(plan, self.options) if plan else ""
+        )
+        assert found is not None, "what went wrong was raised"
+        compile_group.check_sums(self._get_plan(found), found.candidate.scheduler)
+        return found
+
+    def _lead(self, compile_group: CompileGroup) -> FoundStages:
+        """Return what a search finds, and tell the other ranks."""
+        made: list[FoundStages] = []
+
+        def find() -> SharedPlan:
+            found = self.find()
+            made.append(found)
+            shared = found.final is None
+            return SharedPlan(shared, found.candidate, found.costs, self._get_plan(found), found.moves_weights)
+
+        compile_group.tell(find)
+        return made[0]
+
+    def _follow(self, told: SharedPlan) -> FoundStages:
+        """Return the stages that the first rank has found."""
+        captured = self._capture(told.candidate)
+        if told.shared:
+            return FoundStages(told.candidate, captured, None, told.costs, told.moves_weights)
+        options = told.apply(self.options)
+        others = [] if told.moves_weights else self.others
+        final, costs = lower(options, captured, told.candidate, told.costs, others, self.observers)
+        return FoundStages(told.candidate, captured, final, costs, told.moves_weights)
+
+    def _capture(self, candidate: Candidate) -> IR:
+        captured = self.pin(self.capture_rows(divide_rows(self.rows, candidate.n_microbatches)))
+        self.graphs.append(describe_graph(captured))
+        return captured
+
+    def _get_plan(self, found: FoundStages) -> Plan:
+        if found.final is not None:
+            return found.final[Plan]
+        assert self.like is not None, "what serves was compiled before"
+        return self.like.program.plan

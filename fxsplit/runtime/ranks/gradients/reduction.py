@@ -1,0 +1,196 @@
+"""GradientReduction: how ranks add the gradients of one pipeline, by the options of compile(), and what is kept for it.
+
+There is a reducer for the pipelines of a mesh, and one for the replicas of each stage. What their hooks leave out stays
+with the pipeline, and so does the count of what was sent.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxsplit.errors import InputError
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.ranks.gradients.bytes_sent import BytesSent
+from fxsplit.runtime.ranks.gradients.data_parallel import DataParallel, densify
+from fxsplit.runtime.ranks.gradients.reducer import Reducer
+from fxsplit.runtime.ranks.hooks.buckets import BUCKET_BYTES, GradientOffer
+from fxsplit.runtime.ranks.hooks.hooks import HookChoice
+from fxsplit.runtime.ranks.world.messages import begin_collective
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.schedule.schedule import Homes
+from fxsplit.system.figures import show
+
+
+class GradientReduction:
+    """Adds gradients over ranks. `hook` and `bucket_bytes` are options of compile(); None for their defaults.
+
+    Raises InputError for a hook that there is not, and for buckets of no size.
+    """
+
+    def __init__(self, world: World, hook: object = None, bucket_bytes: float | None = None) -> None:
+        self.choice = HookChoice(hook)
+        # Without a hook the replicas of a stage hand their gradients to the first of them, as in one process.
+        self.is_stated = hook is not None
+        check_bucket_bytes(bucket_bytes)
+        self.traffic = BytesSent(self.choice.text)
+        self._world = world
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self._replicas: dict[int, Reducer] = {}
+        self._is_plain = False
+
+    def __str__(self) -> str:
+        return f"{self.choice.text} in buckets of {self._bucket_bytes:g} bytes"
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients go through hooks: of several pipelines, or of replicas where a hook is stated."""
+        return self.is_stated or self.data_parallel.n_pipelines > 1
+
+    @property
+    def kept_hook(self) -> str | None:
+        """The text of the hook, where it keeps something from step to step; None for one that keeps nothing."""
+        return self.choice.text if self.choice.keeps else None
+
+    @cached_property
+    def data_parallel(self) -> DataParallel:
+        """The pipelines of a mesh, of which there may be one alone."""
+        return DataParallel(self._world, self._make_reducer)
+
+    def _make_reducer(self) -> Reducer:
+        hook, is_plain = self.choice.make(), lambda: self._is_plain
+        return Reducer(hook, bucket_bytes=self._bucket_bytes, traffic=self.traffic, is_plain=is_plain)
+
+    def look_at(self, job: Job, weight: float, what: str) -> None:
+        """Decide with all ranks whether hooks see the gradients of a job, before any of them is added.
+
+        A hook that adds what it leaves out to the next step's gradients sees none of a step with one that is not finite
+        on any rank, as after an overflow under a GradScaler: such a number would stay for ever.
+        """
+        if self.choice.feeds_back and self.adds:
+            # What weighs nothing may be no number, and is left out.
+            sums = (gradient for parts in job.sums for part in parts for gradient in part.totals.values())
+            fine = not weight or all(map(is_finite, sums))
+            told = self._world.whole.gather(torch.tensor([float(fine)]), what)
+            self._is_plain = not all(map(float, told))
+
+    def check_homes(self, homes: Homes) -> None:
+        """Raise InputError for a hook that adds nothing by a plan, or for one of the user's that adds in two groups."""
+        groups = [home for home in homes if len(home) > 1]
+        if self.data_parallel.n_pipelines > 1:
+            groups.append(tuple(range(len(self._world))))
+        self.choice.check_groups(max((sum(d in group for group in groups) for d in range(len(self._world))), default=0))
+        if self.is_stated and not groups:
+            raise InputError(
+                f"gradient_hook={self.choice.text!r} adds gradients of pipelines side by side, or of a stage's "
+                "replicas, and here is one pipeline whose stages have one device each: give a mesh of two dimensions, "
+                "mesh['dp', 'pp'], or leave it out"
+            )
+
+    def open_groups(self, program: Program) -> None:
+        """Make the groups of ranks that have replicas of a stage; on all ranks, in one order."""
+        if self.is_stated:
+            for members in sorted({tuple(sorted(home)) for home in program.homes if len(home) > 1}):
+                self._world.open_replica_group(members)
+
+    def add_replicas(self, job: Job, program: Program) -> None:
+        """Let the first replica of each stage have the sums of gradients of all of them, and the others none."""
+        me, trained = self._world.me, program.list_trained()
+        # In one order on all ranks: each waits for the others of a stage.
+        for stage, home in enumerate(program.homes):
+            if len(home) == 1 or me not in home:
+                continue
+            number = home.index(me)
+            sums, replica = job.sums[stage][number], program.replicas[stage][number]
+            leaves = replica.list_leaves(trained[stage], 0)
+            if sums.totals.keys() - set(leaves):
+                raise InputError(
+                    "a loss trains a parameter of its own, and its stage has replicas on several ranks: make the "
+                    "parameter one of the model"
+                )
+            offers = [GradientOffer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
+            with self._world.waits_inside(f"the other replicas of stage {stage}, to add gradients"):
+                found = self._find_reducer(stage, home).finish(offers)
+            if number == 0:
+                # Hooks make the mean.
+                sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
+
+    def copy_option(self) -> object:
+        """Return the hook as compile() is told, with a state of its own, so that it can be tried."""
+        option = self.choice.option
+        if not isinstance(option, tuple) or option[0] is None:
+            return option
+        # One of the user's adds in one group alone.
+        made = next(iter(self._replicas.values()), None)
+        if self.data_parallel.n_pipelines > 1:
+            made = self.data_parallel.reducer
+        return (self.choice.make() if made is None else made.hook).copy_state(), option[1]
+
+    def _find_reducer(self, stage: int, home: tuple[int, ...]) -> Reducer:
+        """Return what adds gradients of the replicas of a stage, over the group that there is now."""
+        reducer = self._replicas.get(stage)
+        if reducer is None:
+            reducer = self._replicas[stage] = self._make_reducer()
+        reducer.bind(self._world.open_replica_group(tuple(sorted(home))))
+        return reducer
+
+    def find_left_out(self, program: Program, weight: float) -> dict[Tensor, Tensor] | None:
+        """Return what hooks have left out so far of the sums for each weight of this rank; None where nothing is kept.
+
+        To be called on all ranks. weight: what this pipeline weighs among those side by side.
+        """
+        world, data_parallel, trained = self._world, self.data_parallel, program.list_trained()
+        found: dict[Tensor, Tensor] = {}
+        reducers = [*self._replicas.values(), *([data_parallel.reducer] if data_parallel.n_pipelines > 1 else [])]
+        if not any(reducer.left_out for reducer in reducers):
+            return None
+        for stage, reducer in self._replicas.items():
+            home = program.homes[stage]
+            leaves = program.replicas[stage][home.index(world.me)].list_leaves(trained[stage], 0)
+            group = world.open_replica_group(tuple(sorted(home)))
+            for own, leaf in zip(trained[stage], leaves, strict=True):
+                left = _get_left_out(reducer, leaf).clone()
+                self._add_over(group, left, f"the other replicas of stage {stage}")
+                if home[0] == world.me:
+                    found[own] = left
+        if data_parallel.n_pipelines > 1:
+            for own in (w for w, _ in program.list_placed() if w.requires_grad):
+                # Hooks make the mean of all ranks.
+                left = _get_left_out(data_parallel.reducer, own) / data_parallel.n_pipelines
+                left = left + found[own] * weight if own in found else left
+                self._add_over(world.dp_device_group, left, "the other pipelines")
+                found[own] = left
+        return found
+
+    def _add_over(self, group: Any, tensor: Tensor, whom: str) -> None:
+        """Add a tensor over the ranks of a group, in place; `whom` are the others, for an error."""
+        add = partial(dist.all_reduce, group=group, async_op=True)
+        self._world.wait(begin_collective([tensor], add, tensor), f"{whom}, to add what hooks have left out")
+
+    def settle(self, *, kept: bool) -> None:
+        """End a step. `kept`: whether its gradients were applied; what hooks have left out counts then."""
+        self.data_parallel.settle(kept=kept)
+        for reducer in self._replicas.values():
+            reducer.settle(kept=kept)
+
+
+def _get_left_out(reducer: Reducer, parameter: Tensor) -> Tensor:
+    """Return what a hook has left out so far of the gradients of a parameter."""
+    return torch.zeros_like(parameter) if reducer.left_out is None else reducer.left_out.get(parameter)
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all numbers of a gradient, which may be sparse, are finite; the host waits for them."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())
+
+
+def check_bucket_bytes(bucket_bytes: object) -> None:
+    """Raise InputError for what is no size of a bucket."""
+    fine = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool) and bucket_bytes > 0
+    if bucket_bytes is not None and not fine:
+        raise InputError(f"bucket_bytes={show(bucket_bytes)}: give a number of bytes above 0, such as 25e6")

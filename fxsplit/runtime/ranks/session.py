@@ -1,0 +1,293 @@
+"""Meeting of ranks: one job from agreement to closing, and what ranks share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit.errors import BackwardError, InputError
+from fxsplit.runtime.backends.backend import JobRequest
+from fxsplit.runtime.job.channels import Channels
+from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.ranks.gradients.batch_share import find_batch_share
+from fxsplit.runtime.ranks.gradients.early_sums import EarlySums, list_apart
+from fxsplit.runtime.ranks.gradients.reduction import GradientReduction
+from fxsplit.runtime.ranks.shared_weights import SharedWeights
+from fxsplit.runtime.ranks.weight_placement import WeightPlacement
+from fxsplit.runtime.ranks.wire.channels import RankChannels
+from fxsplit.runtime.ranks.wire.layout import MessageLayout
+from fxsplit.runtime.ranks.world.agreement import MASK
+from fxsplit.runtime.stage.run import Packet
+from fxsplit.schedule.action import Action
+from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.distributed.remote_gradients import call_after_backward
+from fxsplit.torch_internals.tensors import accelerators
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+"""The types of losses, by the number that ranks tell each other."""
+
+
+class RankSession:
+    """One job on all ranks, from its beginning to its end.
+
+    seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
+    rank's row of a job. holdings: let every rank know which parameters have a gradient.
+    """
+
+    def __init__(
+        self,
+        channels: RankChannels,
+        request: JobRequest,
+        shared_weights: SharedWeights,
+        seed: int,
+        key: Hashable,
+        run: Callable[[Job], None],
+        placement: WeightPlacement,
+        reduction: GradientReduction,
+    ) -> None:
+        self.channels: Channels | None = channels
+        self.seed: int | None = seed
+        self._world, self._channels = channels.world, channels
+        self._request = request
+        self._shared_weights = shared_weights
+        self._key = key
+        self._run = run
+        self._placement = placement
+        self._reduction = reduction
+        self._data_parallel = reduction.data_parallel
+        self._joins = reduction.data_parallel.n_pipelines > 1 and request.call != "forward"
+        self._weight: float | None = None
+        self._alike = False
+        self._told: list[list[float]] = []
+        self._what = f"the end of a {request.call}"
+        self._last = request.batch.program.homes[-1]
+        self._owner = self._find_devices(len(request.schedule.homes) - 1)
+
+    @property
+    def _microbatches(self) -> range:
+        return range(len(self._request.batch.rows))
+
+    def open(self) -> None:
+        """Meet the other pipelines, bring copies of weights up to date, and begin to receive."""
+        request = self._request
+        program, schedule = request.batch.program, request.schedule
+        if self._joins:
+            self._weigh(ended=False)
+        if request.call != "backward":
+            self._shared_weights.fetch()
+        self._channels.open(self._key, schedule)
+        trained = program.list_trained()
+
+        # Asked late: the job brings the copies of replicas up to date.
+        def list_leaves(action: Action) -> Sequence[Tensor]:
+            return program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
+
+        self._channels.codec.list_leaves = list_leaves
+
+    def run(self, job: Job, timeout_s: float | None = None) -> None:
+        """Run this rank's row; raises its error, or that of another rank. The call has set the limit of time."""
+        # Pipelines with other numbers of microbatches may end their stages in another order.
+        if self._weight is not None and self._alike and self._data_parallel.overlaps:
+            job.after = EarlySums(self._data_parallel, job, self._apart, self._weight)
+        self._run(job)
+        self._shared_weights.gather_notes()
+
+    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Share the loss, the outputs and the gradients of inputs, once the job has ended well on all ranks."""
+        request, me = self._request, self._world.me
+        outputs = request.call == "forward" or request.keep_outputs
+        # What may fail comes before the closing, and what comes behind it cannot fail on one rank alone.
+        packed = self._pack_outputs(job) if outputs else None
+        returned = self._pack_returned(job) if request.call == "backward" else None
+        total, numbers = None, []
+        if compute_total is not None:
+            if self._last == (me,):
+                total = compute_total()
+            numbers = self._list_losses(total)
+        self._channels.close()
+        # Who comes here has ended the job well, and who has failed does not.
+        told = torch.tensor(numbers or [0.0], dtype=torch.float64)
+        found = [t.tolist() for t in self._world.gather(told, self._what)]
+        if compute_total is not None:
+            total = self._share_losses(found, total, compute_total)
+        if self._joins:
+            if self._weight is None:
+                self._weigh(ended=True)
+            assert self._weight is not None, "it is known at the end"
+            total = None if total is None else self._data_parallel.add(total, self._weight)
+        if outputs:
+            self._share_outputs(job, packed)
+        if request.call == "backward":
+            self._share_returned(job, returned)
+        return total
+
+    def add_to_gradients(self, job: Job) -> None:
+        """Raise InputError: sums are exchanged, and a `.grad` that was among them would be, too."""
+        raise InputError("atomic=False adds to the gradients of one process: leave it out where ranks share a step")
+
+    def total(self, job: Job) -> Sums:
+        """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
+        self._reduction.look_at(job, 1.0 if self._weight is None else self._weight, self._what)
+        reduced = self._request.call == "step"
+        if self._reduction.is_stated:
+            self._reduction.add_replicas(job, self._request.batch.program)
+            reduced = True
+        if self._shared_weights.returns:
+            self._shared_weights.begin(reduced=reduced)
+            sums = job.total(self._shared_weights.exchange)
+            self._shared_weights.finish()
+        else:
+            sums = job.total()
+        if self._joins:
+            assert self._weight is not None, "the end has told it"
+            placed = self._request.batch.program.list_placed()
+            leaves = [w for w, _ in placed if w.requires_grad]
+            self._data_parallel.reduce(sums, self._apart, leaves, self._weight)
+        if self._reduction.adds and self._request.call == "backward":
+            # A hook may have failed on some rank: nobody changes a gradient before all have theirs.
+            self._world.whole.gather(torch.zeros(1), self._what)
+        return sums
+
+    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+        """Return once all ranks, those of other pipelines too, are about to add their sums; no hook can fail then."""
+        self._told = self._placement.tell_gradients(leaves)
+
+    def share_gradients(self) -> None:
+        """Let every rank know which parameters have a gradient."""
+        self._reduction.settle(kept=True)
+        self._placement.share_gradients_of_step(self._told)
+
+    def share_gradients_after_backward(self) -> None:
+        """Do so when autograd has accumulated all of them."""
+        self._reduction.settle(kept=True)
+        call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
+
+    def _tell_of_failure(self) -> None:
+        """Tell the other ranks, which wait for the end of a backward, that it has failed here, in no code of ours."""
+        self._world.fail(
+            BackwardError(
+                "backward() failed where gradients are added to .grad, as in a gradient hook; its own error there says "
+                "why. Some gradients may have been added: set them to None"
+            )
+        )
+
+    # Pipelines side by side
+
+    def _weigh(self, *, ended: bool) -> None:
+        """Find out what this pipeline weighs beside the others. `ended`: whether all microbatches are computed."""
+        program = self._request.batch.program
+        call = f"{self._what}, of {program.fingerprint} and parameters {hash(program.list_flags()) & MASK}"
+        share = find_batch_share(self._request, has_loss=self._world.me in self._last, ended=ended)
+        self._weight, self._alike = self._data_parallel.weigh(call, share)
+
+    @cached_property
+    def _apart(self) -> list[list[Tensor]]:
+        """For each stage its leaves, if their sums may begin before the others."""
+        return list_apart(self._request.batch.program, self._world.me)
+
+    # Losses
+
+    def _list_losses(self, total: Tensor | None) -> list[float]:
+        """Return the type of the losses, their total, and for each microbatch whether it is here, and its loss."""
+        loss = self._request.loss
+        assert loss is not None, "a step has a loss"
+        held = loss.losses
+        kind = next((DTYPES.index(one.dtype) for one in held if one is not None), -1)
+        # An accelerator would have to be waited for: its losses go from device to device.
+        on_host = not accelerators.is_accelerator(self._world.device)
+        values = [float(one) if on_host and one is not None else 0.0 for one in held]
+        known = float(total) if on_host and total is not None else 0.0
+        return [kind, known, *(float(one is not None) for one in held), *values]
+
+    def _share_losses(
+        self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
+    ) -> Tensor:
+        """Let every rank have the loss of every microbatch, and return that of the batch."""
+        loss, world, n = self._request.loss, self._world, len(self._microbatches)
+        assert loss is not None, "a step has a loss"
+        dtype = DTYPES[int(max(each[0] for each in found))]
+        on_host = not accelerators.is_accelerator(world.device)
+        for m, owner in enumerate(self._owner):
+            if loss.losses[m] is None and on_host:
+                loss.losses[m] = torch.tensor(found[owner][2 + n + m], dtype=dtype)
+            elif not on_host:
+                held = loss.losses[m]
+                value = torch.empty((), dtype=dtype, device=world.device) if held is None else held.contiguous()
+                world.broadcast(value, owner, self._what)
+                loss.losses[m] = value
+        first = self._last[0]
+        if len(self._last) == 1 and on_host:
+            return total if total is not None else torch.tensor(found[first][1], dtype=torch.float64).to(dtype)
+        # Of several replicas each has some of the losses, and the first one adds all of them.
+        if total is None and world.me == first:
+            total = compute_total()
+        value = torch.empty((), dtype=dtype, device=world.device) if total is None else total.to(world.device)
+        world.broadcast(value, first, self._what)
+        return value
+
+    # Outputs, and gradients of inputs
+
+    def _pack_outputs(self, job: Job) -> tuple[str, list[Tensor]] | None:
+        """Return the outputs of the microbatches that this rank has, as a text and tensors; None where it has none."""
+        own = [job.outputs[m] for m in self._microbatches if self._owner[m] == self._world.me]
+        packets = [packet for packet in own if packet is not None]
+        return self._pack([v for p in packets for v in p.values], [w for p in packets for w in p.wanted])
+
+    def _share_outputs(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
+        """Let every rank have the outputs of every microbatch."""
+        for owner in sorted(set(self._owner)):
+            values, wanted = self._share(owner, packed)
+            own = [m for m in self._microbatches if self._owner[m] == owner]
+            size = len(values) // len(own)
+            for i, m in enumerate(own):
+                part = slice(i * size, (i + 1) * size)
+                job.outputs[m] = job.outputs[m] or Packet(tuple(values[part]), tuple(wanted[part]))
+
+    def _pack_returned(self, job: Job) -> tuple[str, list[Tensor]] | None:
+        """Return the gradients of inputs that this rank has, as a text and tensors."""
+        first = self._find_devices(0)
+        own = [v for m in self._microbatches if first[m] == self._world.me for v in job.returned[m]]
+        return self._pack(own, ())
+
+    def _share_returned(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
+        """Let every rank have the gradients of inputs."""
+        if not any(t.requires_grad for t in self._request.batch.tensors):
+            return
+        first = self._find_devices(0)
+        for owner in sorted(set(first)):
+            values, _ = self._share(owner, packed)
+            own = [m for m in self._microbatches if first[m] == owner]
+            size = len(values) // len(own)
+            for i, m in enumerate(own):
+                if owner != self._world.me:
+                    job.returned[m] = values[i * size : (i + 1) * size]
+
+    def _find_devices(self, stage: int) -> list[int]:
+        """Return, for each microbatch, the device of a stage that has it."""
+        schedule, home = self._request.schedule, self._request.schedule.homes[stage]
+        # Nearly always there is one, and this is asked for in every step.
+        if len(home) == 1:
+            return [home[0]] * len(self._microbatches)
+        return [schedule.device_of(stage, m) for m in self._microbatches]
+
+    def _pack(self, values: list[Any], wanted: Any) -> tuple[str, list[Tensor]]:
+        here = self._world.device
+        layout = MessageLayout.describe(values, wanted, here)
+        return layout.to_text(), layout.pack(values, here)
+
+    def _share(self, owner: int, packed: tuple[str, list[Tensor]] | None) -> tuple[list[Any], tuple[bool, ...]]:
+        """Return the values that a rank has packed, on every rank."""
+        world = self._world
+        text, pieces = packed if packed is not None and owner == world.me else (None, [])
+        layout = MessageLayout.parse(world.tell(text, self._what, owner))
+        if owner != world.me:
+            pieces = layout.make_pieces(world.device)
+        # As one kind: a sender's piece has the shape of its tensor.
+        pieces = [piece.view(-1) for piece in pieces]
+        for piece in pieces:
+            world.broadcast(piece.view(torch.uint8), owner, self._what)
+        return layout.unpack(pieces, world.device, gradients=False), layout.wanted

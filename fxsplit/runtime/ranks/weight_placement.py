@@ -1,0 +1,313 @@
+"""WeightPlacement: which rank has each weight of a model. Other ranks have one without memory instead.
+
+The weights of a stage are with the stage's first rank. Where a later plan wants them on another rank, their values go
+there. All of them can be gathered, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit.errors import InputError, RankError
+from fxsplit.runtime.program import Program
+from fxsplit.runtime.ranks.world.agreement import Agreement
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.torch_internals.distributed.optimizer_loads import note_arrival, watch_loads
+from fxsplit.torch_internals.distributed.process_groups import close_groups
+from fxsplit.torch_internals.distributed.remote_gradients import RemoteGradients
+from fxsplit.torch_internals.distributed.remote_parameters import bring_back, refuse_scripts, send_away
+from fxsplit.torch_internals.distributed.remote_tensors import Owner, RemoteTensor, is_remote
+from fxsplit.torch_internals.scopes.undo import restore_after
+
+Fetch = Callable[[str, Tensor], Tensor]
+"""Returns a tensor, which has a name, with its values."""
+FAILED = "\0"
+"""How a text begins that is no name of a tensor."""
+
+
+class WeightPlacement:
+    """The weights of the model of one pipeline, which `label` names on all ranks."""
+
+    def __init__(self, world: World, label: str) -> None:
+        self._world = world
+        self._label = label
+        self._agreement = Agreement(world)
+        self._of_all = Agreement(world.whole)
+        self._owners: dict[str, int] = {}
+        self._remote_gradients: RemoteGradients | None = None
+        self._groups: tuple[int, Any, Any] | None = None
+        watch_loads()
+        refuse_scripts()
+
+    # What a plan wants
+
+    def hold(self, model: nn.Module, programs: Sequence[Program]) -> None:
+        """Let each weight be on the rank of its stage alone; one that no stage has stays on all ranks.
+
+        programs: all that the pipeline keeps. They agree on the stage of each weight.
+        """
+        rank_of = {
+            key: program.homes[stage.index][0]
+            for program in reversed(programs)
+            for key, (_, stage) in program.list_owners().items()
+        }
+        # In the model's order, which is the same on all ranks.
+        named = [(name, weight) for name, weight in list_named(model) if id(weight) in rank_of]
+        owners = {name: rank_of[id(weight)] for name, weight in named}
+        if owners != self._owners:
+            with self._world.watch():
+                if self._owners:
+                    self._move(named, owners)
+                else:
+                    self._refuse_other_places(named, owners)
+        self._owners = owners
+        trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
+        # Another one only where it would know other parameters: gradients that there are belong to it.
+        if self._remote_gradients is None or not self._remote_gradients.knows(trained):
+            self._remote_gradients = RemoteGradients(trained, self, self._world.me, alone=len(self._world) == 1)
+        index_of = {name: index for index, (name, _, _) in enumerate(trained)}
+        for name, weight in named:
+            at = owners[name]
+            absent = frozenset(rank for row in self._world.rows for place, rank in enumerate(row) if place != at)
+            owner = Owner(name, at, index_of.get(name, 0), self._remote_gradients, absent=absent)
+            if at != self._world.me and not (isinstance(weight, RemoteTensor) and _is_at(weight.owner, owner)):
+                send_away(weight, owner, self._world.device)
+
+    def _refuse_other_places(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Raise InputError on all ranks where an earlier pipeline has a weight on another rank than this one wants."""
+        # The earlier pipeline expects its weights where they are, and so does the state of an optimizer.
+        elsewhere = [i for i, (n, w) in enumerate(named) if isinstance(w, RemoteTensor) and owners[n] == self._world.me]
+        found = self._world.gather(torch.tensor([elsewhere[0] if elsewhere else -1]), "the weights of a pipeline")
+        first = max(map(int, found))
+        if first >= 0:
+            name = named[first][0]
+            raise InputError(
+                f"{name!r} is on another rank than rank {owners[name]}, which has it by the plan of this pipeline: "
+                "another pipeline over the same model has a plan of its own. Compile this one with the plan of that "
+                "pipeline, costs=other.costs, and the same options; or call one pipeline in both modes"
+            )
+
+    def _move(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Bring the values of weights that are to be on another rank than now to that rank."""
+        me, by_name = self._world.me, dict(named)
+        wanted = {n: w.owner.rank for n, w in named if owners[n] == me and isinstance(w, RemoteTensor)}
+        what = "the move of weights"
+        for to, text in enumerate(self._world.gather_texts(json.dumps(wanted), what)):
+            for name, source in json.loads(text).items():
+                if source == me:
+                    self._send(by_name[name], to)
+                elif to == me:
+                    bring_back(by_name[name], self._receive(by_name[name], source))
+                    note_arrival(by_name[name])
+
+    def _send(self, weight: Tensor, to: int) -> None:
+        """Send the values of a weight to another rank; there may be none yet."""
+        self._world.wait(self._world.send_host(torch.tensor([int(weight.is_meta)]), to), f"rank {to}")
+        if not weight.is_meta:
+            self._world.wait(self._world.send_host(weight.detach().cpu().contiguous(), to), f"rank {to}")
+
+    def _receive(self, weight: Tensor, source: int) -> Tensor:
+        """Return the values of a weight, as another rank has them, on this rank's device."""
+        empty = torch.empty(1, dtype=torch.int64)
+        self._world.wait(self._world.receive_host(empty, source), f"rank {source}")
+        strides = weight.stride()
+        if int(empty):
+            return torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device="meta")
+        value = torch.empty(weight.shape, dtype=weight.dtype)
+        self._world.wait(self._world.receive_host(value, source), f"rank {source}")
+        return torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=self._world.device).copy_(value)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank."""
+        return self._world.me == 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this pipeline writes checkpoints: of pipelines side by side the first one does, as all are alike."""
+        return self._world.rows[0] == self._world.ranks
+
+    def __len__(self) -> int:
+        return len(self._world)
+
+    def tell(self, text: str, what: str) -> str:
+        """Return the text that the first rank gives, on every rank."""
+        return self._world.tell(text if self.leads else None, what)
+
+    def find_groups(self) -> tuple[Any, Any]:
+        """Return the process groups in which threads of all ranks save; made once, until a failure.
+
+        The first one is of the ranks of this pipeline, and the second one of the ranks at this place in all pipelines,
+        or None where there is one. To be called when no thread saves any more.
+        """
+        if self._groups is None or self._groups[0] != self._world.epoch:
+            if self._groups is not None:
+                close_groups([group for group in self._groups[1:] if group is not None])
+            self._groups = self._world.epoch, self._world.open_group(), self._world.open_dp_group()
+        return self._groups[1:]
+
+    @property
+    def writer(self) -> int:
+        """The rank of torch's default group that writes what this one has; see `writes`."""
+        return self._world.rows[0][self._world.me]
+
+    # Gradients
+
+    def tell_gradients(self, coming: Collection[Tensor]) -> list[list[float]]:
+        """Return which parameters have a gradient on each rank, or are about to have one, once all ranks come here.
+
+        To be called at the end of a step by all ranks, also those of other pipelines, which have the same parameters.
+        """
+        assert self._remote_gradients is not None, "a step has a model"
+        whole, row = self._world.whole, self._world.rows.index(self._world.ranks)
+        mine = torch.tensor(self._remote_gradients.list_present(coming), dtype=torch.float64)
+        found = whole.gather(mine, "the end of a step")
+        return [one.tolist() for one in found[row * len(self) : (row + 1) * len(self)]]
+
+    def share_gradients_of_step(self, told: Sequence[Sequence[float]]) -> None:
+        """Let every rank know which parameters have a gradient, of which all ranks have told."""
+        if self._remote_gradients is not None:
+            self._remote_gradients.share_present(told)
+
+    def share_gradients_of_backward(self) -> None:
+        """Let every rank know which parameters have a gradient, once all have come to the end of a backward."""
+        if self._remote_gradients is not None:
+            with self._world.watch():
+                self._remote_gradients.share_present()
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        """Return the numbers that every rank has come with, for one thing. Raises RanksDiffer where it is not one."""
+        with self._world.watch():
+            self._meet(what, "")
+            return [one.clone() for one in self._world.gather(numbers, what)]
+
+    def _meet(self, call: str, what: str, *, side_by_side: bool = False) -> None:
+        """Return once all ranks have made the same call, also those `side_by_side`; raises RanksDiffer otherwise."""
+        agreement = self._of_all if side_by_side else self._agreement
+        agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
+
+    # Values
+
+    @contextmanager
+    def agree(
+        self, call: str, what: str = "", limit_s: float | None = None, *, side_by_side: bool = False
+    ) -> Iterator[WeightPlacement]:
+        """Let all ranks do something together in the block; raises RanksDiffer where one has made another call.
+
+        what: what else is to be alike. limit_s: how long it may take (default: what messages may take). side_by_side:
+        whether all pipelines of a mesh do it, and not this one alone.
+        """
+        with self._world.watch(limit_s, by_itself=not side_by_side):
+            self._meet(call, what, side_by_side=side_by_side)
+            yield self
+
+    @contextmanager
+    def lend(self, named: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let each rank have the values of weights in host memory in the block, where the model is run for a check.
+
+        To be called by all ranks. Weights stay where they are; other ranks have their values in `RemoteTensor.lent`.
+        Nothing is lent if some of the weights have no values.
+        """
+        missing = torch.tensor([int(any(w.is_meta for w in named.values()))])
+        if any(map(int, self._world.gather(missing, "the weights of a compile"))):
+            yield
+            return
+        # A block may lie in one that has lent the same.
+        before = [(weight, weight.lent) for weight in named.values() if isinstance(weight, RemoteTensor)]
+
+        def take_back() -> None:
+            for weight, value in before:
+                weight.__dict__.pop("lent", None)
+                if value is not None:
+                    weight.lent = value
+
+        with restore_after(take_back):
+            for name, value in self.gather_values(named):
+                weight = named[name]
+                if isinstance(weight, RemoteTensor):
+                    weight.lent = _arrange_like(weight, value)
+            yield
+
+    def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of a model's state_dict by name, those of other ranks in host memory.
+
+        To be called by all ranks, which each have some of them.
+        """
+        sources = self._find_sources(state)
+        for name, value in state.items():
+            yield name, self._broadcast(value, sources[name]) if name in sources else value
+
+    def _find_sources(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return which rank has each tensor that is not on all ranks."""
+        # Asked of all ranks: a name may be one more of a tied weight, or a tensor be computed from weights.
+        own = {name: value.owner.rank for name, value in state.items() if isinstance(value, RemoteTensor)}
+        told = self._world.gather_texts(json.dumps(own), "a state_dict")
+        return {name: rank for text in told for name, rank in json.loads(text).items()}
+
+    def _broadcast(self, value: Tensor, source: int) -> Tensor:
+        """Return a tensor that another rank has in host memory, or this rank's own as it is."""
+        if not value.numel():
+            return torch.empty(value.shape, dtype=value.dtype) if is_remote(value) else value
+        dense = torch.empty(value.shape, dtype=value.dtype)
+        if not is_remote(value):
+            dense.copy_(value)
+        plain = torch.view_as_real(dense) if dense.is_complex() else dense
+        # As bytes: gloo does not know all types.
+        self._world.broadcast(plain.view(-1).view(torch.uint8), source, "a state_dict")
+        return dense if is_remote(value) else value
+
+    def write_together(self, state: Mapping[str, Tensor], write: Callable[[Fetch], None]) -> None:
+        """Let the first rank write tensors of all ranks, one after another, while the others bring them.
+
+        write: called on the first rank alone, with a function that fetches a tensor. Raises there what it
+        raises, and on the other ranks a RankError.
+        """
+        sources, what = self._find_sources(state), "save_weights()"
+        # A name at a time, as the first rank asks for them: what it writes is cut into files in an order of its own.
+        if self._world.me:
+            while (text := self._world.tell(None, what, patient=True)).strip():
+                if text.startswith(FAILED):
+                    raise RankError(f"rank 0, which writes for all ranks, failed: {text.removeprefix(FAILED)}")
+                self._broadcast(state[text], sources[text])
+            return
+
+        def fetch(name: str, value: Tensor) -> Tensor:
+            if name not in sources:
+                return value
+            self._world.tell(name, what, patient=True)
+            return self._broadcast(value, sources[name])
+
+        try:
+            write(fetch)
+        except BaseException as error:
+            self._world.tell(f"{FAILED}{type(error).__name__}: {error}", what, patient=True)
+            raise
+        self._world.tell("", what, patient=True)
+
+
+def list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers of a model by name, each once."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _arrange_like(weight: Tensor, value: Tensor) -> Tensor:
+    """Return values in the order of memory that a weight has."""
+    if weight.layout is not torch.strided or value.stride() == weight.stride():
+        return value
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype).copy_(value)
+
+
+def _is_at(owner: Owner, other: Owner) -> bool:
+    """Return whether two spots are of one weight in one place."""
+    return (owner.name, owner.rank, owner.index, owner.collective) == (
+        other.name,
+        other.rank,
+        other.index,
+        other.collective,
+    )

@@ -1,0 +1,226 @@
+"""RankChannels: the channels of a rank's jobs; messages to other ranks go over pairs, those to itself stay here.
+
+A message is one operation for all that is small in it and one for each large tensor. Both ends know its layout: in the
+first job of a *key*, the sender tells it before each message, and in later ones there is nothing to tell. A key stands
+for all that shapes of values follow from. Messages of a pair have no number: they are received in the order in which
+the sender's row of the schedule sends them, as NCCL would have it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxsplit.errors import RankError
+from fxsplit.runtime.job.channels import JobStopped, Message
+from fxsplit.runtime.ranks.wire.gradient_messages import SumsCodec
+from fxsplit.runtime.ranks.wire.layout import MessageLayout
+from fxsplit.runtime.ranks.wire.routes import Route, find_routes
+from fxsplit.runtime.ranks.world.world import World
+from fxsplit.schedule.action import BACKWARD, FORWARD, REDUCE, Action
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.tensors import accelerators
+
+WINDOW = 2
+"""So many messages of each sender are received ahead of their use."""
+MOST_KEYS = 500
+"""Layouts of so many keys are kept, those that were made last."""
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for: a message for an action from a source, or, where that is None, that its own is read."""
+
+    source: int | None
+    action: Action
+
+    def __str__(self) -> str:
+        # Words are made where somebody asks for them: a rank waits for every message.
+        if self.source is None:
+            return f"the rank that is to read what was sent to {self.action}"
+        return f"rank {self.source}, which is to send {self.action}"
+
+
+class PostedReceive(NamedTuple):
+    """A message that is being received: its layout, its bytes, and what to wait for."""
+
+    layout: MessageLayout
+    pieces: list[Tensor]
+    works: list[Any]
+
+
+class RankChannels:
+    """The channels of one pipeline on one rank. `open` begins a job, `close` ends it when it has gone well.
+
+    `codec` makes messages of sums of gradients, for stages with replicas.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._me = world.me
+        self._on_host = not accelerators.is_accelerator(world.device)
+        self._layouts: dict[Hashable, dict[Action, MessageLayout]] = {}
+        self._epoch = world.epoch
+        self.codec = SumsCodec()
+        # With the schedule itself: another one may have the identity of one that is gone.
+        self._routes: dict[int, tuple[Schedule, Route]] = {}
+        self._reset({})
+
+    def _reset(self, known: dict[Action, MessageLayout]) -> None:
+        """Forget the job before."""
+        self._known = known
+        self._told = False
+        self._failed = False
+        self._local: dict[Action, Message] = {}
+        self._route = Route({}, {}, {})
+        self._ahead: dict[int, deque[Action]] = {}
+        self._posted: dict[Action, PostedReceive] = {}
+        self._sent: deque[tuple[Action, list[tuple[Any, Tensor]]]] = deque()
+        self._arrived: set[Action] = set()
+        self._unproven: dict[int, list[Action]] = {}
+
+    def open(self, key: Hashable, schedule: Schedule) -> None:
+        """Begin a job of a schedule, in which layouts are those of a key."""
+        # After a failure each rank may have come to another point of its job, and none relies on what it was told.
+        if self._epoch != self.world.epoch:
+            self._epoch = self.world.epoch
+            self._layouts.clear()
+        self._reset(self._layouts.get(key, {}))
+        self._key = key
+        # Known to both ends or to none: every rank has had the same jobs.
+        self._told = key in self._layouts
+        self._route = self._find_route(schedule)
+        self._ahead = {source: deque(actions) for source, actions in self._route.incoming.items()}
+        if self._told:
+            for source in self._ahead:
+                for _ in range(WINDOW):
+                    self._post_ahead(source)
+
+    def close(self) -> None:
+        """End a job whose actions are all done: what was sent has been read, and layouts hold for the next job."""
+        while self._sent:
+            self._finish_oldest()
+        if self._key not in self._layouts:
+            self._layouts[self._key] = self._known
+            for old in list(self._layouts)[:-MOST_KEYS]:
+                del self._layouts[old]
+        self._reset({})
+
+    def give_up(self) -> None:
+        """Forget a job that failed on some rank."""
+        self._reset({})
+
+    def _find_route(self, schedule: Schedule) -> Route:
+        """Return the routes of a schedule, which are found once."""
+        known = self._routes.get(id(schedule))
+        if known is None:
+            known = self._routes[id(schedule)] = schedule, find_routes(schedule, self._me)
+        return known[1]
+
+    # What a job asks for
+
+    def send(self, device: int, message: Message) -> None:
+        """Send a message; the values are read later, and stay as they are until the job's end."""
+        if self._failed:
+            raise JobStopped
+        if device == self._me:
+            self._local[message.action] = message
+            return
+        action = message.action
+        values, wanted = message.values, message.about
+        if action.op == REDUCE:
+            values, wanted = self.codec.pack(values[0], action), ()
+        layout = self._known.get(action)
+        # Sums may have other leaves each time, and sparse ones other lengths.
+        if not self._told or action.op == REDUCE or layout is None:
+            like = self._known.get(Action(action.stage + 1, FORWARD, action.microbatch))
+            gradients = action.op == BACKWARD
+            layout = MessageLayout.describe(values, wanted, self.world.device, like if gradients else None)
+            self._known[action] = layout
+            self._tell(layout, device, action)
+        pair = self.world.get_pair(self._me, device)
+        pieces = layout.pack(values, self.world.device)
+        self._sent.append((action, [(pair.send(piece), piece) for piece in pieces]))
+
+    def receive(self, device: int, action: Action) -> Message:
+        """Return the message for an action, after waiting for it; raises RankTimeout or RankError where none comes."""
+        if action in self._local:
+            return self._local.pop(action)
+        if self._failed:
+            raise JobStopped
+        source = self._route.source_of[action]
+        while action not in self._posted:
+            self._post(source)
+        layout, pieces, works = self._posted.pop(action)
+        what = Awaited(source, action)
+        for work in works:
+            self._wait(work, what)
+        self._post_ahead(source)
+        # One without bytes, as of gradients that nobody wants, is there before its sender has done anything.
+        self._release(source, action, came=bool(works) or not self._told)
+        values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
+        if action.op == REDUCE:
+            return Message(action, [self.codec.unpack(values, action)], None)
+        return Message(action, values, None, layout.wanted if action.op == FORWARD else ())
+
+    def fail(self) -> None:
+        """Let the job send and receive nothing any more."""
+        self._failed = True
+
+    # How it goes
+
+    def _tell(self, layout: MessageLayout, device: int, action: Action) -> None:
+        """Send the layout of a message that comes next."""
+        self._sent.append((action, self.world.send_text(layout.to_text(), device)))
+
+    def _listen(self, source: int, action: Action) -> MessageLayout:
+        """Receive the layout of a message that comes next."""
+        what = f"rank {source}, which is to say what it sends to {action}"
+        return MessageLayout.parse(self.world.receive_text(source, partial(self._wait, what=what)))
+
+    def _post_ahead(self, source: int) -> None:
+        """Begin to receive the next message of a sender, unless its layout has to be waited for."""
+        if self._told and self._ahead[source] and self._ahead[source][0].op != REDUCE:
+            self._post(source)
+
+    def _post(self, source: int) -> None:
+        """Begin to receive the next message of a sender, in the order in which it sends."""
+        action = self._ahead[source].popleft()
+        if not self._told or action.op == REDUCE:
+            self._known[action] = self._listen(source, action)
+        layout = self._known[action]
+        pair, here = self.world.get_pair(source, self._me), self.world.device
+        pieces = layout.make_pieces(here)
+        self._posted[action] = PostedReceive(layout, pieces, [pair.receive(piece) for piece in pieces])
+
+    def _release(self, source: int, action: Action, *, came: bool) -> None:
+        """Let go of what the sender of a message must have read before it sent that, once one from it has come."""
+        read = self._unproven.setdefault(source, [])
+        read += self._route.read_before.get(action, ())
+        if not came:
+            return
+        self._arrived.update(read)
+        read.clear()
+        while self._sent and self._sent[0][0] in self._arrived:
+            # A CPU has sent what has been read. Of an accelerator, to wait is what gives the memory back.
+            if self._on_host:
+                self._sent.popleft()
+            else:
+                self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait until the oldest message that was sent has been read."""
+        action, parts = self._sent.popleft()
+        for work, _ in parts:
+            self._wait(work, Awaited(None, action))
+
+    def _wait(self, work: Any, what: object) -> None:
+        """Wait for what is under way; once that has failed, the job sends and receives nothing more."""
+        try:
+            self.world.wait(work, what)
+        except RankError:
+            self._failed = True
+            raise

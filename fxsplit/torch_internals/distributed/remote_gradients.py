@@ -1,0 +1,354 @@
+"""Gradients of a model whose parameters are on several ranks: what all ranks want to know of them, and optimizers not.
+
+After a step every parameter has a `.grad` on every rank: its own rank has the values, and the others have a tensor that
+is away. So a loop over the parameters that asks for norms, as clip_grad_norm_ does, or for numbers that are not finite,
+as a GradScaler does, runs alike on all ranks. They meet when they come to it, and get the same figures.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _foreach_utils as foreach
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit.errors import InputError, RanksDiffer
+from fxsplit.torch_internals.distributed.optimizer_hooks import hide_gradients_from_optimizers
+from fxsplit.torch_internals.distributed.optimizer_loads import note_names
+from fxsplit.torch_internals.distributed.remote_parameters import RemoteParameter, send_away
+from fxsplit.torch_internals.distributed.remote_tensors import TOGETHER, Owner, RemoteTensor, is_remote, make_remote
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
+
+aten = torch.ops.aten
+NORMS = aten._foreach_norm.Scalar
+NORM = aten.linalg_vector_norm.default
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+NORM_FUNCTIONS = {
+    *(torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.norm, Tensor.norm),
+    *(torch.frobenius_norm, torch.nuclear_norm),
+}
+"""Functions of torch that compute a norm: of all numbers by an operator of `TOGETHER`, and any other one otherwise."""
+KEEPING = {Tensor.detach, Tensor.data.__get__, Tensor._values}  # type: ignore[attr-defined]
+"""Functions that return the very gradient again."""
+
+
+class AllGather(Protocol):
+    """What brings numbers from all ranks to all of them."""
+
+    def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
+        """Return the numbers of each rank, in order of the ranks; `what` names the occasion."""
+
+
+class OwnGradient(Tensor):
+    """A gradient of this rank, for which other ranks have a tensor that is away; its memory is as any other's."""
+
+    place: tuple[RemoteGradients, int]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch; with the other ranks, where they call it with gradients that are away."""
+        kwargs = kwargs or {}
+        # What a class of tensors reads of one, such as its shape, is no operator.
+        if func in KEEPING or getattr(func, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            if func in KEEPING and isinstance(found, Tensor):
+                mark_own(found, *args[0].place)
+            return found
+        if func in NORM_FUNCTIONS and any(map(_is_own_sparse, pytree.tree_leaves((args, kwargs)))):
+            # torch takes other operators for it. The other ranks have a dense one, and come to those of these.
+            args, kwargs = pytree.tree_map_only(OwnGradient, _stand_in, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+        together = _Together()  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass(), enter_dispatch_mode(together):
+            found = func(*args, **kwargs)
+        if func in NORM_FUNCTIONS and not together.has_met:
+            name = getattr(func, "__name__", "norm")
+            own = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, OwnGradient))
+            given = ", ".join([*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items() if v is not own)])
+            _refuse_norm(*own.place, f"{name}() with {given or 'defaults'}")
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled, copied and saved as a plain tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a plain tensor: the gradient of a copy of the model is known to no rank."""
+        made = memo[id(self)] = self.as_subclass(Tensor).detach().clone()
+        return made
+
+
+class _Together(TorchDispatchMode):
+    """Runs operators of TOGETHER on gradients of this rank with the other ranks.
+
+    Whatever function of torch is called, the other ranks come to the operator too, by the same code of torch.
+    has_met: whether one has run.
+    """
+
+    has_met = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        if func in TOGETHER:
+            own = next((g for g in pytree.tree_leaves((args, kwargs)) if isinstance(g, OwnGradient)), None)
+            if own is not None:
+                self.has_met = True
+                return own.place[0].run_together(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_own_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse gradient of this rank."""
+    return isinstance(value, OwnGradient) and value.layout is torch.sparse_coo
+
+
+def _stand_in(gradient: OwnGradient) -> Tensor:
+    """Return what other ranks have in place of a sparse gradient, and a dense one itself."""
+    remote_gradients, index = gradient.place
+    return remote_gradients.make_stand_in(gradient, index) if _is_own_sparse(gradient) else gradient
+
+
+def _refuse_norm(remote_gradients: RemoteGradients, index: int, what: str) -> NoReturn:
+    """Raise InputError for a norm of a gradient that ranks do not compute together. `index`: the parameter's."""
+    raise InputError(
+        f"{what} of the gradient of {remote_gradients.get_name(index)!r}, which is a tensor of one rank: ranks tell "
+        "each other vector norms of all numbers only, such as .grad.norm(). Compute any other norm on its own rank, of "
+        "p.grad.clone() for p in pipe.local_parameters()"
+    )
+
+
+def mark_own(gradient: Tensor, remote_gradients: RemoteGradients, index: int) -> None:
+    """Let a gradient of this rank be known to be that of parameter number `index`."""
+    if type(gradient) is Tensor:
+        gradient.__class__ = OwnGradient
+    if isinstance(gradient, OwnGradient):
+        gradient.place = remote_gradients, index
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """A parameter of the model, and the rank that has it."""
+
+    name: str
+    weight: weakref.ref[Tensor]
+    rank: int
+
+
+class RemoteGradients:
+    """The parameters of a model in their order, with the rank that each of them is on.
+
+    exchange: what brings numbers from rank to rank. me: the number of this rank. alone: whether there is no other rank,
+        so that gradients are as any others.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor, int]], exchange: AllGather, me: int, *, alone: bool = False
+    ) -> None:
+        self._alone = alone
+        self._entries = [OwnedParameter(name, weakref.ref(weight), rank) for name, weight, rank in named]
+        self._exchange = exchange
+        self._me = me
+        hide_gradients_from_optimizers(OwnGradient)
+        note_names((name, weight) for name, weight, _ in named)
+        _let_clipping_take_lists()
+
+    def knows(self, named: Sequence[tuple[str, Tensor, int]]) -> bool:
+        """Return whether these are the parameters and ranks that this object knows."""
+        known = [(entry.name, entry.weight(), entry.rank) for entry in self._entries]
+        return len(known) == len(named) and all(
+            a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(known, named, strict=True)
+        )
+
+    def get_name(self, index: int) -> str:
+        """Return the name of parameter number `index` in the model."""
+        return self._entries[index].name
+
+    def send_away(self, index: int, device: torch.device | None = None) -> None:
+        """Let go of the values of parameter number `index`, which another rank has."""
+        entry = self._entries[index]
+        weight = entry.weight()
+        assert weight is not None, "a pipeline keeps its parameters"
+        send_away(weight, Owner(entry.name, entry.rank, index, self), device)
+
+    def list_present(self, coming: Collection[Tensor] = ()) -> list[float]:
+        """Return, for each parameter, 1.0 where it is of this rank and has a gradient, and else 0.0.
+
+        coming: parameters of this rank that are about to have one.
+        """
+        soon = set(map(id, coming))
+        return [float(self._get_own(e) is not None or id(e.weight()) in soon) for e in self._entries]
+
+    def share_present(self, found: Sequence[Sequence[float]] | None = None) -> None:
+        """Let each parameter have a gradient on every rank where its own rank has one for it, and else none.
+
+        found: what `list_present` returns on each rank, where that is known already. Gradients of this rank stay.
+        """
+        if found is None:
+            mine = torch.tensor(self.list_present(), dtype=torch.float64)
+            found = [one.tolist() for one in self._exchange.gather(mine, "the end of a backward")]
+        for index, entry in enumerate(self._entries):
+            weight = entry.weight()
+            # Assigned anew only where that changes something: it is asked for at every step.
+            if isinstance(weight, RemoteParameter):
+                there = found[entry.rank][index] > 0
+                weight.grad = self._make_gradient(weight, index) if there else None
+            elif weight is not None and weight.grad is not None and not self._alone:
+                mark_own(weight.grad, self, index)
+
+    def _make_gradient(self, weight: RemoteParameter, index: int) -> Tensor:
+        """Return the gradient that parameter number `index` has on its own rank, as one that is away."""
+        # One of another pipeline over the same model would wait for the ranks of that one.
+        if isinstance(weight.grad, RemoteTensor) and weight.grad.owner.collective is self:
+            return weight.grad
+        return make_remote(RemoteTensor, weight, replace(weight.owner, gradient=True, index=index, collective=self))
+
+    def make_stand_in(self, gradient: Tensor, index: int) -> Tensor:
+        """Return what other ranks have in place of the gradient of parameter number `index`."""
+        entry = self._entries[index]
+        return make_remote(RemoteTensor, gradient, Owner(entry.name, entry.rank, index, self, gradient=True))
+
+    def _get_own(self, entry: OwnedParameter) -> Tensor | None:
+        """Return the gradient of a parameter of this rank, if it has one."""
+        weight = entry.weight()
+        return None if entry.rank != self._me or weight is None or is_remote(weight) else weight.grad
+
+    # What ranks do together
+
+    def run_together(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what an operator of TOGETHER returns for gradients of all ranks, which all call it now."""
+        if func is UNSCALE:
+            return self._unscale(*args, **kwargs)
+        return self._find_all_norms(*args, **kwargs) if func is NORMS else self._find_one_norm(*args, **kwargs)
+
+    def _unscale(self, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """Unscale gradients in place; `found_inf` is 1 afterwards where one on any rank is not finite."""
+        own = [gradient for gradient in gradients if not is_remote(gradient)]
+        if own:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
+        # Also where this rank has none of them: the others wait for its word.
+        told = self._gather([float(found_inf)], "gradients to be unscaled")
+        found_inf.fill_(max(numbers[0] for numbers in told))
+
+    def _find_all_norms(
+        self, given: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the norm of each gradient. Raises what torch raises for the arguments."""
+        for gradient in given:
+            _try_norm(gradient, ord, dtype=dtype)
+        # All that each rank has: torch groups gradients by dtype, and not in the same order on every rank.
+        told = self._tell_norms(range(len(self._entries)), float(ord), dtype, f"norms of order {float(ord)}")
+        return tuple(self._find_norm(gradient, told, float(ord), dtype) for gradient in given)
+
+    def _find_one_norm(
+        self, gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the norm of one gradient, as torch.linalg.vector_norm does.
+
+        Raises InputError for a norm over some dimensions, and what torch raises for the arguments.
+        """
+        index = self._find_index(gradient)
+        assert index is not None, "the gradient is one of these parameters"
+        _try_norm(gradient, ord, dim, keepdim, dtype=dtype)
+        dims = range(gradient.ndim) if dim in (None, [], ()) else [dim] if isinstance(dim, int) else dim
+        if {d % max(gradient.ndim, 1) for d in dims} != set(range(gradient.ndim)):
+            _refuse_norm(self, index, f"a norm of order {ord!r} over dimensions {list(dims)}")
+        order = float(ord)
+        told = self._tell_norms(
+            [index], order, dtype, f"the norm of order {order} of the gradient of {self.get_name(index)!r}"
+        )
+        found = self._find_norm(gradient, told, order, dtype)
+        return found.reshape([1] * gradient.ndim) if keepdim else found
+
+    def _tell_norms(self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str) -> list[list[float]]:
+        """Return the norms of the gradients that each rank has, of those numbered `chosen`, by number."""
+        own = {i: gradient for i in chosen if (gradient := self._get_own(self._entries[i])) is not None}
+        numbers = [0.0] * len(self._entries)
+        if own:
+            dense = [g.coalesce().values() if g.is_sparse else g for g in own.values()]
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                norms = torch._foreach_norm(dense, ord, dtype)
+                # One transfer to the host for all.
+                found = torch.stack([norm.double() for norm in norms]).tolist()
+            for i, number in zip(own, found, strict=True):
+                numbers[i] = number
+        return self._gather(numbers, what)
+
+    def _find_norm(self, gradient: Tensor, told: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
+        """Return the norm of a gradient, of which its rank has told, or that is of none of these parameters."""
+        index = self._find_index(gradient)
+        if index is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                own: Tensor = torch.linalg.vector_norm(gradient, ord, dtype=dtype)
+                return own
+        kind = dtype or gradient.dtype.to_real()
+        return torch.tensor(told[self._entries[index].rank][index], dtype=kind, device=gradient.device)
+
+    def _find_index(self, gradient: Tensor) -> int | None:
+        """Return the number of the parameter that a gradient belongs to."""
+        if isinstance(gradient, RemoteTensor):
+            return gradient.owner.index if gradient.owner.collective is self else None
+        if isinstance(gradient, OwnGradient):
+            remote_gradients, index = gradient.place
+            return index if remote_gradients is self else None
+        return None
+
+    def _gather(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        """Return the numbers of all ranks; raises RanksDiffer where one has come here for something else."""
+        mark = float(zlib.crc32(what.encode()))
+        # Of one size, whatever it is for: ranks that come for different things are to learn so.
+        mine = torch.zeros(2 + len(self._entries), dtype=torch.float64)
+        mine[: 1 + len(numbers)] = torch.tensor([mark, *numbers], dtype=torch.float64)
+        found = [one.tolist() for one in self._exchange.gather(mine, what)]
+        other = next((rank for rank, one in enumerate(found) if one[0] != mark), None)
+        if other is not None:
+            raise RanksDiffer(
+                f"rank {self._me} comes for {what}, and rank {other} for something else: let every rank clip, unscale "
+                "and look at the same gradients, in one order"
+            )
+        return [one[1:] for one in found]
+
+
+def _try_norm(gradient: Tensor, *args: Any, dtype: torch.dtype | None) -> None:
+    """Raise what torch raises for the arguments of a norm, on every rank, before ranks wait for each other."""
+    bare = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.linalg.vector_norm(bare, *args, dtype=dtype)
+
+
+class _AtTheEnd:
+    """What autograd calls at the end of a backward, and lets go of uncalled where that fails."""
+
+    def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        self._function = function
+        self._otherwise: Callable[[], None] | None = otherwise
+
+    def __call__(self) -> None:
+        self._otherwise = None
+        self._function()
+
+    def __del__(self) -> None:
+        if self._otherwise is not None:
+            self._otherwise()
+
+
+def call_after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Call a function once the backward that runs now has accumulated all gradients; `otherwise` where that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(function, otherwise))
+
+
+@cache
+def _let_clipping_take_lists() -> None:
+    """Let clipping ask for the norms of all gradients of a list at once, where it would ask for one after the other."""
+    # As torch's own DTensor does.
+    foreach._foreach_supported_types += [OwnGradient, RemoteTensor]
