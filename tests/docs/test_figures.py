@@ -8,16 +8,25 @@ import pytest
 
 from bench import networks
 from fxsplit.api.compiler import compiler
+from fxsplit.api.compiler.microbatch_count import ROWS_EACH
+from fxsplit.api.verify.verify import STEPS
 from fxsplit.frontend import choose
 from fxsplit.frontend.watch import places
 from fxsplit.ir.facts.costs.costs import UNSTEADY
+from fxsplit.ir.facts.given.machine import GPU_LINK_BYTES_PER_S, MAX_DEVICES
+from fxsplit.ir.facts.given.torch_devices import GPU_RESERVE
+from fxsplit.planner.lattice.cuts import LEVELS
+from fxsplit.planner.lattice.lattice import MOST_CELLS
+from fxsplit.planner.planner import MAX_STATES
+from fxsplit.runtime.ranks.hooks.buckets import BUCKET_BYTES
 from fxsplit.runtime.stage import recompute
 from fxsplit.schedule import RUNNABLE, SCHEDULES, Times, generate, simulate
 from fxsplit.torch_internals import contents
+from fxsplit.torch_internals.autograd.split import LEAST_PRODUCTS
 from tests.docs.markdown import ROOT
 from tests.proof.test_transparency import CASES, SLOW
 
-WORDS = {4: "four", 16: "sixteen"}
+WORDS = {2: "two", 3: "three", 4: "four", 16: "sixteen"}
 
 
 def read(page: str) -> str:
@@ -45,6 +54,17 @@ def read(page: str) -> str:
         ("README.md", "for {} networks under all", len(networks.BUILDERS)),
         ("README.md", "under all {} synchronous schedules on 2 devices", len(RUNNABLE)),
         ("README.md", "All but the {} slowest are also checked on 3 and 4", len(SLOW)),
+        ("docs/devices.md", "the bandwidth counts as {} GB/s", round(GPU_LINK_BYTES_PER_S / 1e9)),
+        ("docs/devices.md", "in this process, less {} %", round(100 * GPU_RESERVE)),
+        ("docs/machines.md", "`bucket_bytes=`, {} MB by default", BUCKET_BYTES // 10**6),
+        ("docs/planning.md", "At most {} devices can be planned for", MAX_DEVICES),
+        ("docs/planning.md", "{:,} on 512 devices", MOST_CELLS // MAX_DEVICES),
+        ("docs/planning.md", "on more than {} devices the limit of a million", MOST_CELLS // MAX_STATES),
+        ("docs/planning.md", "at {} levels of work", LEVELS),
+        ("docs/schedules.md", "fewer than 2^{} multiplications on a CPU", LEAST_PRODUCTS["cpu"].bit_length() - 1),
+        ("docs/schedules.md", "or 2^{} on a GPU", LEAST_PRODUCTS["cuda"].bit_length() - 1),
+        ("docs/training.md", "of at least {word} rows if the batch is large enough", ROWS_EACH),
+        ("docs/proof.md", "trains float64 copies of the pipeline and of the unsplit model for {word} steps", STEPS),
         ("docs/proof.md", "{} networks, seven synchronous schedules", len(networks.BUILDERS)),
         ("docs/proof.md", "all but the {} slowest also on 3 and 4", len(SLOW)),
     ],
