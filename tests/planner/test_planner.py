@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fxsplit
@@ -36,17 +36,16 @@ from fxsplit.planner.search.search import SLACK
 from tests.support.graphs import (
     best_bottleneck,
     downsets,
+    draw_examples,
     ir_of,
     machines,
     node,
     printed_under_two_hash_seeds,
     profiles,
+    sweep,
+    try_examples,
     workload,
 )
-
-many = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-
-some = settings(many, max_examples=60)
 
 PLANNER = (Augment(), Order(), Partition())
 
@@ -66,8 +65,7 @@ def solve(costs: Costs, machine: Machine, **options: object) -> Plan:
     return ir[Plan]
 
 
-@many
-@given(profiles())
+@draw_examples(50, 300, profiles())
 def test_every_ideal_once_in_a_linear_extension(costs: Costs) -> None:
     chains, _ = states_of(costs)
     found = [frozenset(chains.names(i)) for i in range(len(chains))]
@@ -77,8 +75,7 @@ def test_every_ideal_once_in_a_linear_extension(costs: Costs) -> None:
         assert not found[j] < found[i], "a subset has the larger number"
 
 
-@many
-@given(profiles())
+@draw_examples(50, 300, profiles())
 def test_every_edge_of_the_lattice(costs: Costs) -> None:
     chains, _ = states_of(costs)
     sets = [frozenset(chains.ideal(i)) for i in range(len(chains))]
@@ -89,8 +86,7 @@ def test_every_edge_of_the_lattice(costs: Costs) -> None:
     assert len(found) == len(set(found)) and set(found) == expected
 
 
-@many
-@given(profiles())
+@draw_examples(50, 300, profiles())
 def test_live_values_and_sums_against_the_definition(costs: Costs) -> None:
     chains, states = states_of(costs)
     for i in range(len(chains)):
@@ -109,8 +105,7 @@ def test_live_values_and_sums_against_the_definition(costs: Costs) -> None:
             assert isclose(states.column(figure)[i], total, abs_tol=1e-9)
 
 
-@many
-@given(profiles())
+@draw_examples(50, 300, profiles())
 def test_the_augmented_antichain_determines_its_ideal(costs: Costs) -> None:
     chains, _ = states_of(costs)
     seen: dict[frozenset[int], int] = {}
@@ -130,22 +125,25 @@ def solver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-@many
-@given(profiles(7), machines())
-def test_partition_equals_brute_force(solver: str, costs: Costs, machine: Machine) -> None:
-    best = best_bottleneck(costs, machine, workload(machine))
-    try:
-        plan = solve(costs, machine)
-    except (PlanError, FxsplitWarning):  # the warning is of stages without a node
-        assert best is None
-    else:
-        assert best is not None
-        assert isclose(plan.bottleneck_ms, best, rel_tol=1e-8, abs_tol=1e-12)
-        assert plan.optimal and len(plan.stages) == len(machine)
+@sweep(50, 300)
+def test_partition_equals_brute_force(solver: str, examples: int) -> None:
+    @try_examples(examples)
+    @given(profiles(7), machines())
+    def check(costs: Costs, machine: Machine) -> None:
+        best = best_bottleneck(costs, machine, workload(machine))
+        try:
+            plan = solve(costs, machine)
+        except (PlanError, FxsplitWarning):  # the warning is of stages without a node
+            assert best is None
+        else:
+            assert best is not None
+            assert isclose(plan.bottleneck_ms, best, rel_tol=1e-8, abs_tol=1e-12)
+            assert plan.optimal and len(plan.stages) == len(machine)
+
+    check()
 
 
-@some
-@given(profiles(7), machines(bounded=False))
+@draw_examples(20, 60, profiles(7), machines(bounded=False))
 def test_thresholds_answer_no_yes_no_yes(costs: Costs, machine: Machine) -> None:
     """Just below the optimum there is no chain, just above there is one; and the bound is below it."""
     best = best_bottleneck(costs, machine, workload(machine))
@@ -161,8 +159,7 @@ def test_thresholds_answer_no_yes_no_yes(costs: Costs, machine: Machine) -> None
     assert problem.lower_bound() <= best * (1 + SLACK)
 
 
-@some
-@given(profiles(8), machines(3, bounded=False), st.floats(0.1, 10))
+@draw_examples(20, 60, profiles(8), machines(3, bounded=False), st.floats(0.1, 10))
 def test_scaling_every_cost_scales_the_optimum(costs: Costs, machine: Machine, factor: float) -> None:
     if len(machine) > len(Blocks.of(costs)):
         return
@@ -176,8 +173,7 @@ def test_scaling_every_cost_scales_the_optimum(costs: Costs, machine: Machine, f
     assert isclose(a * factor, b, rel_tol=1e-8, abs_tol=1e-12)
 
 
-@some
-@given(profiles(8), machines(3, bounded=False))
+@draw_examples(20, 60, profiles(8), machines(3, bounded=False))
 def test_faster_links_and_devices_never_hurt(costs: Costs, machine: Machine) -> None:
     if len(machine) > len(Blocks.of(costs)):
         return
@@ -189,8 +185,7 @@ def test_faster_links_and_devices_never_hurt(costs: Costs, machine: Machine) -> 
     assert solve(costs, machine, use_all=False).bottleneck_ms <= base * (1 + 1e-8)
 
 
-@some
-@given(profiles(8), machines(3, bounded=False), st.randoms())
+@draw_examples(20, 60, profiles(8), machines(3, bounded=False), st.randoms())
 def test_another_order_of_the_nodes_changes_nothing(costs: Costs, machine: Machine, random: Random) -> None:
     if len(machine) > len(Blocks.of(costs)):
         return
@@ -204,8 +199,7 @@ def test_another_order_of_the_nodes_changes_nothing(costs: Costs, machine: Machi
     assert isclose(a.bottleneck_ms, b.bottleneck_ms, rel_tol=1e-8, abs_tol=1e-12)
 
 
-@some
-@given(profiles(8))
+@draw_examples(20, 60, profiles(8))
 def test_a_capped_lattice_keeps_an_honest_bound(costs: Costs) -> None:
     """With too many ideals the plan comes from one topological order: never better than the best, bound never above."""
     machine = cut_in_two(costs)

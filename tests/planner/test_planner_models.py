@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf, isclose
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit.errors import ChainError, PlanError
@@ -17,9 +17,7 @@ from fxsplit.ir.facts.price import COST_MODELS, price_split
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.search import search
-from tests.support.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
-
-many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+from tests.support.graphs import best_bottleneck, draw_examples, node, profiles, sweep, try_examples, workload
 
 
 @pytest.fixture(params=["dense", "thresholds"])
@@ -57,7 +55,7 @@ def solve(costs: Costs, machine: Machine, options: Options) -> Plan | None:
 @pytest.mark.parametrize("use_all", [True, False])
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("model", COST_MODELS)
-@sweep(30, 120)
+@sweep(15, 120)
 def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool, examples: int) -> None:
     if model == "replicated" and free:
         with pytest.raises(ChainError, match="replicated stages take neighbours"):
@@ -83,7 +81,7 @@ def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool, 
 
 @pytest.mark.parametrize("recompute", ["auto", "always"])
 @pytest.mark.parametrize("model", COST_MODELS)
-@sweep(30, 120)
+@sweep(15, 120)
 def test_recomputation_equals_brute_force(solver: str, model: str, recompute: str, examples: int) -> None:
     @try_examples(examples)
     @given(profiles(5), clusters(False))
@@ -125,8 +123,7 @@ def test_the_step_of_an_optimizer_counts_for_stages_that_hand_values_on() -> Non
     assert held == {"direct": [429 * 5, 0], "forwarded": [0, 429 * 4]}
 
 
-@many
-@given(profiles(5), clusters(free=False), st.data())
+@draw_examples(30, 120, profiles(5), clusters(free=False), st.data())
 def test_dear_tensors_do_not_hide_cheap_ones(costs: Costs, machine: Machine, data: st.DataObject) -> None:
     """Prices may differ by more than the digits of a float: a cut still costs its own price."""
     dear = [n.name for n in costs.nodes if data.draw(st.booleans())]
@@ -139,8 +136,7 @@ def test_dear_tensors_do_not_hide_cheap_ones(costs: Costs, machine: Machine, dat
         assert isclose(plan.bottleneck_ms, best, rel_tol=1e-9, abs_tol=1e-12)
 
 
-@many
-@given(profiles(6), clusters(free=False))
+@draw_examples(30, 120, profiles(6), clusters(free=False))
 def test_what_may_only_help(costs: Costs, machine: Machine) -> None:
     """Replication may do without replicas, overlap hides transfers, and untaxed traffic is free."""
     base = solve(costs, machine, Options(use_all=False))
@@ -151,8 +147,7 @@ def test_what_may_only_help(costs: Costs, machine: Machine) -> None:
         assert other is not None and other.bottleneck_ms <= base.bottleneck_ms * (1 + 1e-8)
 
 
-@many
-@given(profiles(6))
+@draw_examples(30, 120, profiles(6))
 def test_direct_plans_do_not_care_for_direction(costs: Costs) -> None:
     """Reversing the graph keeps the optimum: a stage shares the same tensors in both directions."""
     machine = Machine.planned(3, 1e5)

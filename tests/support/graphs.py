@@ -6,12 +6,13 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -31,6 +32,22 @@ def sweep(few: int, all_of_them: int) -> pytest.MarkDecorator:
 def try_examples(examples: int) -> settings:
     """Return Hypothesis's settings for so many examples, which are the same in every run."""
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def draw_examples(
+    few: int, all_of_them: int, *drawn: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """Let a test run on what is drawn: a few examples at every change, and all of them in `make test-long`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[[int], None]:
+        @sweep(few, all_of_them)
+        def run(examples: int) -> None:
+            try_examples(examples)(given(*drawn)(test))()
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
 
 
 def ir_of(costs: Costs, *facts: object) -> IR:

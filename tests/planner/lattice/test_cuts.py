@@ -19,8 +19,8 @@ from fxsplit.ir.facts.price import COST_MODELS
 from fxsplit.planner import Options, antichains, sequence_states
 from fxsplit.planner.lattice.cuts import find_cut_levels
 from fxsplit.planner.planner import Planner
-from tests.planner.test_planner_models import clusters, many, solve
-from tests.support.graphs import best_bottleneck, node, profiles, sweep, try_examples, workload
+from tests.planner.test_planner_models import clusters, solve
+from tests.support.graphs import best_bottleneck, draw_examples, node, profiles, sweep, try_examples, workload
 
 
 def works(costs: Costs, chains: Antichains) -> list[float]:
@@ -28,8 +28,7 @@ def works(costs: Costs, chains: Antichains) -> list[float]:
     return [float(w) for w in states.column("forward_ms") + states.column("backward_ms")]
 
 
-@many
-@given(profiles(7), st.integers(1, 9))
+@draw_examples(30, 120, profiles(7), st.integers(1, 9))
 def test_no_ideal_of_a_level_sends_less(costs: Costs, count: int) -> None:
     blocks = Blocks.of(costs)
     levels, order = find_cut_levels(costs, blocks, count)
@@ -49,7 +48,7 @@ def test_no_ideal_of_a_level_sends_less(costs: Costs, count: int) -> None:
 
 @pytest.mark.parametrize("model", COST_MODELS)
 @pytest.mark.parametrize("use_all", [True, False])
-@sweep(30, 120)
+@sweep(15, 120)
 def test_the_bound_holds_for_plans_that_were_not_looked_at(model: str, use_all: bool, examples: int) -> None:
     @try_examples(examples)
     @given(profiles(5), clusters(free=False))

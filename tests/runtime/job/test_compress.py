@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit.runtime.job.compress import compress, dequantize, quantize, restore
+from tests.support.graphs import try_examples
 
 
 def pass_over(value: Any, how: str) -> Any:
@@ -18,7 +19,7 @@ def pass_over(value: Any, how: str) -> Any:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@try_examples(60)
 @given(st.integers(0, 10**6), st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
 def test_int8_is_off_by_half_a_step_of_its_row(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)

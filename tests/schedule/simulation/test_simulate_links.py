@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit.errors import ScheduleError
@@ -17,6 +17,7 @@ from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.generators.synchronous import run_forwards, schedule_replicas
 from fxsplit.schedule.homes import line
 from fxsplit.schedule.simulation.timeline import Timeline
+from tests.support.graphs import try_examples
 
 
 class World:
@@ -129,7 +130,7 @@ def check(schedule: Schedule, times: Times) -> None:
         assert all(trip.begin_ms >= end for trip, end in zip(trips, ends, strict=False)), "one message at a time"
 
 
-@settings(deadline=None, max_examples=150)
+@try_examples(60)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
 def test_all_schedules_are_exact(name: str, devices: int, microbatches: int, seed: int) -> None:
     try:
