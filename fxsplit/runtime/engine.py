@@ -183,7 +183,7 @@ class Engine:
 
         def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
             loss.look_at(m, program, outputs)
-            return loss(m, program.build_result(outputs))
+            return loss(m, program.build_result(outputs), partial(loss.look_at, m, program, outputs))
 
         # No input gets a gradient, and a packet that wants none spares the first stage's backward its share.
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))

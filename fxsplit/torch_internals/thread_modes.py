@@ -178,6 +178,10 @@ def disable_compilers() -> Iterator[None]:
         yield
 
 
+class OnlyListens(TorchFunctionMode):
+    """A mode that notes the calls of its own thread and changes none, so that nothing is wrong without it elsewhere."""
+
+
 def refuse_foreign_modes() -> None:
     """Raise InputError for a mode of this thread that is called with each operator or function of torch's, or a tracer.
 
@@ -192,7 +196,8 @@ def refuse_foreign_modes() -> None:
         )
     dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-    foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, DeviceContext)), None)
+    own = (DeviceContext, OnlyListens)
+    foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, own)), None)
     # A name of the project's own would tell a user nothing.
     if type(foreign).__module__.partition(".")[0] == __name__.partition(".")[0]:
         raise InputError(

@@ -34,7 +34,11 @@ class LossMeanings:
         meaning = self._known.get(program)
         if meaning is None or meaning.stated != stated:
             meaning = self._known[program] = LossMeaning(
-                self._loss_fn, stated, watch=CallWatch, find_counts=find_loss_counts
+                self._loss_fn,
+                stated,
+                watch=CallWatch,
+                find_counts=find_loss_counts,
+                side_by_side=self._side_by_side,
             )
         meaning.begin_step()
         return meaning

@@ -181,6 +181,10 @@ class Record(TorchFunctionMode):
             return self._graph.call_function(REFLECTED[name], (args[1], args[0]))
         if name.startswith("__"):
             return self._graph.call_function(getattr(operator, name), args)
+        if name in ("view", "reshape"):
+            sizes = args[1:] if len(args) > 2 or isinstance(args[1], int) else tuple(args[1])
+            # The rows are mostly the first of the sizes.
+            args = args if -1 in sizes else (args[0], -1, *sizes[1:])
         return self._graph.call_method(name, args, kwargs)
 
     def _find(self, tensor: Tensor) -> fx.Node:

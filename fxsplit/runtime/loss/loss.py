@@ -10,6 +10,7 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fxsplit.ir.facts.capture.counts import (
 )
 from fxsplit.ir.facts.capture.output_kinds import MEAN, OutputKind
 from fxsplit.runtime.deferred_errors import DeferredErrors
+from fxsplit.runtime.loss.calls import Calls
 from fxsplit.runtime.loss.meaning import LossMeaning
 from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.microbatches import join_target
@@ -35,6 +37,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.tensors.host_copies import is_on_host
+from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
@@ -210,6 +213,7 @@ class BatchLoss:
         self.losses: list[Tensor | None] = [None] * len(rows)
         # By thread: on a GPU another worker's stream may be behind. A weight as a gradient is made once.
         self._weights: dict[tuple[int, bool], Weights] = {}
+        self._first = threading.Lock()  # held by the first microbatch for good
         self._gradients: dict[tuple[int, float], Tensor] = {}
 
     @property
@@ -253,17 +257,23 @@ class BatchLoss:
             self._weights[key] = [w for part in parts for w in part]
         return self._weights[key]
 
-    def __call__(self, microbatch: int, outputs: Any) -> Tensor:
+    def __call__(self, microbatch: int, outputs: Any, look_again: Callable[[], None] = lambda: None) -> Tensor:
         """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
 
+        `look_again` is called if the loss function has changed since the microbatches of earlier steps were looked at.
         Raises InputError for a loss that is no scalar tensor, or that no gradient depends on. An error of the loss
         function is raised as it is, with a note.
         """
+        target = self._list_target(microbatch, outputs)
+        calls = Calls(outputs, target) if self.meaning.listens and self._first.acquire(blocking=False) else None
         try:
-            loss = self._loss_fn(outputs, *self._list_target(microbatch, outputs))
+            with nullcontext() if calls is None else enter_function_mode(calls):
+                loss = self._loss_fn(outputs, *target)
         except Exception as error:
             error.add_note("raised by loss_fn")
             raise
+        if calls is not None and self.meaning.hear(calls.heard):
+            look_again()
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"loss_fn returned {what}: return a scalar tensor, such as the mean over rows")

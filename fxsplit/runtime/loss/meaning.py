@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.counts import Count, CountWatch
 from fxsplit.ir.facts.capture.output_kinds import Kind
+from fxsplit.runtime.loss.calls import Heard
 from fxsplit.runtime.loss.count import find_loss_count
 from fxsplit.runtime.loss.trial import LossTrial
 from fxsplit.runtime.program import Program
@@ -48,6 +51,7 @@ class LossMeaning:
 
     looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
     while it is called for that, so that those calls change nothing. find_counts: finds counts that it may divide by.
+    side_by_side: whether other pipelines have other rows of the batch.
     count: what the loss is divided by, where that is found out and no number of rows.
     stated: what the function has said of itself.
     reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
@@ -61,6 +65,7 @@ class LossMeaning:
         looks: bool = True,
         watch: Callable[[Callable[..., Any]], LossSideEffects] | None = None,
         find_counts: FindCounts | None = None,
+        side_by_side: bool = False,
     ) -> None:
         self.stated = stated
         self.reduction = "mean" if stated == "batchmean" else stated
@@ -71,10 +76,42 @@ class LossMeaning:
         self._changes: list[str] = []
         self._compares = False
         self._tried = False
+        self._calls: Heard | None = None
+        self._earlier: list[Count] = []
+        self._looks, self._side_by_side = looks, side_by_side
+        self._heard: dict[tuple[Any, ...], tuple[Count | CountWatch | None, str | None]] = {}
         self._said = False
         self._steps = 0 if looks else MOST_STEPS
         self._differs = ""
         self._lock = threading.Lock()
+
+    @property
+    def listens(self) -> bool:
+        """Whether a step tells the calls of its first loss."""
+        return self._looks and not _is_fixed(self._loss_fn)
+
+    def hear(self, calls: Heard) -> bool:
+        """Take the calls of torch of the first loss of a step; return whether its microbatch has to be looked at again.
+
+        Raises InputError if pipelines side by side have agreed already on what their losses weigh.
+        """
+        with self._lock:
+            if self.is_open:  # the microbatch was looked at in this step
+                self._calls = calls
+                return False
+            known = next((self._heard[key] for key in (calls, calls.calls) if key in self._heard), None)
+            if known is not None:
+                self.count, self.reduction = known
+                return False
+            if self._side_by_side:
+                raise InputError(
+                    "loss_fn makes other calls of torch than in earlier steps, or with other numbers or weights, and "
+                    "pipelines of a mesh have agreed on what their losses weigh: compile again when it changes"
+                )
+            self._earlier = [c for c, _ in self._heard.values() if isinstance(c, Count)]
+            self.count, self.reduction = None, "mean" if self.stated == "batchmean" else self.stated
+            self._steps, self._tried, self._calls = 0, False, calls
+            return True
 
     @property
     def is_open(self) -> bool:
@@ -83,12 +120,17 @@ class LossMeaning:
 
     def begin_step(self) -> None:
         """Forget what a step noticed that then failed."""
-        self._differs, self._compares = "", False
+        self._differs, self._compares, self._calls = "", False, None
 
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
         """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
         with self._lock, torch.no_grad():
             if isinstance(self.count, Count):
+                return
+            # Where nothing counts, a function may make other calls: those tell nothing.
+            nothing = next((count for count in self._earlier if _counts_nothing(count, target)), None)
+            if nothing is not None:
+                self.count, self.reduction, self._calls = nothing, "mean", None
                 return
             try:
                 with self._call_without_trace(outputs, target, program) as loss_fn:
@@ -98,6 +140,9 @@ class LossMeaning:
                         return
                     trial = LossTrial(loss_fn, program, outputs, target, rows)
                     unjoined = trial.find_unjoined()
+                    if unjoined is not None:
+                        self._differs = f"it reads what microbatches do not make ({unjoined})"
+                        return
                     kinds, count = self._find_kinds(trial, loss_fn, program.build_result(outputs), target)
                     if count is not None:
                         self.count, self.reduction = count, "mean"
@@ -106,9 +151,6 @@ class LossMeaning:
                     self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
             except Exception as error:  # a loss may be made for its number of rows alone
                 self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
-                return
-            if unjoined is not None:
-                self._differs = f"it reads what microbatches do not make ({unjoined})"
                 return
             if len(kinds) > 1:
                 return  # a loss of zero is a mean as well as a sum
@@ -126,7 +168,8 @@ class LossMeaning:
         kinds = trial.find_kinds()
         if self._tried:
             return kinds, None
-        varied, counts = trial.try_counts(kinds, *self._find_counts(loss_fn, outputs, target))
+        counts, marks = self._find_counts(loss_fn, outputs, target)
+        varied, counts = trial.try_counts(kinds, [*counts, *self._earlier], marks)
         # A loss of zero is a mean as well as a sum, and zero divided by anything.
         if len(varied) > 1 or "sum" in varied:
             return varied, None
@@ -161,6 +204,10 @@ class LossMeaning:
         if not self.is_open:
             return
         self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1
+        if self._calls is not None:
+            # What computes a count that was written by hand may hold sizes.
+            by_hand = isinstance(self.count, Count) and not self.count.additive
+            self._heard[self._calls if by_hand else self._calls.calls] = self.count, self.reduction
         changes, self._changes = self._changes, []
         if changes and not self._said:
             self._said = True
@@ -180,3 +227,22 @@ class LossMeaning:
                 "microbatches, by rows, which differs from the loss of the whole batch: divide by the number of rows, "
                 "state loss_fn.reduction = 'sum', or compile with n_microbatches=1"
             )
+
+
+def _is_fixed(function: Callable[..., Any]) -> bool:
+    """Return whether a function makes the same calls always, as torch's own, also with arguments bound.
+
+    One under torch.compile, which would be compiled again, is taken for such a function.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    of_torch = str(getattr(function, "__module__", "")).startswith("torch.") and hasattr(function, "__name__")
+    return of_torch or hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
+
+
+def _counts_nothing(count: Count, target: tuple[Any, ...]) -> bool:
+    """Return whether a count of a microbatch's target is zero; the host waits for an accelerator."""
+    try:
+        return not count.find_count(target)
+    except Exception:  # what counts may hold sizes
+        return False

@@ -173,7 +173,9 @@ class LossTrial:
         for gradient, cut, *parted in zip(whole, self._cuts, *pieces, strict=False):
             if cut.dim is None or not (gradient.is_floating_point() or gradient.is_complex()):
                 continue
-            joined = cut.join([g * share for g, share in zip(parted, shares, strict=True)])
+            joined = cut.join(
+                [g * share if share else torch.zeros_like(g) for g, share in zip(parted, shares, strict=True)]
+            )
             if not is_close(gradient, joined, largest, loose=gradient.dtype is not torch.float64):
                 return True
         return False

@@ -51,17 +51,20 @@ class Tokens(nn.Module):
 
 def lose(o: Tensor, t: Tensor) -> Tensor:
     """The loss of each token."""
-    return F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="none").view_as(t)
+    losses: Tensor = F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="none")
+    return losses.view_as(t)
 
 
 def square(o: Tensor, t: Tensor) -> Tensor:
     """The squared error of each token."""
-    return (o[..., 0] - t).square()
+    squares: Tensor = (o[..., 0] - t).square()
+    return squares
 
 
 def average(losses: Tensor, mask: Tensor) -> Tensor:
     """The mean of the losses under a mask, as it is mostly written."""
-    return (losses * mask).sum() / mask.sum()
+    mean: Tensor = (losses * mask).sum() / mask.sum()
+    return mean
 
 
 def guard(o: Tensor, t: Tensor) -> Tensor:

@@ -1,0 +1,86 @@
+"""Listen to the calls of torch in a loss function: which ones decide how many entries of the target count.
+
+A loss function may read a threshold, a flag or weights of classes that change between steps. Its count changes with
+them, and what was found out on the first steps holds no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.thread_modes import OnlyListens
+
+SIZED = {
+    *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "narrow", "split", "chunk"),
+    *("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "__getitem__"),
+}
+"""Names of functions whose numbers are sizes mostly, which change with the rows of a batch and with its lengths."""
+
+
+class Heard(NamedTuple):
+    """What a loss calls: equal for two steps if it makes the same calls with the same numbers, tensors and sizes."""
+
+    calls: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+
+
+class Calls(OnlyListens):
+    """Notes each call that is given the target, or what follows from it, or nothing that the model has computed.
+
+    Of a call that is given outputs too, such as a cross entropy, the numbers and tensors from elsewhere are noted.
+    """
+
+    def __init__(self, outputs: Any, target: Any) -> None:
+        super().__init__()
+        self._made = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        self._target = {id(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)}
+        self._own = set[int]()  # tensors that calls make of numbers, and of tensors from elsewhere
+        self._kept: list[Any] = []  # so that no other tensor gets the id of one of them
+        self._calls: list[Any] = []
+        self._sizes: list[Any] = []
+
+    @property
+    def heard(self) -> Heard:
+        """What the calls were, and what they were given."""
+        return Heard(tuple(self._calls), tuple(self._sizes))
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and note it."""
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        given = [*_list_leaves(args), *_list_leaves(kwargs.values())]
+        tensors = {id(leaf): leaf for leaf in given if isinstance(leaf, Tensor)}
+        made, followed = not self._made.isdisjoint(tensors), not self._target.isdisjoint(tensors)
+        if followed or not made:
+            name = getattr(function, "__name__", "")
+            numbers = tuple(leaf for leaf in given if isinstance(leaf, (int, float, str)))
+            foreign = tuple(key for key, tensor in tensors.items() if self._is_foreign(key, tensor))
+            self._kept += tensors.values()
+            # The place in a table from elsewhere is no size.
+            sized = name in SIZED and (followed or name != "__getitem__")
+            self._calls.append((name, () if sized else numbers, foreign))
+            self._sizes += numbers if sized else ()
+        known = self._made if made else self._target if followed else self._own
+        for part in _list_leaves((result,)):
+            if isinstance(part, Tensor):
+                known.add(id(part))
+                self._kept.append(part)
+        return result
+
+    def _is_foreign(self, key: int, tensor: Tensor) -> bool:
+        """Return whether a tensor comes from elsewhere; what is trained may be made anew by each call."""
+        return not (key in self._made or key in self._target or key in self._own or tensor.requires_grad)
+
+
+def _list_leaves(values: Iterable[Any]) -> list[Any]:
+    """Return values, and those in lists and tuples among them, one level down."""
+    found: list[Any] = []
+    for value in values:
+        found += value if isinstance(value, (list, tuple)) else (value,)
+    return found
