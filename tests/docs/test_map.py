@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,22 +19,22 @@ from tests.docs.markdown import ROOT, read_prose
 from tests.house.test_layers import ROW
 from tests.support.models import Mlp
 
-PAGE = ROOT / "CONTRIBUTING.md"
+MAP, FLOWS = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "extending" / "index.md"
 Place = tuple[str, str]
 """A file of the project and the name of a function or class in it."""
 
 
-def read_section(heading: str) -> list[str]:
-    """Return the lines of a section of CONTRIBUTING, its blocks left out."""
-    lines = [line for _, line in read_prose(PAGE)]
+def read_section(page: Path, heading: str) -> list[str]:
+    """Return the lines of a section of a page, its blocks left out."""
+    lines = [line for _, line in read_prose(page)]
     start = lines.index(f"## {heading}") + 1
     ends = [number for number, line in enumerate(lines) if number >= start and line.startswith("## ")]
-    return lines[start : ends[0]]
+    return lines[start : [*ends, len(lines)][0]]
 
 
 def read_flow(heading: str) -> list[Place]:
     """Return the files and names of a flow's table, from top to bottom."""
-    rows = [re.match(r"\| `([\w/.]+\.py)` \| (`[^|]+`) \|", line) for line in read_section(heading)]
+    rows = [re.match(r"\| `([\w/.]+\.py)` \| (`[^|]+`) \|", line) for line in read_section(FLOWS, heading)]
     return [(row[1], name) for row in rows if row for name in re.findall(r"`([\w.]+)`", row[2])]
 
 
@@ -62,7 +64,7 @@ def find_place(place: Place, called: list[Place]) -> int:
     """Return when a function, or the first method of a class, was first called."""
     file, name = place
     times = [i for i, (f, n) in enumerate(called) if f == file and (n == name or n.startswith(f"{name}."))]
-    assert times, f"{PAGE.name} says that {name} of {file} is called, and it is not"
+    assert times, f"the page says that {name} of {file} is called, and it is not"
     return times[0]
 
 
@@ -73,7 +75,7 @@ def compile_small_model() -> fxsplit.Pipeline:
 
 
 def test_the_map_has_every_room_in_its_row_and_no_other() -> None:
-    section = "\n".join(read_section("The map of the house"))
+    section = "\n".join(read_section(MAP, "The map of the house"))
     named = {
         room: int(row) for row, room in re.findall(r"^\| (\d+) \| `(?:fxsplit/)?(\w+)/` \|", section, re.MULTILINE)
     }
@@ -106,3 +108,21 @@ def test_a_step_flows_as_the_page_says() -> None:
     times = {place: find_place(place, called) for place in flow}
     by_caller = [times[place] for place in flow if place[1] in ("Pipeline.step", "Engine.step", "cut_packets")]
     assert by_caller == sorted(by_caller)
+
+
+def test_all_that_the_tables_name_is_in_its_file() -> None:
+    flows = [read_flow(heading) for heading in ("How a compile flows", "How a step flows", "Over ranks")]
+    assert min(map(len, flows)) >= 10
+    missing = [place for flow in flows for place in flow if not list_definitions(place[0]) & {place[1]}]
+    assert missing == []
+
+
+def list_definitions(path: str) -> set[str]:
+    """Return the functions, classes and methods of a file, a method with the name of its class."""
+    found = set()
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
