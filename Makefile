@@ -1,12 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-long quick room lint types docs outputs check bench dist clean
+.PHONY: help demo test test-long test-newest quick room lint types docs outputs check bench dist clean
 
 help:
 	@echo "make demo       train ResNet-18 as a pipeline on real images"
 	@echo "make test       the tests, in two processes"
 	@echo "make test-long  the tests that take long"
+	@echo "make test-newest  the tests of other libraries once more, with the newest torch and releases of them"
 	@echo "make quick      lint, types, and the tests of rooms changed since the commit before the last (BASE=HEAD~1)"
 	@echo "make room       the tests of one room: make room ROOM=planner"
 	@echo "make lint       ruff: rules and format"
@@ -16,7 +17,7 @@ help:
 	@echo "make check      all that CI runs"
 	@echo "make bench      the tables of bench/README.md"
 	@echo "make dist       wheel and sdist in dist/"
-	@echo "make clean      remove .venv and what was built"
+	@echo "make clean      remove .venv, .newest and what was built"
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,6 +37,16 @@ test: .venv/ready
 
 test-long: .venv/long
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m long --durations 25
+
+# An environment of its own: 6 GB, as the newest torch comes with CUDA unless an index has CPU builds.
+.newest/ready: pyproject.toml constraints.txt constraints-newest.txt
+	$(PYTHON) -m venv .newest
+	awk -F== 'NR == FNR {newer[$$1]; print; next} !($$1 in newer)' constraints-newest.txt constraints.txt > .newest/constraints.txt
+	.newest/bin/pip install --quiet --disable-pip-version-check --constraint .newest/constraints.txt torch --editable '.[dev,companions]'
+	touch $@
+
+test-newest: .newest/ready
+	.newest/bin/python -m pytest --numprocesses 2 --dist worksteal -m companions --durations 10
 
 BASE ?= HEAD~1
 quick: lint types
@@ -57,7 +68,7 @@ docs: .venv/ready
 outputs: .venv/ready
 	$(BIN)/python -m tests.docs.run_page $(PAGE)
 
-check: test test-long lint types docs
+check: test test-long test-newest lint types docs
 
 bench: .venv/ready
 	mkdir -p .benchmarks
@@ -68,4 +79,4 @@ dist: .venv/ready
 	$(BIN)/python -m build
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .newest build dist *.egg-info

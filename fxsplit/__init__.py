@@ -72,7 +72,9 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> object:
     """Import a public name from its room."""
     if name not in _HOME:
-        raise AttributeError(f"fxsplit has no {name!r}: it has {', '.join(_HOME)}")
+        from fxsplit.errors import suggest
+
+        raise AttributeError(f"fxsplit has no {name!r}: it has {', '.join(_HOME)}{suggest(name, _HOME)}")
     from fxsplit.system.imports import import_whole
 
     # torch takes seconds to load, and Ctrl-C would leave half of it.

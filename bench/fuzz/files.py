@@ -172,7 +172,7 @@ def make_odd_command(r: random.Random, path: str) -> list[str]:
         "--schedule": (*SCHEDULES, "x", ""),
     }
     if r.random() < 0.5:
-        command = ["simulate", *r.choice(([], ["--profile", path]))]
+        command = ["simulate", *r.choice(([], [path], ["--plan", path]))]
         options |= {"--stages-per-device": NUMBERS, "--to-csv": ("/", "", "\0", "none/x"), "--trace": ("/", "", "\0")}
     else:
         command = [r.choice(("plan", "explain")), r.choice((path, path, path, "", "\0", "/", "none"))]

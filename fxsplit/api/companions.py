@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from fxsplit.torch_internals.user_lines import warn_user
 
 TRIED = {
-    "accelerate": ((1, 15), (1, 15)),
-    "lightning": ((2, 6), (2, 6)),
-    "peft": ((0, 21), (0, 21)),
+    "accelerate": ((1, 10), (1, 15)),
+    "lightning": ((2, 5), (2, 6)),
+    "peft": ((0, 18), (0, 21)),
     "transformers": ((5, 18), (5, 24)),
 }
 """The first and the last release of each that the tests or a trial were run with; pyproject.toml says the same."""

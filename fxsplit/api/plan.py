@@ -128,7 +128,12 @@ def check_can_run(plan: Plan) -> Plan:
     return plan
 
 
-def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None = None) -> tuple[Machine, Workload]:
+def lay_out(
+    machine: Machine,
+    schedule: str = "1F1B",
+    n_microbatches: int | None = None,
+    stages_per_device: int | None = None,
+) -> tuple[Machine, Workload]:
     """Return what to plan for: a machine with a device for each stage of the schedule, and what each stage holds.
 
     Raises ScheduleError for numbers that the schedule is not made for, InputError for too many devices.
@@ -139,7 +144,7 @@ def lay_out(machine: Machine, schedule: str = "1F1B", n_microbatches: int | None
     if schedule != INFERENCE:
         find_schedule(schedule)
     count = choose_microbatch_count(len(machine), stated=n_microbatches)
-    return Scheduler(schedule, len(machine)).lay_out(machine, count)
+    return Scheduler(schedule, len(machine), stages_per_device).lay_out(machine, count)
 
 
 def build_machine(profile: ProfileFile, devices: int | None, bandwidth: float | None) -> Machine:

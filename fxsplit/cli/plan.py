@@ -14,7 +14,7 @@ from typing import Any
 from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
 from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import read_bandwidth, take_text
+from fxsplit.cli.words import add_json, add_machine, add_planned_file, add_schedule, read_bandwidth, take_text
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
@@ -38,28 +38,22 @@ from fxsplit.system.shown import Table
 
 UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
 
+TWO_MACHINES = "--devices and --machine both state the devices: give one of them"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan` and `explain`."""
-    parser.add_argument("file", help="fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON")
+    add_planned_file(parser)
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: the file's number, else 2)")
-    parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine file instead of equal devices")
+    add_machine(parser)
     parser.add_argument("--cost-model", choices=COST_MODELS, help="the costs of stages (default: the file's own)")
-    parser.add_argument(
-        "--bandwidth",
-        type=take_text,
-        metavar="RATE",
-        help="of every device's link, such as 25GB/s (default: the file's, else unlimited)",
-    )
     parser.add_argument("--use-all-devices", action="store_true", help="leave no device idle")
     parser.add_argument("--no-traffic", action="store_true", help="ignore the time of transfers between stages")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument(
         "--recompute", default="never", choices=RECOMPUTE, help="stages that recompute activations, to save memory"
     )
-    parser.add_argument(
-        "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}"
-    )
+    add_schedule(parser, SCHEDULES)
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument(
@@ -85,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="stop after S seconds with the best plan found (default: no limit)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +148,7 @@ class PlanArguments:
         if text is None:
             return [None]
         if self.arguments.machine:
-            raise InputError("--devices and --machine both state the devices: give one of them")
+            raise InputError(TWO_MACHINES)
         # One number, or a range for a curve of speed-ups.
         found = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -167,12 +161,7 @@ class PlanArguments:
 
     def machine(self, count: int | None) -> Machine:
         """Return the machine of --machine, or one with `count` equal devices."""
-        if self.arguments.machine:
-            machine = read_machine(self.arguments.machine)
-            if self.arguments.bandwidth:
-                machine = replace(machine, links=(self.arguments.bandwidth,) * len(machine.links))
-            return machine
-        return build_machine(self.profile, count, self.arguments.bandwidth)
+        return choose_machine(self.profile, self.arguments.machine, count, self.arguments.bandwidth)
 
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
         """Return the machine with one device for each stage, and the schedule's workload."""
@@ -203,6 +192,19 @@ class PlanArguments:
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
+
+
+def choose_machine(profile: Profile, path: str | None, count: int | None, bandwidth: float | None) -> Machine:
+    """Return the machine in a file, with links of another bandwidth if one is given, or one of `count` equal devices.
+
+    Raises InputError where both the file and the number are given.
+    """
+    if path is None:
+        return build_machine(profile, count, bandwidth)
+    if count is not None:
+        raise InputError(TWO_MACHINES)
+    machine = read_machine(path)
+    return replace(machine, links=(bandwidth,) * len(machine.links)) if bandwidth else machine
 
 
 def main(arguments: argparse.Namespace) -> int:

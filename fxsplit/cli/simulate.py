@@ -6,13 +6,13 @@ import argparse
 from typing import Any
 
 from fxsplit.api.compiler.microbatch_count import choose_microbatch_count
-from fxsplit.api.plan import lay_out
+from fxsplit.api.plan import check_can_run, choose_passes, lay_out
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import read_bandwidth, take_text
+from fxsplit.cli.plan import choose_machine
+from fxsplit.cli.words import add_json, add_machine, add_planned_file, add_schedule, read_bandwidth, take_text
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
-from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
@@ -29,32 +29,26 @@ from fxsplit.system.shown import Table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `simulate`."""
+    add_planned_file(parser, optional="each forward takes 1, each backward 2")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--schedule",
-        type=take_text,
-        metavar="NAME",
-        help=f"one of {', '.join(SCHEDULES)} (default: the plan's, or 1F1B)",
-    )
+    add_schedule(what, SCHEDULES, default="the plan's, or 1F1B")
     what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
-    parser.add_argument("--devices", type=int, metavar="N", help="default: the plan's devices, else 4")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="equal devices (default: what a file states, else 2 for FILE, else 4)",
+    )
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
     parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
-    costs = parser.add_mutually_exclusive_group()
-    costs.add_argument(
-        "--plan", type=take_text, metavar="FILE", help="times and memory of a plan (fxsplit plan ... --json > FILE)"
-    )
-    costs.add_argument(
-        "--profile",
-        type=take_text,
-        metavar="FILE",
-        help="plan this profile first, with the schedule's number of stages",
-    )
-    costs.add_argument("--unit-times", action="store_true", help="F = I = W = 1 and B = 2 for every stage (default)")
+    add_machine(parser)
     parser.add_argument(
-        "--bandwidth", type=take_text, metavar="RATE", help="of every link, such as 25GB/s (default: the profile's)"
+        "--plan",
+        type=take_text,
+        metavar="PLAN",
+        help="a plan in place of FILE: fxsplit plan FILE ... --json > PLAN (default: the best plan for FILE)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.add_argument(
         "--trace", type=take_text, metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)"
     )
@@ -65,15 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Simulate a step, print it as a table with a drawing or as JSON, and write the requested files."""
+    """Simulate a step, print it as a table with a drawing or as JSON, and write the requested files.
+
+    Raises InputError for an argument that needs a profile if there is none, or that contradicts a file.
+    """
     arguments.bandwidth = read_bandwidth(arguments.bandwidth)
-    if arguments.bandwidth is not None and not arguments.profile:
-        raise InputError("--bandwidth prices the transfers of a --profile; a --plan has them already")
-    plan = read_plan(arguments.plan) if arguments.plan else None
-    # Choose the schedule first: a plan of --profile needs one stage for each stage of the schedule.
-    schedule = _choose_schedule(arguments, plan)
-    if arguments.profile:
-        plan = _plan_profile(arguments, schedule)
+    if arguments.file is not None and arguments.plan is not None:
+        raise InputError(f"--plan {arguments.plan}: FILE is planned from, and this is a plan already: give one of them")
+    for name in ("machine", "bandwidth"):
+        if getattr(arguments, name) is not None and arguments.file is None:
+            raise InputError(f"--{name} is for a FILE, a profile that is planned first: give that too")
+    fixed = _read_schedule(arguments) if arguments.csv else None
+    plan: Plan | None
+    if arguments.file is not None:
+        plan, schedule = _plan_profile(arguments, fixed)
+    else:
+        plan = None if arguments.plan is None else read_plan(arguments.plan)
+        schedule = _choose_schedule(arguments, plan) if fixed is None else fixed
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
@@ -98,23 +100,24 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
-    """Return the schedule of --csv, or of the given name and numbers, with defaults from the plan.
+def _read_schedule(arguments: argparse.Namespace) -> Schedule:
+    """Return the schedule of --csv; raises InputError for an argument that the file contradicts."""
+    schedule = read_csv(arguments.csv)
+    verify(schedule)
+    if arguments.stages_per_device is not None:
+        raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
+    # A file states its devices and microbatches; repeating the same numbers is harmless.
+    for name, value, stated in (
+        ("--devices", arguments.devices, schedule.n_devices),
+        ("--n-microbatches", arguments.n_microbatches, schedule.n_microbatches),
+    ):
+        if value not in (None, stated):
+            raise InputError(f"{name} {value}: the file {arguments.csv!r} has {stated}")
+    return schedule
 
-    Raises InputError for an argument that contradicts a file.
-    """
-    if arguments.csv:
-        schedule = read_csv(arguments.csv)
-        if arguments.stages_per_device is not None:
-            raise InputError(f"--stages-per-device: the file {arguments.csv!r} says where its stages are")
-        # A file states its devices and microbatches; repeating the same numbers is harmless.
-        for name, value, stated in (
-            ("--devices", arguments.devices, schedule.n_devices),
-            ("--n-microbatches", arguments.n_microbatches, schedule.n_microbatches),
-        ):
-            if value not in (None, stated):
-                raise InputError(f"{name} {value}: the file {arguments.csv!r} has {stated}")
-        return schedule
+
+def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
+    """Return the schedule of a name and numbers that are given, of the plan, or of defaults."""
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
     if devices is None:
@@ -128,13 +131,37 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     return generate(name, devices, count, arguments.stages_per_device)
 
 
-def _plan_profile(arguments: argparse.Namespace, schedule: Schedule) -> Plan:
-    """Return the best plan of a profile with one stage for each stage of the schedule, over equal links."""
-    profile = read(arguments.profile, by_bytes=arguments.bandwidth is not None)
-    bytes_per_s = profile.bytes_per_s if arguments.bandwidth is None else arguments.bandwidth
-    machine = Machine.planned(schedule.n_stages, bytes_per_s)
+def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tuple[Plan, Schedule]:
+    """Return the best plan of a profile, as `fxsplit plan` makes it, and its schedule; or the one for a fixed schedule.
+
+    Raises InputError for a machine that has another number of devices than the fixed schedule.
+    """
+    profile = read(arguments.file, by_bytes=arguments.bandwidth is not None or arguments.machine is not None)
+    costs, name = choose_passes(profile.costs, arguments.schedule or "1F1B", inference=False)
+    devices = arguments.devices
+    if fixed is not None and arguments.machine is None:
+        devices = fixed.n_devices - profile.hosts
+    machine = choose_machine(profile, arguments.machine, devices, arguments.bandwidth)
+    scheduler = Scheduler(name, len(machine), arguments.stages_per_device)
+    if fixed is None:
+        laid_out, workload = lay_out(machine, name, arguments.n_microbatches, arguments.stages_per_device)
+    elif fixed.n_devices == len(machine):
+        laid_out, workload = lay_out(machine.unrolled(fixed.homes), n_microbatches=fixed.n_microbatches)
+    else:
+        raise InputError(
+            f"--machine {arguments.machine} has {len(machine)} devices, and the schedule {arguments.csv!r} "
+            f"{fixed.n_devices}: give a machine with as many"
+        )
+    # A schedule that has several stages a device, or that is stated action by action, has all of its stages.
+    use_all = fixed is not None or laid_out is not machine
     with show_progress():
-        return Planner(profile.costs).plan(*lay_out(machine, n_microbatches=schedule.n_microbatches), Options())
+        plan = Planner(costs).plan(laid_out, workload, Options(model=profile.cost_model, use_all=use_all))
+    check_can_run(plan)
+    if fixed is not None:
+        return plan, fixed
+    return plan, build_schedule(
+        plan, scheduler, workload.n_microbatches, [device.memory_bytes for device in machine.devices]
+    )
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:

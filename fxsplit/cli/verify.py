@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import take_text
+from fxsplit.cli.words import add_json, add_schedule, take_text
 from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
+from fxsplit.system.figures import SHOWN, parse_bytes
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help does not need it
     from fxsplit.api.verify.verify import Verification
 
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
 """The default passes. One repeat suffices, since the results do not depend on exact costs."""
+
+AS_TYPED = (
+    "n_microbatches",
+    "schedule",
+    "stages_per_device",
+    "recompute",
+    "deferred_batch_norm",
+    "stage_backend",
+    "inference",
+    "weights",
+    "passes",
+    "costs",
+    "compress",
+    "gradient_hook",
+    "dump",
+)
+"""Options of compile() that it is given as they were typed."""
 
 
 class FactoryResult(NamedTuple):
@@ -46,24 +66,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the loss of outputs and FACTORY's target",
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="CPU devices (default: 2; under torchrun each rank is a device)"
+        "--devices",
+        type=take_text,
+        metavar="N|NAMES",
+        help="CPU devices, or names such as cuda:0,cuda:1 (default: 2; under torchrun each rank is a device)",
     )
     parser.add_argument(
         "--pipelines", type=int, metavar="N", help="under torchrun: data-parallel pipelines (default: 1)"
     )
+    _add_options_of_compile(parser)
+    add_json(parser)
+
+
+def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
+    """Add the options of compile(): they have its names, and are checked by it, whose errors name what there is."""
+    parser.add_argument("--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: what adds gradients")
     parser.add_argument(
-        "--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: as in compile() (default: none)"
+        "--bucket-bytes",
+        type=take_text,
+        metavar="SIZE",
+        help="under torchrun: how much is added at a time (default: 25MB)",
     )
-    parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device, if rows allow")
     parser.add_argument(
-        "--schedule", type=take_text, default="1F1B", metavar="NAME", help=f"one of {', '.join(RUNNABLE)}"
+        "--n-microbatches", type=_take_count, metavar="N|auto", help="default: two a device, if rows allow"
     )
+    add_schedule(parser, (*RUNNABLE, "auto"))
     parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
-    # compile() checks these values, and its errors list the valid ones.
     parser.add_argument("--recompute", type=take_text, default="plan", metavar="WHEN", help="when stages recompute")
     parser.add_argument("--compress", type=take_text, metavar="HOW", help="bf16 or int8 (default: cuts are exact)")
-    parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--chunks",
+        action="append",
+        default=[],
+        metavar="NAME=DIM",
+        help="the dimension of an argument that holds its batch, or NAME=replicate (default: found)",
+    )
+    parser.add_argument("--deferred-batch-norm", action="store_true", help="count statistics once a batch")
+    parser.add_argument(
+        "--stage-backend", type=take_text, metavar="NAME", help="what compiles stages, as inductor (default: nothing)"
+    )
+    parser.add_argument("--inference", action="store_true", help="plan for outputs without gradients")
+    parser.add_argument(
+        "--weights", type=take_text, metavar="PATH", help="a safetensors checkpoint (default: FACTORY's weights)"
+    )
+    parser.add_argument(
+        "--dtype", type=take_text, metavar="NAME", help="what --weights are converted to (default: they are not)"
+    )
+    parser.add_argument("--costs", type=take_text, metavar="FILE", help="a saved profile (default: costs are measured)")
+    parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="the chain of passes")
+    parser.add_argument("--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -84,13 +135,11 @@ def main(arguments: argparse.Namespace) -> int:
             call, target = launched.take_rows(made.model, Call(made.args, made.kwargs), made.target)
             own = FactoryResult(made.model, call.args, call.kwargs, target)
             return _verify(arguments, launched.devices, own, quiet=not launched.leads)
-    for name in ("pipelines", "gradient_hook"):
+    for name in ("pipelines", "gradient_hook", "bucket_bytes"):
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify ...")
-    devices = 2 if arguments.devices is None else arguments.devices
-    check_device_count(devices)
-    return _verify(arguments, ["cpu"] * devices, _call_factory(arguments.factory))
+    return _verify(arguments, _read_devices(arguments.devices or "2"), _call_factory(arguments.factory))
 
 
 def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *, quiet: bool = False) -> int:
@@ -118,13 +167,10 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
                 made.model,
                 devices,
                 loss_fn=loss_fn,
-                n_microbatches=arguments.n_microbatches,
-                schedule=arguments.schedule,
-                passes=arguments.passes,
-                gradient_hook=arguments.gradient_hook,
-                stages_per_device=arguments.stages_per_device,
-                recompute=arguments.recompute,
-                compress=arguments.compress,
+                chunks=_read_chunks(arguments.chunks),
+                dtype=None if arguments.dtype is None else _read_dtype(arguments.dtype),
+                bucket_bytes=_read_size(arguments.bucket_bytes),
+                **{name: getattr(arguments, name) for name in AS_TYPED},
             ) as pipe:
                 # With data-parallel pipelines some have fewer rows, and ranks compile for one shape.
                 if pipe.compiler.compile_group is None:
@@ -144,6 +190,50 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
     else:
         print_parts(found.show())
     return 0 if found.equal else 1
+
+
+def _take_count(text: str) -> int | str:
+    """Return a number that was typed, or the text, which compile() takes or refuses; for argparse."""
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else take_text(text)
+
+
+def _read_devices(text: str) -> list[str]:
+    """Return the devices of --devices: so many CPU devices, or those that are named."""
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        return text.split(",")
+    check_device_count(int(text))
+    return ["cpu"] * int(text)
+
+
+def _read_chunks(texts: list[str]) -> dict[str, Any] | None:
+    """Return the dimensions of --chunks by argument; raises InputError for what is no NAME=DIM."""
+    from fxsplit.ir.facts.capture.chunks import Replicate
+
+    chunks: dict[str, Any] = {}
+    for text in texts:
+        name, _, dim = text.rpartition("=")
+        if not name or not (dim == "replicate" or re.fullmatch(r"-?\d{1,9}", dim)):
+            raise InputError(f"--chunks {text[:SHOWN]}: give an argument and its dimension, such as x=1 or x=replicate")
+        chunks[name] = Replicate if dim == "replicate" else int(dim)
+    return chunks or None
+
+
+def _read_dtype(name: str) -> Any:
+    """Return a dtype of torch by its name; raises InputError for what is none."""
+    import torch
+
+    known = {key: value for key, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    if name not in known:
+        raise InputError(f"--dtype {name[:SHOWN]}: give a dtype of torch, such as float32{suggest(name, known)}")
+    return known[name]
+
+
+def _read_size(text: str | None) -> float | None:
+    """Return a number of bytes, such as 25MB; raises InputError for any other text."""
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise InputError(f"--bucket-bytes {text}: {error}") from error
 
 
 def _call_factory(name: str) -> FactoryResult:
@@ -183,7 +273,9 @@ def _import(name: str, form: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        raise InputError(f"cannot import {module!r}: {error}") from error
+        # The module itself, and not one that it imports, is a name that was typed.
+        near = [path.stem for path in Path.cwd().glob("*.py")] if getattr(error, "name", None) == module else []
+        raise InputError(f"cannot import {module!r}: {error}{suggest(module, near)}") from error
     except Exception as error:  # an error in the module, such as a SyntaxError
         raise InputError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
     try:

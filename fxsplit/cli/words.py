@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from fxsplit.errors import InputError, suggest
@@ -56,12 +57,48 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows the default of every option that has one, unless its help mentions it."""
+    """Shows the default of every option that takes a value, unless its help mentions it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        stated = action.default not in (None, False, argparse.SUPPRESS) and action.default != []
-        return f"{text} (default: %(default)s)" if stated and "default" not in text else text
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if not takes_value or "default" in text:
+            return text
+        return f"{text} (default: none)" if action.default in (None, []) else f"{text} (default: %(default)s)"
+
+
+def add_planned_file(parser: argparse.ArgumentParser, *, optional: str = "") -> None:
+    """Add the file that is planned from; `optional` says, for the help, what is shown without one."""
+    text = "fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON"
+    if optional:
+        parser.add_argument("file", metavar="FILE", nargs="?", type=take_text, help=f"{text} (default: {optional})")
+    else:
+        parser.add_argument("file", metavar="FILE", help=text)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add --machine and --bandwidth."""
+    parser.add_argument("--machine", type=take_text, metavar="TOML", help="a machine file instead of equal devices")
+    parser.add_argument(
+        "--bandwidth",
+        type=take_text,
+        metavar="RATE",
+        help="of every device's link, such as 25GB/s (default: the file's, else unlimited)",
+    )
+
+
+def add_schedule(parser: argparse._ActionsContainer, names: Iterable[str], default: str = "") -> None:
+    """Add --schedule, one of `names`; `default` says which one is taken without it (default: 1F1B)."""
+    text = f"one of {', '.join(names)}"
+    if default:
+        parser.add_argument("--schedule", type=take_text, metavar="NAME", help=f"{text} (default: {default})")
+    else:
+        parser.add_argument("--schedule", type=take_text, metavar="NAME", default="1F1B", help=text)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def take_text(text: str) -> str:

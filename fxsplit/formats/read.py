@@ -23,7 +23,8 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> ProfileFile:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ProfileError(f"cannot read {name!r}: {error}; give a profile written by costs.save(path)") from error
+        what = explain_unreadable(error)
+        raise ProfileError(f"cannot read {name!r}: {what}; give a profile written by costs.save(path)") from error
     # The other two formats are JSON objects.
     if not text.lstrip().startswith("{"):
         return pipedream.parse(text, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import TraceError, suggest
 from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.ir.facts.capture.python_state import NumberPlace
@@ -85,7 +85,10 @@ class Subject:
         unknown = next((path for path in self.whole if path not in known or not path), None)
         if unknown is not None:
             children = ", ".join(name for name, _ in self.model.named_children())
-            raise TraceError(f"fxsplit.leaf({unknown!r}): {self.name} has no such submodule; it has {children}")
+            raise TraceError(
+                f"fxsplit.leaf({unknown!r}): {self.name} has no such submodule; it has {children}"
+                f"{suggest(unknown, known)}"
+            )
 
     @contextmanager
     def make_runnable(self, rows: int, *graphs: fx.GraphModule) -> Iterator[Runnable]:

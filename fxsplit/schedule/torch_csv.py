@@ -24,7 +24,7 @@ from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import verify
 from fxsplit.system.figures import show
-from fxsplit.system.files import write_whole
+from fxsplit.system.files import explain_unreadable, write_whole
 
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -39,7 +39,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file, strict=True))
     except (OSError, ValueError, csv.Error) as error:
-        raise ScheduleError(f"cannot read the schedule {os.fspath(path)!r}: {error}") from error
+        raise ScheduleError(f"cannot read the schedule {os.fspath(path)!r}: {explain_unreadable(error)}") from error
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()  # a blank line at the end is no rank
     name = Path(path).stem

@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from fxsplit.errors import FileError
+from fxsplit.errors import FileError, suggest
 
 BEING_WRITTEN = ".fxsplit-"
 """The prefix of the names of incomplete files."""
@@ -30,7 +30,18 @@ NEXT_STEPS = {
 def explain_unreadable(error: Exception) -> str:
     """Return why a file could not be read or parsed, in words to follow "cannot read ...: "."""
     # Python's own message is about its stack, not the file.
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}{_suggest_file(error)}"
+
+
+def _suggest_file(error: Exception) -> str:
+    """Return `; did you mean 'net.json'?` for a file that is missing, if one of a near name lies in its folder."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, (str, bytes)):
+        return ""
+    folder, name = os.path.split(os.fsdecode(error.filename))
+    try:
+        return suggest(name, os.listdir(folder or os.curdir))
+    except OSError:
+        return ""
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

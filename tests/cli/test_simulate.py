@@ -66,7 +66,7 @@ def test_a_plan_simulates_as_it_was_made(
 
 
 def test_unit_times(capsys: pytest.CaptureFixture[str]) -> None:
-    told = answer(capsys, "--schedule", "1F1B", "--devices", "4", "--n-microbatches", "8", "--unit-times")
+    told = answer(capsys, "--schedule", "1F1B", "--devices", "4", "--n-microbatches", "8")
     assert told["step_time"] == 33 and round(told["bubble"], 3) == 0.273 and told["peak_activations"] == [4, 3, 2, 1]
     assert told["peak_bytes"] is None and told["weight_versions"] == [1] * 4 and told["lag"] == [0] * 4
     told = answer(capsys, "--schedule", "PipeDream", "--devices", "4", "--n-microbatches", "16")
@@ -83,7 +83,7 @@ def test_a_file_in_place_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path:
         cli.main(["simulate", "--schedule", "ZB-H1", "--devices", "4", "--n-microbatches", "8", "--to-csv", path]) == 0
     )
     capsys.readouterr()
-    told = answer(capsys, "--csv", path, "--unit-times")
+    told = answer(capsys, "--csv", path)
     assert told["step_time"] == 27 and told["n_devices"] == 4 and told["n_microbatches"] == 8
     assert cli.main(["simulate", "--csv", path, "--devices", "3"]) == 2
     assert "has 4" in capsys.readouterr().err
@@ -126,12 +126,44 @@ def test_links_that_are_busy_are_told(capsys: pytest.CaptureFixture[str], plan: 
 
 
 def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFixture[str], profile: str) -> None:
-    arguments = ["--profile", profile, "--schedule", "ZBVZeroBubble", "--devices", "3", "--n-microbatches", "6"]
+    arguments = [profile, "--schedule", "ZBVZeroBubble", "--devices", "3", "--n-microbatches", "6"]
     told = answer(capsys, *arguments, "--bandwidth", "1e9")
     assert told["n_stages"] == 6 and told["n_devices"] == 3 and len(told["peak_bytes"]) == 3
     assert told["step_time"] >= 6 * 18 / 3
     # This was a TypeError: None went into the machine in place of a bandwidth.
     assert answer(capsys, *arguments)["step_time"] <= told["step_time"]
+
+
+MACHINE = "bytes_per_s = 1e6\n[[devices]]\ncount = 2\n[[devices]]\nname = 'fast'\nspeed = 2.0\n"
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_profile_is_planned_as_by_plan(
+    schedule: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same options mean the same in both commands, which spelt the file in two ways."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text(MACHINE)
+    options = [profile, "--machine", str(machine), "--schedule", schedule, "--n-microbatches", "6"]
+    assert cli.main(["plan", *options, "--use-all-devices", "--json"]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    assert answer(capsys, *options) == answer(capsys, "--plan", str(path))
+    assert cli.main(["simulate", *options, "--devices", "3"]) == 2
+    assert "--devices and --machine both state the devices" in capsys.readouterr().err
+
+
+def test_a_schedule_from_a_file_runs_on_a_machine(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, schedule = tmp_path / "machine.toml", tmp_path / "schedule.csv"
+    machine.write_text(MACHINE)
+    told = answer(capsys, profile, "--machine", str(machine), "--schedule", "ZB-H1", "--to-csv", str(schedule))
+    again = answer(capsys, profile, "--machine", str(machine), "--csv", str(schedule))
+    assert again["step_time"] == pytest.approx(told["step_time"]) and again["n_devices"] == 3
+    machine.write_text("[[devices]]\ncount = 2\n")
+    assert cli.main(["simulate", profile, "--machine", str(machine), "--csv", str(schedule)]) == 2
+    assert "has 2 devices, and the schedule" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -146,7 +178,9 @@ def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFix
         (["--devices", "9" * 4000, "--n-microbatches", "9" * 4000], "digits actions, more than"),
         (["--plan", "nowhere.json"], "cannot read a plan from 'nowhere.json'"),
         (["--csv", "nowhere.csv"], "cannot read the schedule 'nowhere.csv'"),
-        (["--bandwidth", "1e9"], "--bandwidth prices the transfers of a --profile"),
+        (["--bandwidth", "1e9"], "--bandwidth is for a FILE, a profile that is planned first"),
+        (["--machine", "m.toml"], "--machine is for a FILE, a profile that is planned first"),
+        (["net.json", "--plan", "plan.json"], "--plan plan.json: FILE is planned from"),
         (["--picture", "picture.bmp"], "end its name in .svg, .png, .pdf"),
     ],
 )
@@ -260,7 +294,7 @@ def test_a_drawing() -> None:
 def test_it_needs_no_torch() -> None:
     program = (
         "import sys; from fxsplit.cli import main as cli; "
-        "assert cli.main(['simulate', '--schedule', 'GPipe', '--unit-times', '--json']) == 0; "
+        "assert cli.main(['simulate', '--schedule', 'GPipe', '--json']) == 0; "
         "assert not {'torch', 'numba', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

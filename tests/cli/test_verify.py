@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.cli.main import main
+from fxsplit.cli.main import main, make_parser
 from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.autograd.sums import Share, Sums
@@ -102,6 +104,54 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gradient" in out and "norm.weight" in out and "equal; " in out and "by nature" in out
 
 
+def test_every_option_of_compile_is_one_of_the_command() -> None:
+    commands = next(action.choices for action in make_parser()._actions if action.dest == "command")
+    assert isinstance(commands, dict)
+    known = {action.dest for action in commands["verify"]._actions}
+    # The factory makes these two.
+    assert set(inspect.signature(fxsplit.compile).parameters) - {"model", "example_inputs"} <= known
+
+
+def test_options_count_as_in_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST, n_microbatches=4)
+    pipe.costs.save(tmp_path / "net.json")
+    fxsplit.compile(copy.deepcopy(model).double(), 2).save_weights(tmp_path / "weights")
+    options = ["--costs", "net.json", "--weights", "weights", "--dtype", "float32", "--dump", "ir"]
+    options += ["--chunks", "input=0", "--devices", "cpu,cpu", "--n-microbatches", "4", "--inference"]
+    code, found = answer(capsys, "bare", *options)
+    assert code == 0 and found["equal"] is True and found["n_microbatches"] == 4
+    assert any((tmp_path / "ir").iterdir())
+    code, found = answer(capsys, "bare", "--schedule", "auto", "--n-microbatches", "auto", "--deferred-batch-norm")
+    assert code == 0 and found["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n-microbatches", "many"], "n_microbatches='many'"),
+        (["--n-microbatches", "0"], "n_microbatches=0"),
+        (["--schedule", "1f1b"], "did you mean '1F1B'"),
+        (["--recompute", "allways"], "did you mean 'always'"),
+        (["--compress", "int4"], "did you mean 'int8'"),
+        (["--stage-backend", "inducto"], "inducto"),
+        (["--weights", "nowhere"], "nowhere"),
+        (["--dtype", "float32"], "dtype=torch.float32 is for the checkpoint"),
+        (["--weights", "w", "--dtype", "flaot32"], "--dtype flaot32: give a dtype of torch, such as float32; did you"),
+        (["--costs", "nowhere.json"], "nowhere.json"),
+        (["--chunks", "input"], "--chunks input: give an argument and its dimension"),
+        (["--chunks", "inputs=0"], "did you mean 'input'"),
+        (["--devices", "gpu"], "gpu"),
+        (["--bucket-bytes", "25MB"], "--bucket-bytes is for several ranks"),
+    ],
+)
+def test_a_wrong_option_has_compiles_error(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "verified_models:bare", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_wrong_gradient_is_found_and_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +191,7 @@ def test_the_loss_of_a_target(capsys: pytest.CaptureFixture[str]) -> None:
         ("verified_models:number", "is a int: give a function"),
         ("verified_models:other", "has no 'other'"),
         ("no_such_module:make", "cannot import 'no_such_module'"),
+        ("verified_model:plain", "No module named 'verified_model'; did you mean 'verified_models'?"),
         ("verified_models", "write MODULE:FACTORY"),
     ],
 )

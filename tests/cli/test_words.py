@@ -32,7 +32,7 @@ def test_the_words_of_the_command(text: str, spoken: str) -> None:
     [
         ("plan", "p.json", "--machine", ""),
         ("simulate", "--plan", ""),
-        ("simulate", "--profile", ""),
+        ("simulate", "--machine", ""),
         ("simulate", "--csv", ""),
         ("simulate", "--trace", ""),
         ("simulate", "--schedule", ""),

@@ -17,6 +17,7 @@ from tests.support.text_models import EOS, PAD, WORDS, make_prompt, make_text_mo
 
 pytestmark = [
     pytest.mark.long,  # whose environment has transformers
+    pytest.mark.companions,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -1,4 +1,4 @@
-"""The loops that people train in: Accelerate's, Lightning's and Hugging Face's Trainer, with a pipeline for the model.
+"""The loops and adapters of other libraries, with a pipeline for the model: Accelerate, Lightning, Trainer and PEFT.
 
 Each loop trains a model and its twin, which runs as a pipeline. Both must end with the same weights.
 """
@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxsplit
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 from tests.support.models import FAST
+from tests.support.text_models import make_text_model
 
 # What those libraries warn of is not about pipelines.
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.companions,
     pytest.mark.filterwarnings("ignore:::lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -127,3 +129,46 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
     check_weights(transformers.BertForSequenceClassification(config).double(), train)
     assert abs(losses[0] - losses[1]) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn", "c_proj"]), ("llama", ["q_proj", "v_proj"])])
+def test_peft(name: str, targets: list[str], tmp_path: Path) -> None:
+    """Adapters train as in the unsplit model, what they adapt stays, and they are saved and taken out as ever."""
+    peft: Any = pytest.importorskip("peft")
+    model = make_text_model(name)
+    model.config.use_cache = False
+    for part in model.modules():  # dropout would draw other masks in a pipeline
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "gpt2"
+    )
+    model = peft.get_peft_model(model, config).double()
+    twin, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    tokens = torch.randint(3, 90, (4, 8))
+
+    def train(run: nn.Module, of: nn.Module) -> list[float]:
+        run.train()
+        optimizer = torch.optim.AdamW([p for p in of.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(3):
+            loss = run(input_ids=tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    wanted = train(model, model)
+    with fxsplit.compile(twin, 2, n_microbatches=2, passes=FAST) as pipe:
+        # The loss is computed in float32, whatever the model's dtype is.
+        assert train(pipe, twin) == pytest.approx(wanted, abs=1e-6)
+        assert fxsplit.verify(pipe, (), {"input_ids": tokens, "labels": tokens}).equal
+    assert wanted[2] < wanted[0]
+    for key, weight in twin.state_dict().items():
+        torch.testing.assert_close(weight, model.state_dict()[key], rtol=0, atol=1e-7)
+        assert torch.equal(weight, before[key]) == ("lora_" not in key), f"{key}: only adapters are trained"
+    twin.save_pretrained(tmp_path, save_embedding_layers=False)
+    again = peft.PeftModel.from_pretrained(make_text_model(name), tmp_path).double()
+    found, merged = again(input_ids=tokens).logits, twin.merge_and_unload().eval()(input_ids=tokens).logits
+    torch.testing.assert_close(found, merged, rtol=0, atol=1e-6)

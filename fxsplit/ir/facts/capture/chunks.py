@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, suggest
 from fxsplit.system.figures import show
 
 
@@ -79,7 +79,10 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
     for key in chunks:
         if key != TARGET and key not in tensors and key not in roots.values():
-            raise InputError(f"chunks={{{key!r}: ...}} names no tensor argument: there are {', '.join(tensors)}")
+            raise InputError(
+                f"chunks={{{key!r}: ...}} names no tensor argument: there are {', '.join(tensors)}"
+                f"{suggest(key, {*tensors, *roots.values()})}"
+            )
     for name, dim in stated.items():
         if isinstance(dim, int) and not 0 <= dim < tensors[name].ndim:
             raise InputError(f"chunks={{{name!r}: {dim}}}: it has shape {tuple(tensors[name].shape)}")

@@ -14,7 +14,7 @@ from math import inf
 import torch
 from torch import nn
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, suggest
 from fxsplit.torch_internals.user_lines import warn_user
 
 KINDS = ("cpu", "cuda")
@@ -32,6 +32,7 @@ def find_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InputError(
             f"unknown device {name!r}: give 'cpu', 'cuda:0', a torch.device, a fxsplit.Device, or a number of devices"
+            f"{suggest(name, KINDS)}"
         ) from error
     check_here(device, f"device {str(name)!r}")
     return normalise(device)
