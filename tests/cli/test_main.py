@@ -132,7 +132,7 @@ def test_one_option_is_spelt_and_read_alike_by_all_commands() -> None:
     seen: dict[str, tuple[object, object]] = {}
     for options in list_options().values():
         for name, action in options.items():
-            # `plan` also takes a range as --devices, and has its own values of --recompute and --compress; `verify` takes
-            # "auto" as --n-microbatches.
+            # `plan` also takes a range as --devices, and has its own values of --recompute and --compress.
+            # `verify` also takes "auto" as --n-microbatches.
             if name not in ("--devices", "--recompute", "--compress", "--n-microbatches"):
                 assert seen.setdefault(name, (action.metavar, action.type)) == (action.metavar, action.type), name
