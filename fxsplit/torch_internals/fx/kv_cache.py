@@ -101,7 +101,7 @@ _thread = _Thread()
 @contextmanager
 def use_kv_cache(kv_cache: KVCache | None) -> Iterator[None]:
     """Let the operators of this thread use a past in the block. Without any they make one up, and keep nothing."""
-    with restore_after(partial(setattr, _thread, "past", _thread.kv_cache)):
+    with restore_after(partial(setattr, _thread, "kv_cache", _thread.kv_cache)):
         _thread.kv_cache = kv_cache
         yield
 
