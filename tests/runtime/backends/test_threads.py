@@ -208,7 +208,7 @@ def test_jobs_that_are_begun_run_in_their_order_and_meet() -> None:
     def act(name: str, meets: int) -> Any:
         def run(device: int) -> None:
             if device == meets:
-                met.wait(10.0)
+                met.wait(60.0)
             order.append((name, device))
 
         return run
@@ -226,7 +226,7 @@ def test_jobs_that_are_begun_run_in_their_order_and_meet() -> None:
 def test_a_job_that_is_given_up_leaves_the_next_ones_alone() -> None:
     go = threading.Event()
     with workers() as made:
-        first, second = JobHandle(Job(2, lambda device: go.wait(10.0))), JobHandle(Job(2))  # type: ignore[arg-type]
+        first, second = JobHandle(Job(2, lambda device: go.wait(60.0))), JobHandle(Job(2))  # type: ignore[arg-type]
         made.begin(first)
         made.begin(second)
         first.give_up(grace_s=0.0)
@@ -241,7 +241,7 @@ def test_who_waits_for_a_job_that_another_thread_gives_up_is_told() -> None:
     """What had come of it until then was taken for all of it."""
     go = threading.Event()
     with workers() as made:
-        handle = JobHandle(Job(2, lambda device: go.wait(10.0)))  # type: ignore[arg-type]
+        handle = JobHandle(Job(2, lambda device: go.wait(60.0)))  # type: ignore[arg-type]
         made.begin(handle)
         handle.give_up(grace_s=0.0)
         go.set()
@@ -259,7 +259,7 @@ def test_a_job_that_is_begun_while_the_workers_are_closed_is_stopped(monkeypatch
             made._closed = True
 
         monkeypatch.setattr("fxsplit.runtime.backends.threads.call_all", close_then)
-        job: Job = Job(2, lambda device: job.stopped.wait(10.0))
+        job: Job = Job(2, lambda device: job.stopped.wait(60.0))
         with pytest.raises(ClosedError, match="compile the model again"):
             made.begin(JobHandle(job))  # type: ignore[arg-type]
         assert job.stopped.is_set()
@@ -279,7 +279,7 @@ def test_idle_is_when_all_jobs_are_over() -> None:
         made.begin(handle := JobHandle(Job(2, act)))  # type: ignore[arg-type]
         made.wait_until_idle()
         assert sorted(over) == [0, 1] and handle.over.is_set()
-        made.begin(stuck := JobHandle(Job(2, lambda device: go.wait(10.0))))  # type: ignore[arg-type]
+        made.begin(stuck := JobHandle(Job(2, lambda device: go.wait(60.0))))  # type: ignore[arg-type]
         stuck.give_up(grace_s=0.0)
         made.wait_until_idle()
         assert not stuck.over.is_set()

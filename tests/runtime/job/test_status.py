@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ inside = threading.Event()
 
 def pause(x: Tensor) -> Tensor:
     inside.set()
-    assert go_on.wait(20.0)
+    assert go_on.wait(60.0)
     return x * 1
 
 
@@ -66,7 +67,15 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_step_that_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was waited for without a word, and the next call waited behind it."""
     x = torch.randn(4, 4)
+    wait = threads.ThreadBackend._wait
+
+    def wait_inside(self: threads.ThreadBackend, handle: Any, timeout_s: float) -> bool:
+        # On a busy machine the limit may pass before the worker has begun.
+        assert inside.wait(60.0)
+        return wait(self, handle, timeout_s)
+
     with pausing(monkeypatch) as pipe:
+        monkeypatch.setattr(threads.ThreadBackend, "_wait", wait_inside)
         before = [p.grad.clone() for p in pipe.parameters()]
         with pytest.raises(StepTimeout, match=r"timeout_s=0\.2:\n.*forward of microbatch 0, node 'pause'") as caught:
             pipe.step(x, target=x, timeout_s=0.2)
@@ -90,13 +99,13 @@ def test_what_each_worker_does_is_seen_from_another_thread(monkeypatch: pytest.M
     with pausing(monkeypatch) as pipe:
         step = threading.Thread(target=lambda: pipe.step(x, target=x))
         step.start()
-        assert inside.wait(20.0)
+        assert inside.wait(60.0)
         lines = str(pipe.status()).splitlines()
         go_on.set()
         step.join()
     assert len(lines) == 2 and sum("node 'pause' from File" in line for line in lines) == 1
     (other,) = [line for line in lines if "pause" not in line]
-    assert "waiting for another worker" in other or "idle" in other or "for 0.0 s" in other
+    assert "waiting for another worker" in other or "idle" in other or re.search(r"for \d+\.\d s", other)
 
 
 def test_a_status_reads_like_a_sentence() -> None:

@@ -71,7 +71,7 @@ def list_calls(scene: Scene, folder: str, saved: str) -> dict[str, Callable[[], 
     again: dict[str, Any] = {"n_microbatches": 2, "loss_fn": F.mse_loss, "example_inputs": x}
     return {
         "step": scene.step,
-        "step, limited": lambda: scene.step(timeout_s=5.0),
+        "step, limited": lambda: scene.step(timeout_s=60.0),
         "forward": lambda: pipe(x),
         "backward": lambda: early.sum().backward(),
         "evaluation": lambda: pipe.eval()(x),

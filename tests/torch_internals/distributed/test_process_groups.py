@@ -93,7 +93,7 @@ def ask_for_closed(rank: int, n: int) -> list[bool]:
     if rank == 1:
         store.wait(["asked"])
         os._exit(3)
-    found, until = [has_closed(group, 1)], time.monotonic() + 20
+    found, until = [has_closed(group, 1)], time.monotonic() + 60
     store.set("asked", "1")
     while not (closed := has_closed(group, 1)) and time.monotonic() < until:
         time.sleep(0.01)

@@ -49,7 +49,7 @@ def job(rank: int, world: int, act: Callable[[int], None], limit_s: float, colle
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         own = isinstance(error, (Caught, KeyboardInterrupt))
-        fault = board.post(Fault.of(error, rank)) if own else board.wait_for_fault(2.0)
+        fault = board.post(Fault.of(error, rank)) if own else board.wait_for_fault(60.0)
         took = time.monotonic() - begun
     finally:
         watcher.rest()
@@ -86,12 +86,12 @@ def fail_after_a_rest(rank: int, world: int) -> Any:
     watcher = FaultWatcher(watched, heard.set, lambda: "")
     with watcher.watch(30.0):
         pass
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not watcher._sleeps and time.monotonic() < until:
         time.sleep(0.01)
     with watcher.watch(30.0):
         board.post(Fault.of(Caught("late"), rank))
-        found = heard.wait(20)
+        found = heard.wait(60)
     watcher.rest()
     return found
 
@@ -105,13 +105,13 @@ def watch_in_another(rank: int, world: int) -> tuple[bool, bool, bool]:
     board, heard = FaultBoard(clone_store(), "firm", rank, world), threading.Event()
     watcher = FaultWatcher(board, heard.set, lambda: "")
     with watcher.watch(0.3, firm=True), watcher.watch(600.0):
-        inside = heard.wait(20)
+        inside = heard.wait(60)
     heard.clear()
     board.end_turn()
     with watcher.watch(0.5, firm=True), watcher.watch(600.0):
         with watcher.stop_clock(600.0):
             stopped = heard.wait(1.5)
-        after = heard.wait(20)
+        after = heard.wait(60)
     watcher.rest()
     return inside, stopped, after
 
