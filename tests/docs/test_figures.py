@@ -7,6 +7,7 @@ import re
 import pytest
 
 from bench import networks
+from fxsplit.api.companions import TRIED
 from fxsplit.api.compiler import compiler
 from fxsplit.api.compiler.microbatch_count import ROWS_EACH
 from fxsplit.api.verify.verify import STEPS
@@ -109,3 +110,10 @@ def test_the_table_of_schedules_has_the_figures_of_the_simulator() -> None:
         held = ", ".join(f"{peak:g}" for peak in (set(peaks) if len(set(peaks)) == 1 else peaks))
         found = simulate(schedule, Times.unit(schedule.n_stages))
         assert (f"{100 * found.bubble:.1f}", held) == (idle, activations), name
+
+
+def test_the_changelog_states_the_releases_of_other_libraries_that_compile_takes() -> None:
+    """tests/api/test_companions.py reads docs/devices.md."""
+    for name, ends in TRIED.items():
+        first, last = (".".join(map(str, end)) for end in ends)
+        assert f"{name} {first} to {last}" in read("CHANGELOG.md")
