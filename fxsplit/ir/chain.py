@@ -1,7 +1,7 @@
-"""Chains: sequences of passes, and the text that they are written in.
+"""Chains of passes, and their text form.
 
-`profile{repeats=3},augment,order,partition,emit` is a chain of five passes, the first with an option. A chain is read
-from text by `parse_chain`, and `str(chain)` gives the text back.
+`profile{repeats=3},augment,order,partition,emit` is a chain of five passes, the first with an option. `parse_chain`
+reads a chain from text, and `str(chain)` gives the text back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fxsplit.ir.graph import Pass, name_pass
 from fxsplit.system.figures import show
 
 Scalar = str | int | float | bool
-# A pass and what ends it, a comma or the end of the text; dots and colons are for package.module:attribute.
+# A pass, up to the comma or the end of the text. Dots and colons are for package.module:attribute.
 _ITEM = re.compile(r"\s*(?P<name>[\w.:-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?:,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A sequence of passes, which never changes; `before`, `after` and `replace` return another chain.
+    """An immutable sequence of passes; `before`, `after` and `replace` return a new chain.
 
-    They find a pass by its name, and raise ChainError where the chain has none of that name.
+    They find a pass by name, and raise ChainError if the chain has no pass of that name.
     """
 
     passes: tuple[Pass, ...]
@@ -38,11 +38,11 @@ class Chain:
         return len(self.passes)
 
     def before(self, name: str, *added: Pass) -> Chain:
-        """Return the chain with `added` in front of the pass called `name`."""
+        """Return the chain with `added` before the pass called `name`."""
         return self.replace(name, *added, self.passes[self._find(name)])
 
     def after(self, name: str, *added: Pass) -> Chain:
-        """Return the chain with `added` behind the pass called `name`."""
+        """Return the chain with `added` after the pass called `name`."""
         return self.replace(name, self.passes[self._find(name)], *added)
 
     def replace(self, name: str, *others: Pass) -> Chain:
@@ -58,7 +58,7 @@ class Chain:
         return names.index(name)
 
     def __repr__(self) -> str:
-        """One line: the hover of an editor shows the default chain."""
+        """Return one line, since editors show the default chain on hover."""
         return f"Chain({str(self)!r})"
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Chain:
 
 
 def pass_text(step: Pass) -> str:
-    """Return a pass as text: its name, and the options that differ from their defaults, as `profile{repeats=5}`."""
+    """Return a pass as text: its name and the options that differ from their defaults, such as `profile{repeats=5}`."""
     # A plain function is a pass too, and has no options.
     if not dataclasses.is_dataclass(step):
         return name_pass(step)
@@ -79,14 +79,14 @@ def pass_text(step: Pass) -> str:
 
 
 def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
-    """Return the chain that `text` describes; `known` are the passes that come with fxsplit, by name.
+    """Return the chain that `text` describes; `known` maps the names of fxsplit's own passes to them.
 
-    A name is one of `known`, of an installed entry point in group `fxsplit.passes`, or `package.module:attribute`.
-    Raises ChainError naming a pass, an option or a piece of text that is not understood.
+    A name is one of `known`, an installed entry point of the group `fxsplit.passes`, or `package.module:attribute`.
+    Raises ChainError that names the pass, the option or the piece of text that could not be read.
     """
     passes = []
     at = 0
-    # Item by item, so that an error shows the text from the place where reading stopped.
+    # Read item by item, so that an error shows the text from the place where reading stopped.
     while at < len(text.rstrip()):
         match = _ITEM.match(text, at)
         if match is None:
@@ -99,7 +99,7 @@ def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
 
 
 def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[..., Any]]) -> Chain:
-    """Return `passes` as a Chain, from a text, a Chain or several passes; raises ChainError for what is no pass."""
+    """Return `passes` (text, a Chain or several passes) as a Chain; raises ChainError for an object that is no pass."""
     if isinstance(passes, str):
         return parse_chain(passes, known)
     if not isinstance(passes, Iterable):
@@ -108,7 +108,7 @@ def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
         )
     chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
     for step in chain:
-        # A class is callable, but calling it makes a pass and does not run one.
+        # A class is callable too, but calling it makes a pass instead of running one.
         if isinstance(step, type) or not callable(step):
             raise ChainError(
                 f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class; names go into "
@@ -125,7 +125,7 @@ def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..
             raise ChainError(f"pass {name!r} is a plain function and has no options, not {{{options}}}")
         step: Pass = found
         return step
-    # The default of an option says which type it is of, so a text needs no quotes.
+    # The default of an option gives its type, so the text needs no quotes.
     values = {}
     types = {f.name: f for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else {}
     for part in filter(None, (p.strip() for p in (options or "").split(","))):
@@ -134,7 +134,7 @@ def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..
             hint = suggest(key, types)
             raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}{hint}")
         values[key] = _read_scalar(name, key, value, types[key].default)
-    # A pass checks itself when it is made, and an option without a default may be missing.
+    # A pass checks its own options when it is created. An option without a default may be missing.
     try:
         made: Pass = found(**values)
     except TypeError as error:
@@ -143,7 +143,7 @@ def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..
 
 
 def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the class or function behind a name; raises ChainError, with what is known, where there is none."""
+    """Return the class or function called `name`; raises ChainError, with the known names, if there is none."""
     if name in known:
         return known[name]
     if ":" in name:
@@ -152,7 +152,7 @@ def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ChainError(f"cannot import the pass {name!r}: {error}") from error
-    # Entry points are looked up last: reading what is installed takes time, and files of the user come first.
+    # Entry points come last: reading the installed packages takes time, and the user's own files have priority.
     outside = {point.name: point for point in entry_points(group="fxsplit.passes")}
     if name in outside:
         return outside[name].load()
@@ -162,8 +162,8 @@ def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:
-    """Return an option's value, of the type of its default; raises ChainError for a text of another type."""
-    # Before numbers: in Python, True is an int.
+    """Return the value of an option, in the type of its default; raises ChainError for text of another type."""
+    # bool comes before the numbers: in Python, True is an int.
     if isinstance(default, bool):
         if text in ("true", "false"):
             return text == "true"
@@ -177,5 +177,5 @@ def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:
 
 
 def _write_scalar(value: Scalar) -> str:
-    """Return the text of an option's value, as `_read_scalar` reads it."""
+    """Return the value of an option as text that `_read_scalar` can read."""
     return str(value).lower() if isinstance(value, bool) else str(value)

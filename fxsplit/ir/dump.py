@@ -1,6 +1,6 @@
-"""Observers of a chain: write every IR to a folder, print some of them, and show how far long work has come.
+"""Observers of a chain: one writes every IR to a folder, one prints some of them.
 
-They watch what `manager.run_chain` does, and never change it.
+They watch `manager.run_chain`, and never change the IR.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from fxsplit.torch_internals.user_lines import warn_user
 
 @dataclass
 class DumpTo(Observer):
-    """Writes `00-trace.txt` before the first pass, and `01-profile.txt` and so on after each pass.
+    """Writes `00-trace.txt` before the first pass, then `01-profile.txt` and so on after each pass.
 
-    An IR in which something does not hold after a pass is written as `04-partition.failed.txt`, below the error.
-    `chain.json` says what the dump is of, and how long each pass took. `chain` is the chain as text.
+    If a fact or the graph does not hold after a pass, the file is `04-partition.failed.txt`, and begins with the error.
+    `chain.json` says which model, mode and chain the dump is of, and how long each pass took. `chain` is the chain as
+    text.
     """
 
     folder: Path
@@ -41,21 +42,21 @@ class DumpTo(Observer):
     _run: str = field(default="", init=False, compare=False)
 
     def start(self, ir: IR) -> None:
-        """Write the IR as it was traced, in place of an earlier dump.
+        """Write the traced IR, and replace an earlier dump.
 
-        Raises FileError where the folder or the file cannot be made, and for a folder with other files.
+        Raises FileError if the folder or the file cannot be created, or if the folder holds other files.
         """
         self._run = secrets.token_hex(8)
         begin_dump(self.folder, self._run)
-        # Each chain that runs numbers its files from 0, also where one observer watches several.
+        # Each run of a chain numbers its files from 0, even if one observer watches several runs.
         self._count = 0
         self.after("trace", ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Write the IR after a pass, to the file of the next number.
+        """Write the IR after a pass to the next numbered file.
 
-        Only the first file that cannot be written is an error. Of later ones a warning tells: an error would throw away
-        what has been measured by then.
+        Only a failure to write the first file is an error. A later failure is a warning, since an error would throw
+        away all measurements made so far.
         """
         if self._is_lost(ir):
             return
@@ -69,7 +70,7 @@ class DumpTo(Observer):
         self._count += 1
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Write an IR that does not hold, below the error that says why."""
+        """Write an IR that does not hold, after the error that says why."""
         if self._is_lost(ir):
             return
         lines = "".join(f"# {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
@@ -77,7 +78,7 @@ class DumpTo(Observer):
         self._mark(ir, failed=f"after {name}: {type(error).__name__}: {error}")
 
     def _is_lost(self, ir: IR) -> bool:
-        """Return whether the folder is of another compile by now, whose files must not mix with these; warn of it."""
+        """Return whether another compile has taken over the folder, and warn once: files of two dumps must not mix."""
         if self._run and not is_of(self.folder, self._run):
             self._run = ""
             warn_user(
@@ -87,7 +88,7 @@ class DumpTo(Observer):
         return not self._run
 
     def _mark(self, ir: IR, **more: str) -> None:
-        """Write what the dump is of, up to now."""
+        """Write `chain.json`: the model, the mode, the shapes and the passes run so far."""
         example = ir.get(Example)
         told: dict[str, object] = {
             "model": ir.model,
@@ -100,33 +101,33 @@ class DumpTo(Observer):
         mark_folder(self.folder, {**told, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
     def _write(self, name: str, text: str) -> None:
-        """Write the file of the next number."""
-        # A pass may be called by any name, and a slash in it would be a folder.
+        """Write the next numbered file."""
+        # A pass may have any name, and a slash in a name would mean a folder.
         name = re.sub(r"[^\w.<>-]", "_", name)
         write_whole(self.folder / f"{self._count:02d}-{name}.txt", text)
 
 
 @dataclass(frozen=True)
 class PrintAfter(Observer):
-    """Prints the IR after each pass in `names`, or after every pass where `names` has "all"; "trace" is the IR before.
+    """Prints the IR after each pass in `names`; "all" means every pass, and "trace" the IR before the first pass.
 
-    `file` is where it prints (default: standard output at that time).
+    `file` is the output stream (default: the current standard output).
     """
 
     names: tuple[str, ...]
     file: TextIO | None = None
 
     def start(self, ir: IR) -> None:
-        """Print the traced IR where "trace" or "all" is asked for."""
+        """Print the traced IR if `names` has "trace" or "all"."""
         self.after("trace", ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Print the IR if its pass is asked for."""
+        """Print the IR if `names` has its pass."""
         if name in self.names or "all" in self.names:
             print(f"# after {name}\n{render(ir)}", file=self.file or sys.stdout)
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Print an IR that does not hold, if its pass is asked for."""
+        """Print an IR that does not hold if `names` has its pass."""
         if name in self.names or "all" in self.names:
             print(f"# failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
 
@@ -135,9 +136,9 @@ _unmatched: set[str] = set()
 
 
 def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfter]:
-    """Return an observer that dumps into `folder`, if one is given, and one that prints what FXSPLIT_PRINT_AFTER asks.
+    """Return the observers: a DumpTo if a `folder` is given, and a PrintAfter if FXSPLIT_PRINT_AFTER names passes.
 
-    A name there that is no pass of the chain may be one of another pipeline's: of each such name a warning tells once.
+    A name in the variable that this chain lacks may belong to another pipeline, so it is only a warning, once a name.
     """
     observers: list[DumpTo | PrintAfter] = []
     if folder is not None:
@@ -145,7 +146,7 @@ def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfte
     passes = [name_pass(step) for step in chain]
     names = tuple(filter(None, (n.strip() for n in os.environ.get("FXSPLIT_PRINT_AFTER", "").split(","))))
     for name in names:
-        # A misspelt name would print nothing, and leave its user to wonder.
+        # A misspelt name would silently print nothing.
         if name not in ("all", "trace", *passes) and name not in _unmatched:
             _unmatched.add(name)
             warn_user(

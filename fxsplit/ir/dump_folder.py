@@ -1,11 +1,11 @@
-"""Folders that dumps are written to: each is of one compile, is never mixed with another, and says what it is of.
+"""Folders for dumps: each belongs to one compile, and is marked with a description of its contents.
 
     ir/chain.json   ir/00-trace.txt   ir/01-profile.txt   ...   the first graph that is compiled
-    ir/eval/                                                    the same of the other mode
-    ir/train-16x8/                                              the same of another shape (without rows)
+    ir/eval/                                                    the same for the other mode
+    ir/train-16x8/                                              the same for another shape (without rows)
 
-`chain.json` marks a folder as fxsplit's own. What an earlier run has left in such a folder is removed before a new
-dump. A folder with other files is refused, and nothing in it is touched.
+`chain.json` marks a folder as one of fxsplit's. Before a new dump, the files of an earlier dump are removed from it. A
+folder with other files is refused, and nothing in it is touched.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fxsplit.torch_internals.user_lines import warn_user
 FORMAT = "fxsplit-dump"
 MARK = "chain.json"
 RUN = "run"
-"""The entry of the mark that tells one dump from all others."""
+"""The entry of the mark that identifies the run."""
 LONGEST = 60
-"""A longer text of shapes is no name for a folder."""
+"""A longer text of shapes is replaced by a hash in the name of a folder."""
 
 _FILE = re.compile(r"\d\d+-.*\.txt")
-# Compiles of several threads may want one folder at once.
+# Compiles in several threads may want the same folder at once.
 _turn = CallerLock()
-# Which compile of this process each folder is of; folders of earlier processes are nobody's.
+# The compile of this process that owns each folder. Folders of earlier processes have no owner.
 _owners: dict[str, DumpFolder] = {}
 
 
 class DumpFolder:
-    """Where one compile dumps to: what `dump=` names, or else FXSPLIT_DUMP in the environment, or nowhere.
+    """The dump folder of one compile: `dump=`, or else FXSPLIT_DUMP in the environment, or none.
 
-    All compiles of a process share what the environment names. The first has the folder itself, and every other one has
-    a folder of its own inside, which is called after its model.
+    All compiles of a process share the folder in the environment. The first compile writes to the folder itself, and
+    each later one to a folder inside, named after its model.
     """
 
     def __init__(self, dump: str | os.PathLike[str] | None) -> None:
@@ -52,9 +52,9 @@ class DumpFolder:
         self._first: tuple[str, Any] | None = None
 
     def choose(self, model: str, mode: str, shapes: Sequence[Sequence[int]]) -> Path | None:
-        """Return the folder for a mode and shapes of `model`; None where nothing is dumped, or another compile owns it.
+        """Return the folder for a mode and shapes of `model`; None without a dump, or if another compile owns it.
 
-        Raises FileError for a folder that holds other files than dumps, or that cannot be made.
+        Raises FileError if the folder holds files that are not of a dump, or cannot be created.
         """
         if not self._asked:
             return None
@@ -69,7 +69,7 @@ class DumpFolder:
         return self._root / (mode if shapes == self._first[1] else f"{mode}-{_name_shapes(shapes)}")
 
     def _claim(self, root: Path, model: str) -> Path:
-        """Return the folder for this compile, empty of what earlier ones have left; raises FileError."""
+        """Return the folder for this compile, with earlier dumps removed; raises FileError."""
         with _turn.take():
             place, count = root, 1
             while self._shared and os.path.realpath(place) in _owners and place.exists():
@@ -81,25 +81,25 @@ class DumpFolder:
 
 
 def begin_dump(folder: Path, run: str) -> None:
-    """Make a folder, empty of earlier dumps, and mark it as of a run; raises FileError as `clear_folder` does."""
+    """Create a folder, remove earlier dumps from it, and mark it with a run; raises FileError like `clear_folder`."""
     with _turn.take():
         clear_folder(folder)
         mark_folder(folder, {RUN: run})
 
 
 def is_of(folder: Path, run: str) -> bool:
-    """Return whether the dump in a folder still is of a run: another compile, or process, may dump there by now."""
+    """Return whether the dump in a folder is still of this run: another compile or process may have replaced it."""
     return (_read_mark(folder) or {}).get(RUN) == run
 
 
 def clear_folder(folder: Path, *, inside: bool = False) -> None:
-    """Make a folder, or remove the dump that is in it; with `inside` also the dumps in folders in it.
+    """Create a folder, or remove the dump in it; `inside` removes the dumps in its subfolders too.
 
-    Raises FileError, before anything is removed, for a folder that holds files and is not marked as a dump, and for
-    what is no file under the name of one that a dump may write.
+    Raises FileError, before anything is removed, if the folder holds files but no mark of a dump, or if a link or a
+    folder has the name of a file that a dump may write.
     """
     make_folder(folder)
-    # A file that is being written just now is of another thread's or process's dump.
+    # A file that is being written right now belongs to the dump of another thread or process.
     held = sorted(path for path in folder.iterdir() if not path.name.startswith(BEING_WRITTEN))
     blocked = next((p for p in held if _FILE.fullmatch(p.name) and (p.is_symlink() or not p.is_file())), None)
     if blocked is not None:
@@ -110,7 +110,7 @@ def clear_folder(folder: Path, *, inside: bool = False) -> None:
             "an empty folder, or a new one"
         )
     for path in held:
-        # Links lead elsewhere, and what a user has put here stays.
+        # Links may point outside of the folder, and the user's own files in it stay.
         if path.is_symlink():
             continue
         if path.is_file() and _FILE.fullmatch(path.name):
@@ -119,25 +119,25 @@ def clear_folder(folder: Path, *, inside: bool = False) -> None:
             clear_folder(path, inside=True)
             if [left.name for left in path.iterdir()] == [MARK]:
                 shutil.rmtree(path)
-    # The folder stays fxsplit's own, and what it was of no longer holds.
+    # The folder stays one of fxsplit's, but its old description no longer holds.
     mark_folder(folder, {})
 
 
 def mark_folder(folder: Path, facts: dict[str, Any]) -> None:
-    """Mark a folder as a dump, with what it is of; raises FileError."""
+    """Mark a folder as a dump, with a description of its contents; raises FileError."""
     write_whole(folder / MARK, json.dumps({"format": FORMAT, **facts}, indent=1) + "\n")
 
 
 def _is_dump(folder: Path) -> bool:
-    """Return whether a folder is marked as a dump of fxsplit's."""
+    """Return whether a folder is marked as a dump of fxsplit."""
     return _read_mark(folder) is not None
 
 
 def _read_mark(folder: Path) -> dict[str, Any] | None:
-    """Return what a folder is marked with, if it is marked as a dump of fxsplit's."""
+    """Return the mark of a folder, or None if it is not a dump of fxsplit."""
     path = folder / MARK
     try:
-        # A pipe of that name would be waited for.
+        # Reading a named pipe would wait forever.
         data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
@@ -145,6 +145,6 @@ def _read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def _name_shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """Return shapes as a part of a file's name, such as `16x8_3`."""
+    """Return shapes as part of a file name, such as `16x8_3`."""
     text = "_".join("x".join(map(str, shape)) for shape in shapes)
     return text if len(text) <= LONGEST else f"{zlib.crc32(text.encode()):08x}"

@@ -1,6 +1,6 @@
-"""Fingerprint: what a graph and its modules are now, to tell whether a pass has edited them in place.
+"""Fingerprints of a graph and its modules, to detect a pass that has edited them in place.
 
-An IR never changes: earlier ones are kept, other passes and the other mode start from them, and the modules are the
+An IR is immutable: earlier ones are kept, other passes and the other mode start from them, and the modules are the
 user's own.
 """
 
@@ -22,24 +22,24 @@ from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.nn.containers import HOOKS
 
 MOST_READ = 100_000
-"""Of a weight with more elements than this, so many are read, evenly spread."""
+"""At most this number of elements of a weight is read, evenly spaced."""
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
 def take_fingerprint(ir: IR) -> dict[str, Any]:
-    """Return what can be seen of an IR, its modules and its weights: a name for messages -> a value to compare."""
+    """Return a fingerprint of an IR, its modules and its weights: a name for messages -> a value to compare."""
     facts = {f"fact {kind.__name__}": _read_fact(fact) for kind, fact in ir.facts.items()}
     return _read_graph(ir.gm) | facts
 
 
 def find_edit(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Return the name of the first thing that differs between two fingerprints; None if nothing does."""
+    """Return the name of the first difference between two fingerprints, or None if they are equal."""
     return next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
 
 
 def _read_graph(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return what can be seen of a graph, its modules and its weights."""
+    """Return the part of the fingerprint for the graph, its modules and its weights."""
     found: dict[str, Any] = {}
     weights: dict[int, tuple[str, Tensor]] = {}
     for path, module in gm.named_modules():
@@ -53,10 +53,10 @@ def _read_graph(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _list_nodes(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return all that a graph says of each of its nodes, in order."""
+    """Return a comparable value for each node of a graph, in order."""
     found = {}
     for position, node in enumerate(gm.graph.nodes):
-        # Pins and messages are found by the stack of modules, and dumps show the shape.
+        # Pins and messages find a node by its stack of modules, and dumps show its shape.
         notes = (node.meta.get("fxsplit_shape"), repr(node.meta.get("nn_module_stack")))
         target = node.target if isinstance(node.target, str) else id(node.target)
         found[f"node {node.name!r}"] = (position, node.op, target, repr(node.args), repr(node.kwargs), notes)
@@ -64,38 +64,39 @@ def _list_nodes(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _list_held(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield, by name, the identity of each submodule, parameter and buffer that a module holds itself."""
+    """Yield the name and the identity of each submodule, parameter and buffer that a module holds directly."""
     for held in (module._modules, module._parameters, module._buffers):
         yield from ((name, id(value)) for name, value in held.items())
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's mode, and of torch's own modules the attributes that say how they compute."""
+    """Yield the mode of a module, and the attributes of torch's own modules that control their computation."""
     yield "training", module.training
     yield "forward", id(vars(module).get("forward"))
     yield from ((kind, tuple(vars(module)[kind])) for kind in HOOKS)
-    # A module of the user's may count its calls, which a pass that runs the graph does not do on purpose.
+    # A module of the user may count its calls. A pass that runs the graph changes such a counter, which is no edit.
     if type(module).__module__.startswith("torch.nn."):
         yield from ((k, repr(v)) for k, v in vars(module).items() if k[0] != "_" and isinstance(v, _PLAIN))
 
 
 def _read_values(weight: Tensor) -> tuple[Any, ...]:
-    """Return what differs after a write to a weight: its count of writes, and a hash and a sum of values in it."""
-    # Hooks count as values: a gradient goes through them.
+    """Return a value that changes if a weight is written: its version counter, and a hash and a sum of its values."""
+    # Hooks count as values, since they change gradients.
     version = count_writes(weight), tuple(tuple(hooks) for hooks in list_gradient_hooks(weight) if hooks)
     if not has_values(weight) or weight.layout is not torch.strided or weight.is_complex() or not weight.numel():
         return version, weight.requires_grad
     values = weight.detach()
-    # A slice of contiguous memory is a view. A copy of all of another layout would cost more than it finds.
+    # A slice of contiguous memory is a view. Copying all of another layout would cost more than the check is worth.
     if values.numel() > MOST_READ:
         values = values.view(-1)[:: values.numel() // MOST_READ] if values.is_contiguous() else values[:1]
-    # The hash does not see that all of an even number of equal elements change. The sum is a text, as NaN is not NaN.
+    # The hash misses a change of all elements of a weight if they are equal and even in number, so the sum is compared
+    # too. The sum is a text because NaN != NaN.
     hashed, total = torch.hash_tensor(values).view(torch.int64).item(), repr(values.double().sum().item())
     return version, weight.requires_grad, hashed, total
 
 
 def _read_fact(value: Any) -> Any:
-    """Return a value that differs where anything inside of `value` does."""
+    """Return a value that changes if anything inside `value` changes."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
     if isinstance(value, Tensor):
@@ -106,5 +107,5 @@ def _read_fact(value: Any) -> Any:
         return tuple(map(_read_fact, value))
     if not is_dataclass(value) or isinstance(value, type):
         return repr(value) if isinstance(value, (*_PLAIN, frozenset)) else id(value)
-    # Private fields note what was computed or verified already.
+    # Private fields cache results, and are no part of the fact.
     return tuple(_read_fact(getattr(value, f.name)) for f in fields(value) if f.name[0] != "_")

@@ -1,6 +1,6 @@
-"""Run a chain: apply each pass, verify every fact after it, record the step, and tell the observers.
+"""Run a chain: apply each pass, verify every fact after it, record the step, and notify the observers.
 
-This is where every compile passes: a pass that breaks a fact is named here, and not where its result is used.
+Every compile runs through this file. A pass that breaks a fact is named here, and not later where its result is used.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.system.progress import phase
 
 Check = Callable[[Pass, IR, IR], IR]
-"""Looks at a pass with the IR before and after it, and returns the IR to go on with; raises BrokenFact."""
+"""A check of a pass, given the IR before and after it; returns the IR to continue with, or raises BrokenFact."""
 
 
 class Observer:
-    """Something that watches a chain run, such as `dump.DumpTo`; by itself it does nothing."""
+    """Base of observers of a chain, such as `dump.DumpTo`; the base does nothing."""
 
     def start(self, ir: IR) -> None:
-        """See the IR before the first pass."""
+        """Observe the IR before the first pass."""
 
     def after(self, name: str, ir: IR) -> None:
-        """See the IR after the pass called `name`."""
+        """Observe the IR after the pass called `name`."""
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """See the IR in which something does not hold after the pass called `name`."""
+        """Observe an IR that does not hold after the pass called `name`."""
 
 
 def run_chain(
@@ -38,9 +38,9 @@ def run_chain(
 ) -> IR:
     """Return the IR after all passes of `chain`.
 
-    Raises what a pass raises, ChainError for a pass that returns no IR, and BrokenFact, naming the pass, where a fact
-    does not hold after it, where it edits the graph or its modules in place, or where `check` finds something. A note
-    on every error says which pass it comes from.
+    Raises the errors of the passes, and ChainError if a pass returns no IR. Raises BrokenFact, with the name of the
+    pass, if a fact does not hold after the pass, if the pass edits the graph or its modules in place, or if `check`
+    finds a fault. Every error has a note with the pass that it comes from.
     """
     for observer in observers:
         observer.start(ir)
@@ -59,7 +59,7 @@ def run_chain(
                 observer.after(name_pass(step), ir)
         except Exception as error:
             error.add_note(f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode")
-            # An error of a fact or of the graph says by itself which pass is at fault, also where notes are not shown.
+            # A BrokenFact names the pass in its own text, since not every program shows notes.
             if isinstance(error, BrokenFact):
                 error.args = (f"after pass {name_pass(step)!r}: {error}",)
             raise
@@ -67,11 +67,11 @@ def run_chain(
 
 
 def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
-    """Return what a pass makes of `ir`; raises BrokenFact where it edits that IR, or the `first` one, in place."""
-    # Passes that come with fxsplit are known to edit nothing.
+    """Return the result of a pass; raises BrokenFact if the pass edits `ir`, or the `first` IR, in place."""
+    # The passes of fxsplit are known to edit nothing.
     watched = [] if is_own(step) else [ir] if ir.gm is first.gm else [first, ir]
     before = [take_fingerprint(each) for each in watched]
-    # The time of the pass itself; verifying comes after.
+    # The time of the pass only; verifying comes after.
     begin = time.perf_counter()
     with phase(f"pass {name_pass(step)}"):
         result: object = step(ir)
@@ -85,15 +85,15 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
             raise BrokenFact(
                 f"the pass has edited {edit} of {ir.model} in place: copy the graph, edit the copy, and return "
                 "ir.rewrite(fx.GraphModule(ir.gm, copy)); learn a new fact. Modules and weights are the model's own: "
-                "build the model anew where one of those has changed"
+                "build the model again if one of them has changed"
             )
-    # What stays the same from pass to pass: a pass that makes a new IR would lose it.
+    # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.
     steps = (*ir.steps, Step(pass_text(step), seconds))
     return replace(result, steps=steps, model=ir.model, mode=ir.mode)
 
 
 def _tell_of_failure(observers: Sequence[Observer], step: Pass, ir: IR, error: Exception) -> None:
-    """Show the observers an IR that does not hold; what they raise becomes a note, as `error` says more."""
+    """Show the observers an IR that does not hold; their own errors become notes, since `error` says more."""
     for observer in observers:
         try:
             observer.failed(name_pass(step), ir, error)
@@ -102,17 +102,17 @@ def _tell_of_failure(observers: Sequence[Observer], step: Pass, ir: IR, error: E
 
 
 def _verify(ir: IR) -> None:
-    """Raise BrokenFact unless the graph is sound and every fact holds, also those that earlier passes learnt."""
+    """Raise BrokenFact unless the graph is sound and every fact holds, including the facts of earlier passes."""
     what = "the graph"
     try:
         ir.gm.graph.lint()
-        # All facts, and not only new ones: a pass may have changed the graph that an older fact is about.
+        # All facts are verified, not only new ones: a pass may have changed the graph that an older fact is about.
         for kind, fact in ir.facts.items():
             what = kind.__name__
             fact.verify(ir)
     except FxsplitError:
-        # A broken fact, or a wrong word of the user, such as a pin of a submodule that is not there.
+        # A broken fact, or a mistake of the user, such as a pin of a submodule that does not exist.
         raise
     except Exception as error:
-        # A fact that is wrong enough, such as a plan for device 9 of 2, raises in the middle of its own check.
+        # A badly wrong fact, such as a plan for device 9 of 2, raises an error inside its own check.
         raise BrokenFact(f"{what} does not hold ({type(error).__name__}: {error})") from error

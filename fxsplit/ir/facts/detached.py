@@ -1,4 +1,4 @@
-"""Detached: a pass has made weights of its own from the model's, so the graph is right for evaluation alone."""
+"""Detached: a pass has replaced weights of the model by its own, so the graph is right only for evaluation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxsplit.ir.graph import GivenFact
 
 @dataclass(frozen=True)
 class Detached(GivenFact):
-    """The pass called `step` has cut the graph off from the model's weight `weight`, or holds `weight` beside those.
+    """The pass called `step` has computed its own weights from the model's `weight`, which the graph no longer reads.
 
-    Folding a batch norm into a convolution does so. No gradient reaches the model's weight then, and a weight that is
-    loaded or trained is not in the graph before the chain has run again.
+    Folding a batch norm into a convolution does this. The model's weight then gets no gradient. If it is trained or
+    loaded, the graph changes only after the chain has run again.
     """
 
     step: str

@@ -1,4 +1,4 @@
-"""Plan: which nodes run in which stage, what that is predicted to cost, and how far it may be from the best.
+"""Plan: the nodes of each stage, their predicted costs, and how far the plan may be from the best.
 
 The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 """
@@ -34,21 +34,23 @@ PROVEN = 1e-6
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown, Fact):
-    """Stages in pipeline order, and what is proven of them.
+    """Stages in pipeline order, and the proof of their quality.
 
-    `lower_bound_ms` is a load that the slowest stage of no plan can beat. `single_ms` is the time of one microbatch on
-    the fastest device of the machine. `n_states` is the number of states that were searched, `rows` the size of a
-    microbatch, `model` the cost model. `spread` is the share by which the measured times vary (see Costs), and so all
-    that follows from them. `measured_on` is the accelerator that they were measured on, empty for a CPU or an unknown
-    one. `shared_ms` is how long a microbatch keeps the busiest accelerator at work that several devices share; zero if
-    no devices share one. Loads are those of devices that share nothing. `busiest_ms` is how long a microbatch keeps the
-    busiest device busy, with all of its stages together; zero in plans of earlier versions. `compress` is how values
-    that cross cuts are compressed: empty, `bf16` or `int8`. `fixed_rows` are the sizes of microbatches that the graph
-    is for, if forward() makes its number of rows a constant; empty for a graph that takes other sizes as well.
-
-    `proof` says how that bound is known: "search" where all plans were searched, "bound" where it is less sure to be
-    reached, None where nobody has proven it. Only the planner fills it in: a plan that a pass makes or changes is not
-    proven, whatever bound it states.
+    - `lower_bound_ms` is a lower bound on the load of the slowest stage of any plan
+    - `single_ms` is the time of one microbatch on the fastest device of the machine
+    - `n_states` is the number of searched states, `rows` the size of a microbatch, `model` the cost model
+    - `spread` is the relative spread of the measured times (see Costs), and so of all predicted times
+    - `measured_on` is the accelerator of the measurement, empty for a CPU or an unknown one
+    - `shared_ms` is the work of one microbatch on the busiest accelerator that several devices share, zero if no
+      devices share one. Loads assume that devices share nothing
+    - `busiest_ms` is the time in which a microbatch keeps the busiest device busy, with all of its stages together;
+      zero in plans of earlier versions
+    - `compress` is the compression of values that cross cuts: empty, `bf16` or `int8`
+    - `fixed_rows` are the sizes of microbatches that the graph is for, if forward() makes its number of rows a
+      constant; empty for a graph that takes other sizes as well
+    - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
+      reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
+      whatever bound it states
     """
 
     stages: tuple[StagePlan, ...]
@@ -106,8 +108,8 @@ class Plan(Shown, Fact):
         )
 
     def prove(self, proof: Proof | None) -> Plan:
-        """Note how the lower bound was proven, and return the plan; for the planner, and for plans read from files."""
-        # No argument of the constructor, so that a plan that is changed by dataclasses.replace() is proven no longer.
+        """Record how the lower bound was proven, and return the plan; for the planner and for plans from files."""
+        # Not an argument of the constructor, so that dataclasses.replace() gives a plan that is not proven.
         object.__setattr__(self, "proof", proof)
         return self
 
@@ -118,17 +120,17 @@ class Plan(Shown, Fact):
 
     @property
     def steady_ms(self) -> float:
-        """How long the pipeline takes for each microbatch in steady state: what the busiest device takes."""
+        """The time of the pipeline for each microbatch in steady state: that of the busiest device."""
         return max(self.bottleneck_ms, self.busiest_ms, self.shared_ms)
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the fastest single device the pipeline is in steady state."""
+        """The speed of the pipeline in steady state, relative to the fastest single device."""
         return self.single_ms / self.steady_ms if self.steady_ms else inf
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck may be above the lower bound, as a share of it; infinite where the bound is zero."""
+        """The relative distance of the bottleneck above the lower bound; infinite if the bound is zero."""
         if self.lower_bound_ms > 0:
             return self.bottleneck_ms / self.lower_bound_ms - 1.0
         return inf if self.bottleneck_ms > 0 else 0.0
@@ -140,7 +142,7 @@ class Plan(Shown, Fact):
 
     @property
     def standing(self) -> str:
-        """What is proven, in words: "optimal", "gap 3.10 %", or "not proven"."""
+        """The proof in words: "optimal", "gap 3.10 %", or "not proven"."""
         if self.optimal:
             return "optimal"
         known = self.proof is not None and isfinite(self.gap)
@@ -168,7 +170,7 @@ class Plan(Shown, Fact):
             for name in node.inputs:
                 if stage_of.get(name, -1) > stage_of[node.name]:
                     raise BrokenFact(f"node {node.name!r} reads {name!r} from a later stage")
-        # Nodes may depend on each other without a value: one writes what the other reads.
+        # Nodes may depend on each other without a value: one writes memory that the other reads.
         for a, b in costs.ordered:
             if stage_of[a] > stage_of[b]:
                 raise BrokenFact(f"node {a!r} must run before {b!r}, and its stage is later")
@@ -178,7 +180,7 @@ class Plan(Shown, Fact):
                 f"nodes {', '.join(parted)} must stay together, as they share memory or a weight, and lie in several "
                 "stages"
             )
-        # Price again from the graph: what the search has summed over its lattice is not trusted.
+        # Price again from the graph: the sums of the search over its lattice are not trusted.
         split = [(s.nodes, s.devices, s.recompute) for s in self.stages]
         priced = price_split(costs, machine, ir[Workload], split, self.model)
         for number, (mine, other) in enumerate(zip(self.stages, priced, strict=True)):
@@ -186,7 +188,7 @@ class Plan(Shown, Fact):
                 said, true = getattr(mine, figure), getattr(other, figure)
                 if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
                     raise BrokenFact(f"stage {number} is said to have {figure}={said} and has {true}")
-            # Replicas need the same, so the smallest of their devices decides.
+            # Replicas need the same memory, so the smallest of their devices decides.
             if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
         self._verify_speedup(costs, machine)
@@ -200,7 +202,7 @@ class Plan(Shown, Fact):
             raise BrokenFact(f"lower bound {self.lower_bound_ms} ms above the bottleneck {self.bottleneck_ms} ms")
 
     def _verify_speedup(self, costs: Costs, machine: Machine) -> None:
-        """Raise BrokenFact unless the two figures that the speed-up follows from are those of costs and stages."""
+        """Raise BrokenFact unless the two figures that give the speed-up agree with costs and stages."""
         figures = {
             "single_ms": price_single_device(costs, machine),
             "busiest_ms": find_busiest_ms(self.stages, machine, self.model),
@@ -212,7 +214,7 @@ class Plan(Shown, Fact):
                 raise BrokenFact(f"the plan is said to have {figure}={said} and has {true}: make it by Plan.of")
 
     def _verify_devices(self, count: int) -> None:
-        """Raise BrokenFact unless every stage has devices of its own, among the `count` that there are."""
+        """Raise BrokenFact unless every stage has devices of its own, among the `count` existing ones."""
         if not self.stages:
             raise BrokenFact("the plan has no stages")
         taken: set[int] = set()
@@ -226,18 +228,18 @@ class Plan(Shown, Fact):
             taken |= set(stage.devices)
 
     def _describe_sent(self) -> str:
-        """Return what crosses all cuts for a microbatch, values and gradients, and what that would be as they are."""
+        """Return the bytes that cross all cuts for a microbatch, values and gradients, compressed and uncompressed."""
         behind = self.stages[1:]
         sent = sum(s.in_sent_bytes + s.in_sent_gradient_bytes for s in behind)
         own = sum(s.in_bytes + s.in_gradient_bytes for s in behind)
         return f"{format_bytes(sent)} for a microbatch in place of {format_bytes(own)}"
 
     def summarise(self) -> str:
-        """Return how many stages there are, and how good they are."""
+        """Return the number of stages, the schedule, the bottleneck and the proof."""
         return f"{len(self.stages)} stages, {self.schedule}, bottleneck {self.bottleneck_ms:.3f} ms, {self.standing}"
 
     def show(self) -> Parts:
-        """Return a table of what the stages take, one of what they hold, then the bottleneck with its bound and gap."""
+        """Return a table of times and bytes of the stages, one of their nodes, and lines about the bottleneck."""
         yield Table(*self._list_figures())
         yield Table(
             ("stage", ">nodes", "first .. last in graph order"),
@@ -266,7 +268,7 @@ class Plan(Shown, Fact):
             yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
 
     def _list_figures(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads of the columns with what stages take, and a row for each stage."""
+        """Return the column heads of the table of stages, and a row for each stage."""
         # A CPU launches nothing, and needs no column for it.
         launched = any(s.launch_ms for s in self.stages)
         heads = ["stage", "device", ">fwd ms", ">bwd ms", ">xfer ms", *[">launch ms"] * launched]
@@ -280,7 +282,7 @@ class Plan(Shown, Fact):
 
 
 def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:
-    """Return what a microbatch takes on the busiest accelerator with several stages, in milliseconds; 0 without one."""
+    """Return the work of a microbatch on the busiest accelerator with several stages, in ms; 0 without one."""
     work: dict[object, list[float]] = {}
     for stage in stages:
         for d in stage.devices:
@@ -292,5 +294,5 @@ def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:
 
 
 def format_spread(spread: float | None) -> str:
-    """Return by how much predicted times may vary, for people, to stand behind a time; nothing where it is unknown."""
+    """Return the spread of predicted times for people, to follow a time; empty if it is unknown."""
     return "" if spread is None else f" ± {100 * spread:.0f} %"

@@ -1,6 +1,6 @@
-"""Price: what a split of the graph into stages costs, from the definition.
+"""Price: the cost of a split of the graph into stages, by definition.
 
-Everything that the search sums over its lattice is computed here again, directly on the graph.
+All sums that the search makes over its lattice are computed here again, directly on the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COST_MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a stage pays for, besides computing.
+    """The costs that a stage has besides computing.
 
     - forwarded: values needed later are handed from stage to stage, as the runtime does; transfers add to compute
     - overlapped: the same values, but a stage computes, receives and sends at once: the slowest of the three counts
@@ -40,7 +40,7 @@ class CostModel:
 
     @property
     def forwards(self) -> bool:
-        """Whether stages hand values on from one to the next, and do not send them straight to each reader."""
+        """Whether stages hand values on to the next stage, instead of sending them straight to each reader."""
         return self.name != "direct"
 
 
@@ -48,25 +48,36 @@ class CostModel:
 class StagePlan:
     """One stage of a plan, per microbatch.
 
-    `devices` are numbers of the machine's devices; several share the microbatches. Times are on these devices, already
-    divided among them; `send_ms` and `receive_ms` are the transfers over the stage's two boundaries, values forward
-    and gradients back together, and `reduce_ms` the all-reduce of a replicated stage's gradients. `load_ms` is how long
-    the stage is busy with one microbatch. `memory_bytes` is what each device holds. A stage that is to `recompute` runs
-    forward again before backward, which `backward_ms` includes, and keeps no activations in between.
-    `weight_ms` is what of `backward_ms` can be left for later, the gradients of weights alone.
-    `forward_launch_ms` and `backward_launch_ms` are how long the stage's host is busy with launching. It launches while
-    the device computes what was launched before, so `load_ms` is the larger of what the two take.
-    `begins_at` and `ends_at` are the places in the user's model of its first and its last node, in graph order.
-    `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
-    `out_gradient_bytes` the gradients that return over them. `in_sent_bytes` and `in_sent_gradient_bytes` are in how
-    many bytes they cross the first of the boundaries, which are fewer where cuts are compressed.
+    Devices and times, in milliseconds:
 
-    Of its memory `held_bytes` is always there (weights, gradients, optimizer state, buffers). A microbatch leaves
-    `kept_bytes`, which autograd keeps, and `boundary_bytes`, the values that the stage got and gave and does not keep
-    anyway. What a stage holds of a microbatch in each of its actions, from node to node, are the figures from
-    `resting_bytes` to `sent_gradient_bytes` (see course.py); `whole_bytes` is that of a whole backward. `memory_bytes`
-    is the most that the stage holds at once of all its microbatches, by the order of actions of the schedule (see
-    moments.py), and `memory_kinds` says what it is made of.
+    - `devices` are numbers of the machine's devices; several devices share the microbatches. Times are on these
+      devices, already divided among them
+    - `send_ms` and `receive_ms` are the transfers over the stage's two boundaries, values forward and gradients back
+      together, and `reduce_ms` is the all-reduce of a replicated stage's gradients
+    - `load_ms` is the time in which the stage is busy with one microbatch
+    - `recompute`: the stage keeps no activations, and runs its forward again before its backward. `backward_ms`
+      includes this
+    - `weight_ms` is the part of `backward_ms` that can be left for later: only the gradients of weights
+    - `forward_launch_ms` and `backward_launch_ms` are the times in which the stage's host launches work. It launches
+      while the device computes earlier work, so `load_ms` is the larger of the two
+    - `begins_at` and `ends_at` are the places in the user's model of its first and its last node, in graph order
+
+    Bytes that cross cuts:
+
+    - `in_bytes` and `out_bytes` are the values that cross its two boundaries, `in_gradient_bytes` and
+      `out_gradient_bytes` the gradients that return over them
+    - `in_sent_bytes` and `in_sent_gradient_bytes` are the bytes that are sent over the first boundary, fewer if cuts
+      are compressed
+
+    Memory, in bytes:
+
+    - `held_bytes` is permanent: weights, gradients, optimizer state and buffers
+    - `kept_bytes` is what autograd keeps of one microbatch, and `boundary_bytes` the values that the stage takes and
+      gives and does not keep anyway
+    - `resting_bytes` to `sent_gradient_bytes` are the memory of a microbatch in each action, followed from node to node
+      (see memory/microbatch.py); `whole_bytes` is that of a whole backward
+    - `memory_bytes` is the most that each device holds at once for all its microbatches, in the order of actions of the
+      schedule (see memory/moments.py), and `memory_kinds` lists its parts
     """
 
     nodes: tuple[str, ...]
@@ -113,9 +124,9 @@ class StagePlan:
 
     @property
     def memory_kinds(self) -> dict[str, float]:
-        """What the stage's memory is made of, by kind, in bytes: their sum is `memory_bytes`.
+        """The parts of the stage's memory by kind, in bytes: their sum is `memory_bytes`.
 
-        A stage that recomputes has the activations of one microbatch at a time, which are then called so.
+        A stage that recomputes has the activations of one microbatch at a time, under the name "recompute".
         """
         activations = "recompute" if self.recompute else "activations"
         return {
@@ -130,15 +141,15 @@ class StagePlan:
 
     @property
     def place(self) -> str:
-        """Where in the model the stage begins and ends, for people."""
+        """The places in the model where the stage begins and ends, for people."""
         if not self.nodes:
             return "(passes values on)"
-        # Plans of files of earlier versions name nodes alone.
+        # Plans in files of earlier versions only have the names of nodes.
         return name_span(self.begins_at or self.nodes[0], self.ends_at or self.nodes[-1])
 
     @property
     def launch_ms(self) -> float:
-        """How long the stage's host is busy with launching one microbatch, forward and backward, in milliseconds."""
+        """The time in which the stage's host launches one microbatch, forward and backward, in milliseconds."""
         return self.forward_launch_ms + self.backward_launch_ms
 
 
@@ -154,7 +165,7 @@ FIGURES = (
     "load_ms",
     "memory_bytes",
 )
-"""What a plan says of each stage and `price_split` can compute again."""
+"""The figures of a stage in a plan that `price_split` can compute again."""
 
 
 Split = Sequence[tuple[Sequence[str], Sequence[int], bool]]
@@ -164,18 +175,18 @@ Split = Sequence[tuple[Sequence[str], Sequence[int], bool]]
 def price_split(
     costs: Costs, machine: Machine, workload: Workload, split: Split, model: CostModel
 ) -> tuple[StagePlan, ...]:
-    """Return what each stage of a split costs, from the definition, on the graph and not on its lattice.
+    """Return the costs of each stage of a split, by definition, on the graph and not on its lattice.
 
-    - Where stages hand values on, a value crosses boundary b, behind stage b, if it is made (or given) at or before
-      stage b and read after it, or if it is an output made before the last stage. Under `direct` a stage pays for every
-      value that it shares with another stage.
+    - If stages hand values on, a value crosses boundary b, after stage b, if it is made (or given) at or before stage b
+      and read after it, or if it is an output made before the last stage. Under `direct` a stage pays for every value
+      that it shares with another stage.
     - r replicas take 1/r of the time each, and 4 (r - 1) W / (r^2 bandwidth) to sum W bytes of gradients, as in
       PipeDream (Narayanan et al. 2019).
     - Launching is the host's work, and takes as long on devices of any speed. Each replica launches its share of the
       microbatches. A stage that recomputes launches its forward twice. The load is the larger of launches and the rest.
-    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + what the stage holds of further versions of
-      its weights and of its microbatches in the fullest of its moments. A parameter that several nodes of a stage
-      read counts once, but under `direct` once for each node, as other tools count.
+    - Memory = parameters x (WEIGHT_COPIES + optimizer_factor) + buffers + further versions of the weights and the
+      microbatches of the stage in its fullest moment. A parameter that several nodes of a stage read counts once, but
+      under `direct` once for each node, as in other tools.
     """
     stage_of = {name: i for i, (names, *_) in enumerate(split) for name in names}
     edges = (price_boundaries if model.forwards else price_shared)(costs, stage_of, len(split))
@@ -187,7 +198,7 @@ def price_split(
 
 
 def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
-    """Return what stage `i` of a split costs, but for its memory."""
+    """Return stage `i` of a split with its costs, without its memory."""
     names, devices, recompute = split[i]
     nodes = [costs.by_name[n] for n in names]
     # Replicas share the microbatches, and all wait for the slowest.
@@ -227,21 +238,21 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
 
 
 def find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
-    """Return where in the model a stage begins and ends: the places of its first and last node inside of a module."""
-    # Nodes of no module, and those that fetch weights, are in no place that a user would look for.
+    """Return the places in the model of the first and last node of a stage that are inside a module."""
+    # Nodes outside of modules, and nodes that fetch weights, have no place that a user would look for.
     inside = [n for n in nodes if n.module and not n.op.startswith("get_attr")] or nodes
     return (inside[0].place, inside[-1].place) if inside else ("", "")
 
 
 def name_span(first: str, last: str) -> str:
-    """Return where in the model a stage is, for people, from where it begins and ends."""
+    """Return the place of a stage in the model for people, from its two ends."""
     return first if first == last else f"{first} .. {last}"
 
 
 def _weigh_stages(
     costs: Costs, model: CostModel, split: Split, crossings: Sequence[Crossings], moments: Sequence[Moments]
 ) -> list[StageMemory]:
-    """Return what each stage of a split holds in memory."""
+    """Return the memory of each stage of a split."""
     position = {node.name: i for i, node in enumerate(costs.nodes)}
     found = []
     for i, (names, _, recompute) in enumerate(split):
@@ -262,12 +273,15 @@ _MEMORY = tuple(f.name for f in fields(StageMemory))
 
 
 def _add_memory(stage: StagePlan, memory: StageMemory) -> StagePlan:
-    """Return a stage with what it holds in memory."""
+    """Return a stage with its memory figures filled in."""
     return replace(stage, **{name: getattr(memory, name) for name in _MEMORY})
 
 
 def _price_launches(nodes: Sequence[NodeCost], replicas: int, *, host: bool, recompute: bool) -> tuple[float, float]:
-    """Return how many ms a stage's host launches for one microbatch, forward and backward; nothing on a host device."""
+    """Return the times in which a stage's host launches one microbatch, forward and backward, in ms.
+
+    0 on a host device.
+    """
     if host:
         return 0.0, 0.0
     forward = sum(n.forward_launch_ms for n in nodes)
@@ -283,7 +297,7 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
         rate = machine.bytes_per_ms(devices[0], devices[0])
         return edges.taken / rate, edges.given / rate
     receive = send = 0.0
-    # What the caller gives to the first stage, and gets from the last, is free.
+    # Values that the caller gives to the first stage, and gets from the last, are free.
     if i > 0:
         receive = sum(edges.sent) / machine.bytes_per_ms(devices[0], split[i - 1][1][-1])
     if i < len(split) - 1:
@@ -294,17 +308,17 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
 def price_single_device(costs: Costs, machine: Machine) -> float:
     """Return the time of one microbatch, forward and backward, on the fastest device of the machine, in milliseconds.
 
-    The device computes, or its host launches, whichever takes longer. Memory is not asked for.
+    This is the time of the device or of its host's launches, whichever is longer. Memory limits are ignored.
     """
     host_ms = sum(n.host_ms for n in costs.nodes)
     return min(host_ms if d.host else max(costs.compute_ms / d.speed, costs.launch_ms) for d in machine.devices)
 
 
 def find_busiest_ms(stages: Sequence[StagePlan], machine: Machine, model: CostModel) -> float:
-    """Return how long the busiest device is busy with one microbatch, with all of its stages together, in milliseconds.
+    """Return the time in which one microbatch keeps the busiest device busy, with all of its stages, in milliseconds.
 
-    A device of an unrolled machine stands for one stage; its stages take turns on the real device. A stage whose
-    microbatches are shared by several real devices counts on each of them for its share.
+    A device of an unrolled machine represents one stage; the stages take turns on the real device. If several real
+    devices share the microbatches of a stage, it counts on each of them for its share.
     """
     busy: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
     for stage in stages:

@@ -1,7 +1,7 @@
 """Stages: the emitted GraphModules, one for each stage, with named values in and out.
 
-The passes end with them and the runtime begins with them. A *stage* is a part of the graph that runs on one device, or
-on each of several replicas. A pipeline runs several stages at a time, on different microbatches.
+The passes end with Stages, and the runtime begins with them. A *stage* is a part of the graph that runs on one device,
+or on each of several replicas. A pipeline runs several stages at a time, on different microbatches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fxsplit.torch_internals.nn.containers import rebuild
 class Stage:
     """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
 
-    device_name, torch_device: where the stage runs, as the user and as torch name it. compiled: the same function as
-    torch.compile has made it, where that was asked for.
+    `device_name` and `torch_device` are the stage's device, as the user and as torch name it. `compiled` is the same
+    function compiled by torch.compile, if that was asked for.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Stage:
         """Return the tuple of outputs for the tuple of inputs."""
         if self.compiled is not None:
             return self.compiled(*values)
-        # GraphModule's own __call__ would print the code that raised before the error reaches the user.
+        # GraphModule's own __call__ would print the failing code before the error reaches the user.
         return nn.Module.__call__(self.module, *values)
 
     @property
@@ -83,7 +83,7 @@ class Stages(Shown, Fact):
         """Return the graph that calls the stages one after another, `stage_0` first: the model, rewritten."""
         # The root is a plain module, which holds the stages themselves and copies none of them.
         graph, root = fx.Graph(), nn.Module()
-        # Copied, since a number that is an input has a default.
+        # Copied with their arguments, since a number that is an input has a default.
         given = self.stages[0].module.graph.find_nodes(op="placeholder")
         values = {node.name: graph.node_copy(node) for node in given}
         for stage in self.stages:
@@ -94,8 +94,9 @@ class Stages(Shown, Fact):
         return fx.GraphModule(root, graph, class_name=class_name)
 
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless the graph calls these stages in turn, each takes what the one before gives, and no
-        buffer lives in two stages.
+        """Raise BrokenFact unless the graph calls these stages in turn.
+
+        Each stage must take the outputs of the stage before, and no two stages may share a buffer.
         """
         if not self.stages:
             raise BrokenFact("there are no stages")
@@ -103,7 +104,7 @@ class Stages(Shown, Fact):
         called = [ir.gm.get_submodule(str(n.target)) for n in ir.gm.graph.nodes if n.op == "call_module"]
         if [id(module) for module in called] != [id(stage.module) for stage in self.stages]:
             raise BrokenFact("the graph calls other modules than the stages: give ir.rewrite(stages.call_in_turn(...))")
-        # Stages run different microbatches at a time: of a buffer in two stages, each would see the other's writes.
+        # Stages run different microbatches at a time, so two stages that share a buffer would see each other's writes.
         owner: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             stage.module.graph.lint()
@@ -118,11 +119,11 @@ class Stages(Shown, Fact):
             raise BrokenFact(f"the result takes outputs {places} of {len(self.stages[-1].outputs)} of the last stage")
 
     def summarise(self) -> str:
-        """Return how many stages there are, and where they run."""
+        """Return the number of stages, and their devices."""
         return f"{len(self)} stages on {', '.join(s.device_name for s in self.stages)}"
 
     def show(self) -> Parts:
-        """Return a table of the stages, with what each takes and gives."""
+        """Return a table of the stages, with the values that each takes and gives."""
         rows = []
         for s in self.stages:
             computing = sum(node.op not in ("placeholder", "output") for node in s.module.graph.nodes)
@@ -141,7 +142,7 @@ class Stages(Shown, Fact):
 
 
 def _verify_ends(stage: Stage, number: int) -> None:
-    """Raise BrokenFact unless a stage's module takes the stage's inputs by name, and gives as many values as it has."""
+    """Raise BrokenFact unless a stage's module takes the stage's inputs by name, and gives all its outputs."""
     if stage.index != number:
         raise BrokenFact(f"stage {number} says that it is stage {stage.index}")
     if stage.compiled is not None:
@@ -149,7 +150,7 @@ def _verify_ends(stage: Stage, number: int) -> None:
     takes = tuple(n.name for n in stage.module.graph.nodes if n.op == "placeholder")
     if takes != stage.inputs:
         raise BrokenFact(f"stage {number} says that it takes {stage.inputs}, and its module takes {takes}")
-    # Values need not be called as the nodes are that make them.
+    # An output need not have the name of the node that makes it.
     gives = stage.module.graph.output_node().args[0]
     if not isinstance(gives, tuple) or len(gives) != len(stage.outputs):
         raise BrokenFact(f"stage {number} says that it gives {stage.outputs}, and its module gives {gives}")

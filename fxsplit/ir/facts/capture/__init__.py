@@ -1,1 +1,1 @@
-"""Facts of the capture: the call that a graph is for, what it reads and writes, and what its outputs mean."""
+"""Facts from the capture: the call that a graph is for, the state it reads and writes, and the kinds of its outputs."""

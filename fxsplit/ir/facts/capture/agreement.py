@@ -1,6 +1,6 @@
-"""Agreement: which meanings an output has on one batch, from its values for the whole batch and for its pieces.
+"""Find the kinds that fit an output on one batch, from its values for the whole batch and for pieces of the batch.
 
-Where the batch leaves that open, `mix_rows` makes other rows of the same kind to try.
+If one batch leaves several kinds open, `mix_rows` makes other rows of the same sort to try.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from torch import Tensor
 from fxsplit.ir.facts.capture.output_kinds import Kind
 
 TOLERANCE = 2e-6
-"""How far two numbers may differ, as a share of the largest: kernels sum in another order for another number of rows.
-What a model of lower precision computes is compared in double precision, or else within `LOOSE`."""
+"""Relative tolerance on the scale of the largest value: kernels sum in another order for another number of rows.
+
+Results of lower precision are compared in double precision, or else within `LOOSE`.
+"""
 LOOSE = 1e-4
 LOOSE_IN_HALF = 5e-2
 SHARE = 0.7
-"""The share of its own row in a mixed one."""
+"""The share of its own row in a mixed row."""
 
 
 def is_close(a: Tensor, b: Tensor, largest: float | None = None, *, loose: bool = False) -> bool:
-    """Return whether two tensors of one shape are equal but for rounding, on the scale of the `largest` value."""
+    """Return whether two tensors of the same shape are equal up to rounding, relative to the `largest` value."""
     if not (a.is_floating_point() or a.is_complex()) or a.numel() == 0:
         return torch.equal(a, b)
     size = _find_largest(a, b) if largest is None else largest
@@ -31,10 +33,10 @@ def is_close(a: Tensor, b: Tensor, largest: float | None = None, *, loose: bool 
 
 
 def list_kinds(whole: Tensor, pieces: Sequence[Tensor], rows: Sequence[int], *, loose: bool = False) -> set[Kind]:
-    """Return how `whole` may follow from `pieces` of so many `rows`, which all have one shape, such as a number's.
+    """Return the kinds that make `whole` from `pieces`, which all have its shape, such as a number's.
 
-    There are several answers where the pieces are alike: zeros are the sum of zeros as well as their mean. There is
-    none for an output that compares rows of different pieces.
+    `rows` has the number of rows of each piece. Several kinds fit if the pieces are alike: zeros are the sum of zeros
+    as well as their mean. No kind fits an output that compares rows of different pieces.
     """
     found: set[Kind] = set()
     largest = _find_largest(whole, *pieces)
@@ -55,18 +57,18 @@ def list_kinds(whole: Tensor, pieces: Sequence[Tensor], rows: Sequence[int], *, 
 
 
 def is_weighted_mean(numbers: dict[str, Tensor]) -> bool:
-    """Return whether a number is a mean of its pieces whose weights are the pieces' own, such as counts of labels.
+    """Return whether a number is a weighted mean of its pieces with weights of their own, such as counts of labels.
 
-    `numbers` has the number for pieces "a", "b" and "c", and for "ab", "bc" and "abc". If each piece has a weight, then
-    "ab" and "bc" tell all weights but for a factor, and "abc" follows from them.
+    `numbers` has the number for pieces "a", "b" and "c", and for "ab", "bc" and "abc". If each piece has a weight, "ab"
+    and "bc" give all weights up to a common factor, and "abc" follows from them.
     """
     a, b, c, ab, bc, abc = (float(numbers[name]) for name in ("a", "b", "c", "ab", "bc", "abc"))
     if a == b or b == c:
         return False
-    # The share of a in the weights of a and b, and the share of c in those of b and c.
+    # The share of a in the weights of a and b, and of c in the weights of b and c.
     of_a, of_c = (ab - b) / (a - b), (bc - b) / (c - b)
-    # Weights are quotients of differences, and so is what rounding makes of them. A share that is rounding alone is
-    # none: the median of a and b may be that of b.
+    # Weights are quotients of differences, which amplify rounding. A share below the tolerance is only rounding and no
+    # weight: the median of a and b may be that of b.
     tolerance = 1e-6 if numbers["abc"].dtype is torch.float64 else 1e-3
     if not all(tolerance < share < 1.0 - tolerance for share in (of_a, of_c)):
         return False
@@ -76,9 +78,9 @@ def is_weighted_mean(numbers: dict[str, Tensor]) -> bool:
 
 
 def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: Sequence[int]) -> tuple[int, int] | None:
-    """Return the dimension that is as long as there are rows, or `each` times as long, and `each`; None if none is.
+    """Return the dimension that is `each` times as long as there are rows, and `each`; None if no dimension is.
 
-    `whole` and `pieces` are shapes, for the sum of `rows` and for each of them.
+    `whole` and `pieces` are shapes, for the sum of `rows` and for each number of rows.
     """
     if any(len(piece) != len(whole) for piece in pieces):
         return None
@@ -91,21 +93,21 @@ def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: S
 
 
 def mix_rows(tensor: Tensor, dim: int, each: int = 1, shift: int = 1) -> Tensor:
-    """Return as many other rows of the same kind: floats between those of two rows, all else as in another row.
+    """Return other rows of the same sort, as many: floats between those of two rows, other dtypes as in another row.
 
-    Each row has `each` entries along `dim`. What lies between two probabilities, masks or images is one again. A single
-    row is scaled.
+    Each row has `each` entries along `dim`. A value between two probabilities, masks or images is again such a value. A
+    single row is scaled.
     """
     other = tensor.roll(shift * each, dim)
     if not tensor.is_floating_point():
         return other
     if tensor.shape[dim] == each:
         return SHARE * tensor
-    # Where both are infinite, as in masks, their difference would be no number.
+    # If both values are infinite, as in masks, the interpolation would be NaN.
     return torch.where(tensor == other, tensor, SHARE * tensor + (1 - SHARE) * other)
 
 
 def _find_largest(*tensors: Tensor) -> float:
-    """Return the largest finite magnitude among floating tensors."""
+    """Return the largest finite magnitude in the floating and complex tensors, or 0."""
     held = [t for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())]
     return max((float(t.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for t in held), default=0.0)

@@ -1,7 +1,7 @@
-"""Inputs: how a model is called, as a flat list of tensors, and where in each of them the rows of the batch are.
+"""Inputs: the arguments of a call of the model as a flat list of tensors, with the batch dimension of each.
 
-`Inputs.of` learns it from the example. Each later call is bound to it: it must have the same structure and constants,
-and tensors of the same kind. `make_call` puts other tensors, such as those of a microbatch, into the tensors' places.
+`Inputs.of` learns them from the example. Each later call is bound to them: it must have the same structure and
+constants, and tensors of the same kind. `make_call` replaces the tensors, for example by the tensors of a microbatch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fxsplit.torch_internals.nn.objects import Opaque, StandIn, is_packed, take_
 from fxsplit.torch_internals.scopes.modes import is_autocast_on
 
 MOST_LISTED = 10
-"""So many arguments of a call are named in a message; a list of numbers may have any length."""
+"""At most this number of arguments is named in a message; a list of numbers may have any length."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
-"""Names, values and structure of a call, and for each value the argument of forward() that it is in."""
+"""Names, values and structure of a call, and for each value the argument of forward() that holds it."""
 
 
 class Call(NamedTuple):
-    """What forward() is called with."""
+    """The arguments of a call of forward()."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor argument of the example: its name, dtype, device and shape, and where it has the rows."""
+    """One tensor argument of the example: its name, dtype, device and shape, and its batch dimension."""
 
     name: str
     dtype: torch.dtype
@@ -49,16 +49,17 @@ class TensorSpec:
     cut: ChunkSpec
 
     def takes_kind(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
-        """Return whether the graph takes a tensor of this dtype and so many dimensions; arguments as in `check`."""
-        # After model.double() the inputs are double too. Under autocast each operator converts by itself.
+        """Return whether the graph takes a tensor of this dtype and number of dimensions; arguments as in `check`."""
+        # After model.double() the inputs are double too. Under autocast each operator converts its own inputs.
         follows = value.is_floating_point() and self.dtype.is_floating_point and value.dtype == dtype
         known = value.dtype == self.dtype or follows or is_autocast_on([value.device.type, *kinds])
         return known and value.ndim == len(self.shape)
 
     def check(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> None:
-        """Raise InputError unless the graph takes `value` in this place; `dtype` is what the model has become.
+        """Raise InputError unless the graph takes `value` for this argument.
 
-        kinds: those of the stages' devices.
+        - `dtype` is the present floating dtype of the model
+        - `kinds` are the device types of the stages
         """
         if value.device != self.device:
             raise InputError(
@@ -80,9 +81,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The structure of one call: `leaves` holds a TensorSpec for each tensor, and for the rest the value itself.
+    """The structure of one call: `leaves` holds a TensorSpec for each tensor, and all other values themselves.
 
-    A number that is an input of the graph is a NumberSpec. An Opaque among the leaves is a value inside of an object,
+    A number that is an input of the graph is a NumberSpec. An Opaque among the leaves is a value inside an object,
     which forward() must not read.
     """
 
@@ -100,19 +101,19 @@ class Inputs:
         chunks: Chunks | None = None,
         numbers: Container[str] = (),
     ) -> tuple[Inputs, list[Tensor]]:
-        """Return the structure of `model(*args, **kwargs)` and its tensors, with the dimension each is batched on.
+        """Return the structure of `model(*args, **kwargs)`, with the batch dimension of each tensor, and the tensors.
 
-        `chunks` states it by argument. `numbers` names what may be an input of the graph besides tensors. Raises
-        InputError when the arguments do not fit forward(), when no tensor is among them, or when it is not clear where
-        the batch is.
+        `chunks` states the dimensions by argument. `numbers` names the numbers that may be inputs of the graph. Raises
+        InputError if the arguments do not fit forward(), if there is no tensor among them, or if it is unclear which
+        dimension holds the batch.
         """
         signature = inspect.signature(model.forward)
         names, values, structure, roots = flatten_call(signature, args, kwargs)
         refuse_opaque(values)
-        # A tensor is cut or replicated; any other value becomes part of the graph.
+        # A tensor is cut or replicated. Any other value becomes part of the graph.
         named = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
         refuse_nested(named)
-        # Another way of calling the model may have a tensor where this one has None, or an empty list.
+        # Another way of calling the model may have a tensor where this call has None, or an empty list.
         absent = {*signature.parameters} - {*roots}
         absent |= {key for n, v, root in zip(names, values, roots, strict=True) if v is None for key in (n, root)}
         stated = {key: cut for key, cut in (chunks or {}).items() if key not in absent - {*named}}
@@ -140,13 +141,14 @@ class Inputs:
 
     @cached_property
     def _has_numbers(self) -> bool:
-        """Whether there are numbers among the arguments at all, inputs or not."""
+        """Whether the arguments include numbers, inputs of the graph or not."""
         return any(isinstance(leaf, NumberSpec) or type(leaf) in NUMBERS for leaf in self.leaves)
 
     def find_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the numbers among the arguments of a call, each as it is among the leaves and as it is now.
+        """Return the numbers among the arguments of a call: name -> (the leaf of the example, the number now).
 
-        Those that are no numbers in the call, and all of a call of another structure, are left out: `bind` refuses it.
+        A leaf that is no number in this call is left out. The result is empty for a call of another structure, which
+        `bind` refuses.
         """
         if not self._has_numbers:
             return {}
@@ -158,7 +160,7 @@ class Inputs:
         return {n: (leaf, now) for n, leaf, now in pairs if type(leaf) in kinds and type(now) in NUMBERS}
 
     def find_changes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the numbers of a call that a graph holds otherwise: argument -> (then, now)."""
+        """Return the numbers of a call that differ from the constants of the graph: argument -> (then, now)."""
         found: dict[str, tuple[Any, Any]] = {}
         for name, (leaf, now) in self.find_numbers(args, kwargs).items():
             if not is_taken(leaf, now):
@@ -166,10 +168,10 @@ class Inputs:
         return found
 
     def is_way(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
-        """Return whether a call is made in this way: the same arguments are tensors of the same kinds, None, and so on.
+        """Return whether a call has the same form: the same arguments are tensors of the same kinds, None, and so on.
 
-        Numbers may be others, and so may what has no value of its own, as a function: `bind` refuses another one.
-        `dtype` and `kinds` are those of `bind`.
+        Numbers may differ, and so may objects without a value of their own, such as functions; `bind` checks these.
+        `dtype` and `kinds` are as in `bind`.
         """
         _, values, structure, _ = flat
         if structure != self.structure:
@@ -185,12 +187,12 @@ class Inputs:
         return True
 
     def freeze(self, but: Container[str]) -> Inputs:
-        """Return the same inputs with numbers as constants, but for those of these names."""
+        """Return the same inputs with all numbers as constants, except the numbers named in `but`."""
         frozen = (v.value if isinstance(v, NumberSpec) and v.name not in but else v for v in self.leaves)
         return replace(self, leaves=tuple(frozen))
 
     def fill(self, tensors: Iterable[Any]) -> Any:
-        """Return the arguments by name, with `tensors` in the tensors' places."""
+        """Return the arguments by name, with the tensors replaced by `tensors`."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         leaves = [leaf.value if isinstance(leaf, NumberSpec) else leaf for leaf in leaves]
@@ -198,9 +200,11 @@ class Inputs:
         return pytree.tree_unflatten(leaves, self.structure)
 
     def make_call(self, tensors: Sequence[Any]) -> Call:
-        """Return the arguments of the call with `tensors` in the tensors' places; what is the default is left out.
+        """Return the arguments of the call with the tensors replaced by `tensors`.
 
-        Arguments are passed by name where that is possible: decorators around forward() may look for them there.
+        Arguments equal to a default are left out.
+
+        Arguments are passed by name if possible, since decorators of forward() may look them up by name.
         """
         values = self.fill(tensors)
         parameters = self.signature.parameters.values()
@@ -229,17 +233,18 @@ class Inputs:
     ) -> list[Tensor]:
         """Return the tensors of a later call.
 
-        `dtype` is the floating type the parameters have now: an input may follow the model to it. `kinds` are those of
-        the stages' devices: under autocast for one of them, too, an input may have another type. Raises InputError,
-        naming the argument, where the call has another structure, constant, dtype, device or number of dimensions.
+        `dtype` is the present floating dtype of the parameters: inputs may follow the model to it. `kinds` are the
+        device types of the stages: under autocast for one of them, an input may have another dtype. Raises InputError,
+        with the name of the argument, if the call has another structure, constant, dtype, device or number of
+        dimensions.
         """
         return self.bind_flat(flatten_call(self.signature, args, kwargs), dtype, kinds)
 
     def bind_flat(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> list[Tensor]:
-        """Return the tensors of a call as `bind` does."""
+        """Return the tensors of a flattened call, as `bind` does."""
         names, values, structure, _ = flat
         refuse_opaque(values)
-        # The graph has a placeholder for each tensor of the example, and no other.
+        # The graph has exactly one placeholder for each tensor of the example.
         if structure != self.structure:
             raise InputError(
                 f"this was compiled for arguments ({self.describe()}) and is called with others "
@@ -262,21 +267,22 @@ class Inputs:
         return tensors
 
     def describe(self) -> str:
-        """Return for a message what the model is called with: the names of tensors and numbers, and constants."""
+        """Return the arguments of the model for a message: the names of tensors and numbers, and the constants."""
         return _list_leaves(self.leaves)
 
     def cut_otherwise(self, cuts: Mapping[str, ChunkSpec]) -> Inputs:
-        """Return the same call with the rows of some tensors elsewhere, by name."""
+        """Return the same call with other batch dimensions for some tensors, by name."""
         leaves = [replace(v, cut=cuts.get(v.name, v.cut)) if isinstance(v, TensorSpec) else v for v in self.leaves]
         return replace(self, leaves=tuple(leaves))
 
     def find_rewritten(self, call: Call, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the arguments of which forward() has changed an object, a list or a dict that it was given.
+        """Return the arguments in which forward() has changed an object, a list or a dict of the caller.
 
-        call: the arguments as forward() has left them. tensors: those that the call was made with.
+        - `call` has the arguments as forward() has left them
+        - `tensors` are the tensors that the call was made with
         """
         made, left = (
-            # By identity: each leaf is the caller's own, as the call was made with it.
+            # By identity: each leaf is the caller's own object, as the call was made with it.
             {
                 (name, None if type(v) is StandIn else id(v), root)
                 for name, v, root in zip(flat[0], flat[1], flat[3], strict=True)
@@ -286,9 +292,9 @@ class Inputs:
         return sorted({root for *_, root in made ^ left})
 
     def count_rows(self, tensors: Sequence[Tensor]) -> int:
-        """Return the batch size, which all tensor arguments share that are cut into microbatches.
+        """Return the batch size, which all tensor arguments with a batch dimension share.
 
-        Raises InputError where they do not share it, where it is 0, and where no tensor is cut.
+        Raises InputError if they do not share it, if it is 0, or if no tensor has a batch dimension.
         """
         pairs = zip(self.specs, tensors, strict=True)
         batched = [(s, tuple(t.shape), int(t.shape[s.cut.dim])) for s, t in pairs if s.cut.dim is not None]
@@ -297,7 +303,8 @@ class Inputs:
                 f"the model is called without any tensor to cut ({self.describe()}): a pipeline needs a "
                 "batch; torch.from_numpy and torch.tensor make one"
             )
-        # The first one is named in errors, since the caller knows best what it is. One entry a row comes before more.
+        # Errors name the first tensor, since the caller knows best what it is. A tensor with one entry a row comes
+        # first.
         first, given, rows = min(batched, key=lambda entry: entry[0].cut.each)
         if rows == 0:
             raise InputError(f"argument {first.name!r} has shape {given}: give a batch of at least one row")
@@ -312,39 +319,39 @@ class Inputs:
         return rows
 
     def drop_rows(self, shapes: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the tensors without the dimension that holds their rows."""
+        """Return the shapes of the tensors without their batch dimension."""
         pairs = zip(self.specs, shapes, strict=True)
         return tuple(tuple(n for d, n in enumerate(shape) if d != spec.cut.dim) for spec, shape in pairs)
 
     def double_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return each tensor with every row twice: rows 0 and 1 become rows 0, 1, 0 and 1."""
+        """Return each tensor with all rows twice: rows 0 and 1 become rows 0, 1, 0 and 1."""
         pairs = zip(self.specs, tensors, strict=True)
         return [s.cut.join([t, t]) for s, t in pairs]
 
     def take_rows(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """Return the first rows of each tensor, as views."""
+        """Return the first `rows` rows of each tensor, as views."""
         pairs = zip(self.specs, tensors, strict=True)
         return [s.cut.narrow(t, 0, rows) for s, t in pairs]
 
 
 def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatCall:
-    """Return a call of a function with this signature as one flat list of values, however its arguments were passed.
+    """Return a call as one flat list of values, with names, structure and arguments, however the arguments were passed.
 
-    `model(x, extra={"bias": b, "gain": 2.0})` is the values [x, b, 2.0] under the names x, extra_bias and extra_gain.
-    Defaults are values too, so that leaving an argument out is the same as passing its default.
-    Raises CallError where the arguments do not fit the signature.
+    `model(x, extra={"bias": b, "gain": 2.0})` gives the values [x, b, 2.0] with the names x, extra_bias and extra_gain.
+    Defaults are values too, so leaving an argument out is the same as passing its default. Raises CallError if the
+    arguments do not fit the signature.
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        # A forward() that takes a dict is the usual reason, if there is nothing but keywords.
+        # The usual reason for a call with only keywords is a forward() that takes a dict.
         itself = ", so give (batch,) if forward() takes the dict itself" if kwargs and not args else ""
         raise CallError(
             f"the arguments do not fit forward{_shorten(str(signature), 400)}: {error}; as example inputs, a tuple is "
             f"positional arguments and a dict keyword arguments{itself}"
         ) from error
     bound.apply_defaults()
-    # Tensors inside of a dataclass are found only if torch's pytrees know the class.
+    # Tensors inside a dataclass are found only if torch's pytrees know the class.
     register_dataclasses(dict(bound.arguments))
     apart = pytree.tree_map(take_apart, dict(bound.arguments), is_leaf=is_packed)
     pairs, structure = pytree.tree_flatten_with_path(apart)
@@ -352,7 +359,7 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
     for path, _ in pairs:
         # Names become placeholders, so they must be Python names.
         name = re.sub(r"\W", "_", "_".join(_read_key(k) for k in path))
-        while name in names:  # an argument x_0 beside a list x
+        while name in names:  # an argument x_0 and a list x
             name += "_"
         names[name] = None
     values = [replace(v, name=name) if type(v) is Opaque else v for name, (_, v) in zip(names, pairs, strict=True)]
@@ -360,7 +367,7 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
 
 
 def refuse_nested(tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError for a nested tensor, which has rows of several lengths, and no shape."""
+    """Raise InputError for a nested tensor: its rows have different lengths, and it has no shape."""
     name = next((name for name, tensor in tensors.items() if tensor.is_nested), None)
     if name is not None:
         raise InputError(
@@ -370,7 +377,7 @@ def refuse_nested(tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_sparse(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    """Raise InputError for a tensor that is to be cut and is not dense: torch takes no slices of it."""
+    """Raise InputError for a tensor with a batch dimension that is not dense: torch takes no slices of it."""
     for spec, tensor in zip(specs, tensors, strict=True):
         if spec.cut.dim is not None and tensor.layout is not torch.strided:
             raise InputError(
@@ -381,19 +388,19 @@ def refuse_sparse(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Non
 
 
 def refuse_opaque(values: Iterable[Any]) -> None:
-    """Raise InputError for an opaque value in a call; inside of objects there may be some, which nobody reads."""
+    """Raise InputError for an opaque value as an argument; inside an object it is allowed, since nobody reads it."""
     found = next((value for value in values if type(value) is Opaque and not value.inside), None)
     if found is not None:
         raise InputError(found.explain())
 
 
 def _read_key(entry: Any) -> str:
-    """Return one step on the way to a value: a key, a position or a field."""
+    """Return one step of the path to a value: a key, a position or a field."""
     return str(next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry))
 
 
 def _describe_leaf(leaf: Any) -> str:
-    """Return a leaf for a message: what a tensor is, and any other value itself."""
+    """Return a description of a leaf for a message: the dtype of a tensor, or any other value itself."""
     if isinstance(leaf, (Tensor, TensorSpec)):
         return f"a {leaf.dtype} tensor"
     return _shorten(repr(leaf.value if isinstance(leaf, NumberSpec) else leaf))
@@ -406,20 +413,20 @@ def _list_leaves(leaves: Sequence[Any]) -> str:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """Return names for a message, the first of them where they are many."""
+    """Return names for a message, at most the first MOST_LISTED."""
     more = [f"and {len(names) - MOST_LISTED} more"] if len(names) > MOST_LISTED else []
     return ", ".join([*map(_shorten, names[:MOST_LISTED]), *more])
 
 
 def _shorten(text: str, most: int = 80) -> str:
-    """Return a text for a message, and only its two ends where it has more characters than `most`."""
+    """Return a text for a message: only its two ends if it has more characters than `most`."""
     return text if len(text) <= most else f"{text[: most - 20]} ... {text[-20:]}"
 
 
 def parse_example_inputs(example_inputs: Any, what: str = "example_inputs") -> Call:
     """Return example inputs as the arguments of a call: a tensor or a tuple by position, a dict by name.
 
-    Raises InputError for anything else, which calls it `what`.
+    Raises InputError for anything else; `what` names the inputs in it.
     """
     if isinstance(example_inputs, Tensor):
         return Call((example_inputs,), {})

@@ -1,7 +1,7 @@
-"""Chunks: which dimension of each tensor argument is cut into microbatches.
+"""Chunks: the dimension of each tensor argument that is cut into microbatches.
 
 `chunks={"x": 1, "mask": fxsplit.Replicate}` cuts x along its second dimension; every microbatch gets the whole mask.
-What the caller does not state is found from the shapes.
+Dimensions that the caller does not state are found from the shapes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fxsplit.system.figures import show
 
 
 class Replicate:
-    """Stands for a dimension in `chunks=`: every microbatch gets the whole tensor."""
+    """Takes the place of a dimension in `chunks=`: every microbatch gets the whole tensor."""
 
 
 Chunks = Mapping[str, "int | type[Replicate]"]
-"""By argument, or part of one: the dimension that is cut into microbatches, or Replicate."""
+"""The dimension to cut into microbatches, or Replicate, for each argument or part of an argument."""
 TARGET = "target"
-"""What the target of `step` is called in `chunks`."""
+"""The name of the target of `step` in `chunks`."""
 
 
 class ChunkSpec(NamedTuple):
-    """Where a tensor has the rows: the dimension, and how many entries each row has there.
+    """The batch dimension of a tensor, and the number of entries of each row along it.
 
     `dim` is None for a tensor without rows, which every microbatch gets whole.
     """
@@ -36,22 +36,22 @@ class ChunkSpec(NamedTuple):
     each: int = 1
 
     def narrow(self, tensor: Tensor, start: int, rows: int) -> Tensor:
-        """Return so many rows of a tensor, from row `start` on, as a view."""
+        """Return `rows` rows of a tensor, from row `start` on, as a view."""
         return tensor if self.dim is None else tensor.narrow(self.dim, start * self.each, rows * self.each)
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the pieces of a tensor that have so many rows each, as views."""
+        """Return the pieces of a tensor, with the numbers of rows in `rows`, as views."""
         if self.dim is None:
             return (tensor,) * len(rows)
         return torch.split(tensor, [count * self.each for count in rows], self.dim)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the tensor that is made of pieces with its rows."""
+        """Return the tensor that consists of the rows of all pieces, in order."""
         return pieces[0] if self.dim is None else torch.cat(list(pieces), self.dim)
 
 
 def check_chunks(chunks: object) -> None:
-    """Raise InputError for what no call could be cut by: what is no mapping, or holds what is no dimension."""
+    """Raise InputError unless `chunks` is None, or a mapping from names to dimensions or Replicate."""
     if chunks is None:
         return
     if not isinstance(chunks, Mapping):
@@ -66,15 +66,15 @@ def check_chunks(chunks: object) -> None:
 
 
 def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, ChunkSpec]:
-    """Return where each tensor has the rows of the batch.
+    """Return the batch dimension of each tensor.
 
-    `roots` is the argument that each tensor is in. What `chunks` does not state is found: the first tensor that has a
-    dimension to cut tells the number of rows. A tensor with as many in its first dimension is cut there. A tensor with
-    that length nowhere is replicated. Where `chunks` states several dimensions, the shortest tells the number of rows;
-    one that is four times as long has four entries for each row.
+    `roots` is the argument that holds each tensor. For dimensions that `chunks` does not state: the first tensor that
+    has a dimension to cut gives the number of rows. A tensor with this length in its first dimension is cut there. A
+    tensor without a dimension of this length is replicated. If `chunks` states several dimensions, the shortest gives
+    the number of rows; a dimension four times as long has four entries for each row.
 
-    Raises InputError for a tensor that has the length in another dimension, which may be either; for names in `chunks`
-    that are no argument; and for dimensions that a tensor does not have.
+    Raises InputError for a tensor with this length in another dimension, which may or may not be the batch; for names
+    in `chunks` that are no argument; and for dimensions that a tensor does not have.
     """
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
     for key in chunks:
@@ -86,7 +86,7 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
     for name, dim in stated.items():
         if isinstance(dim, int) and not 0 <= dim < tensors[name].ndim:
             raise InputError(f"chunks={{{name!r}: {dim}}}: it has shape {tuple(tensors[name].shape)}")
-    # Stated dimensions first: the caller knows where the rows are, and the first tensor may be something else.
+    # Stated dimensions come first: the caller knows where the rows are, and the first tensor may be something else.
     known = [(n, d) for n, d in stated.items() if isinstance(d, int)]
     known += [(n, 0) for n, t in tensors.items() if stated[n] is None and t.ndim]
     found = dict.fromkeys(tensors, ChunkSpec(None))
@@ -98,13 +98,13 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
     for name, tensor in tensors.items():
         rule = stated[name]
         if rule is not None:
-            # A length that is no multiple is refused when rows are counted, as it is in every later call.
+            # A length that is no multiple is refused when rows are counted, as in every later call.
             found[name] = (
                 ChunkSpec(rule, max(lengths[name] // max(rows, 1), 1)) if isinstance(rule, int) else ChunkSpec(None)
             )
         elif tensor.ndim and tensor.shape[0] == rows:
             found[name] = ChunkSpec(0)
-        # With one row every dimension of length 1 would be in doubt, which is seldom a batch.
+        # With one row, every dimension of length 1 would be in doubt, and few of them are a batch.
         elif rows in tensor.shape and rows > 1:
             place = list(tensor.shape).index(rows)
             raise InputError(
@@ -116,13 +116,13 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
 
 
 def find_stated_dim(name: str, root: str, chunks: Chunks) -> int | type[Replicate] | None:
-    """Return what `chunks` says of a tensor, by its name or else by that of the argument that it is in.
+    """Return the rule in `chunks` for a tensor, by its own name or by the argument that holds it; None without a rule.
 
-    Returns None where it says nothing, and raises InputError for what is no dimension.
+    Raises InputError for a value that is not a dimension.
     """
     rule = chunks.get(name, chunks.get(root))
     if rule is None:
         return None
-    if rule is not Replicate and type(rule) is not int:  # True is an int, and no dimension
+    if rule is not Replicate and type(rule) is not int:  # True is an int, but not a dimension
         raise InputError(f"chunks={{{name!r}: {rule!r}}}: give the number of a dimension, or fxsplit.Replicate")
     return rule

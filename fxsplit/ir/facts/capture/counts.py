@@ -1,9 +1,9 @@
-"""Counts: what a mean over some entries is divided by, where that is not the number of rows.
+"""Counts: the divisors of means over some entries, if the divisor is not the number of rows.
 
-A loss over labels averages those that are not ignored, and a loss under a mask divides by the sum of the mask. Of such
-counts microbatches have other shares than of rows: with counts c_m of microbatches and c of the batch, the batch's mean
-of the microbatches' means x_m is sum(x_m c_m) / c. Counts follow from the inputs alone, so they are known before any
-microbatch runs.
+A loss over labels averages the labels that are not ignored, and a loss under a mask divides by the sum of the mask. The
+share of a microbatch in such a count is not its share of the rows. With counts c_m of the microbatches and c of the
+batch, the mean of the batch is sum(x_m c_m) / c, where x_m are the means of the microbatches. Counts follow from the
+inputs, so they are known before any microbatch runs.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ LABEL_FUNCTIONS = (F.cross_entropy, F.nll_loss)
 NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """The arguments of LABEL_FUNCTIONS."""
 MEAN = (None, 1, "mean")
-"""How a mean is asked for: by default, by torch's own number for it, by name."""
+"""The values of `reduction` for a mean: the default, torch's own number for it, and the name."""
 EVEN = 1e-9
-"""How far a share may be from that of the rows: they are the same quotients but for rounding."""
+"""Shares within this distance of the shares of the rows are equal: the quotients agree up to rounding."""
 DIFFERS = (
     "is divided by a count of its own, such as that of labels other than ignore_index: the pipeline averages it by "
     "rows, which differs from the whole batch where microbatches have other counts; hand the count to the model "
     "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
 )
-"""What is said of a number that microbatches do not make, after its name."""
+"""The end of a sentence about a number that cannot be made from microbatches; its name comes first."""
 
 
 Weights = Sequence[float | Tensor]
-"""What microbatches weigh: numbers, or tensors of double precision on an accelerator, which the host need not know."""
+"""Weights of microbatches: numbers, or double tensors on an accelerator that the host need not wait for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """What a number is divided by. `compute` computes it from the tensors of a call, or from the target of a loss.
+    """The divisor of a number. `compute` computes it from the tensors of a call, or from the target of a loss.
 
-    by_rows: what is divided is a mean over rows; otherwise it is a sum.
-    safe: a number that counts nothing has gradients of zero where it has the weight zero, as torch's means over labels.
-        A sum that is divided by zero has others (see `keep_zeros`).
-    reads: the tensors that `compute` reads besides.
-    additive: whether the count of a batch is the sum of those of its microbatches, as `mask.sum().clamp(min=1)` is not.
+    - `by_rows`: the number to divide is a mean over rows; otherwise it is a sum
+    - `safe`: with a count of zero and the weight zero, the gradients are zero, as for torch's means over labels. A sum
+      divided by zero has other gradients (see `keep_zeros`)
+    - `reads`: further tensors that `compute` reads
+    - `additive`: the count of a batch is the sum of the counts of its microbatches. `mask.sum().clamp(min=1)` is not
+      additive
     """
 
     compute: Callable[..., Tensor]
@@ -60,16 +61,16 @@ class Count:
     additive: bool = True
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
-        """Return the weight of each piece's number in that of the whole; `rows` has the rows of each piece.
+        """Return the weight of the number of each piece in the number of the whole; `rows` has the rows of each piece.
 
-        Without the whole, its count is the sum of theirs. Where the pieces are on an accelerator, the host waits for
-        it, once.
+        Without `whole`, its count is the sum of the pieces' counts. If the pieces are on an accelerator, the host waits
+        for it once.
         """
         weights: list[float] = self.compute_weights(pieces, rows, whole).tolist()
         return weights
 
     def weigh_there(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> Weights:
-        """Return the same weights; as tensors, which the host need not wait for, where they are on an accelerator."""
+        """Return the same weights; on an accelerator they stay tensors, so that the host need not wait."""
         weights = self.compute_weights(pieces, rows, whole)
         if not is_on_host(weights):
             return list(weights.unbind())
@@ -77,39 +78,39 @@ class Count:
         return found
 
     def compute_weights(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any]) -> Tensor:
-        """Return the weights of all pieces, in double precision, where their tensors are."""
+        """Return the weights of all pieces, in double precision, on the device of the tensors."""
         with torch.no_grad():
-            # Stacked before they are divisors: an operator takes as long for one number as for all.
+            # Stacked before the division: an operator takes as long for one number as for all.
             divisors = self._make_divisors([self._count(tensors) for tensors in pieces], rows)
             total = self._make_divisors([self._count(whole)], [sum(rows)])[0] if whole else divisors.sum()
-            # Nothing counts in all of the batch: the model divides by zero, and so does each microbatch.
+            # If nothing counts in the whole batch, the model divides by zero, and so does each microbatch.
             return (divisors / total).where(total != 0, 1.0)
 
     def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
-        """Return what makes the number of so many rows their sum, if the number is multiplied by it."""
+        """Return the factor that turns the number of `rows` rows into their sum."""
         with torch.no_grad():
             return float(self._make_divisors([self._count(tensors)], [rows]))
 
     def find_count(self, tensors: Sequence[Any]) -> float:
-        """Return what these tensors count; the host waits for an accelerator that they are on."""
+        """Return the count of these tensors; the host waits for the accelerator that holds them."""
         with torch.no_grad():
             return float(self._count(tensors))
 
     def _count(self, tensors: Sequence[Any]) -> Tensor:
-        """Return what `compute` counts, a number where the tensors are."""
+        """Return the result of `compute`, a tensor of one number on the device of `tensors`."""
         return torch.as_tensor(call_with_lent(self.compute, tensors)).reshape(())
 
     def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Return what makes numbers of so many rows their sums, from the counts, in double precision."""
+        """Return the factors that turn numbers of `rows` rows into sums, from their counts, in double precision."""
         if self.by_rows:
             counts = [count.double() * n for count, n in zip(counts, rows, strict=True)]
         return torch.stack(list(counts)).double()
 
 
 class CountWatch:
-    """Counts inside of a number that is more than a quotient: it is averaged by rows, and warned of once it differs.
+    """Counts inside a number that is more than a quotient: it is averaged by rows, with a warning once a count differs.
 
-    `name` is that of the number, for the warning. Where the counts are on an accelerator, the host does not wait for
+    `name` is the name of the number for the warning. If the counts are on an accelerator, the host does not wait for
     them: the warning comes with a later batch.
     """
 
@@ -120,7 +121,7 @@ class CountWatch:
         self._coming: PendingCopies[None] = PendingCopies()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
-        """Return the share of each piece in the rows; warn, once, if a count has other shares."""
+        """Return the share of each piece in the rows; warn once if a count has other shares."""
         shares = share_rows(rows)
         if self._said:
             return shares
@@ -145,24 +146,24 @@ COUNTS_NOTHING = (
     "the model divides by a count that is zero in this microbatch and not in the batch; compile with n_microbatches=1, "
     "or divide outside of the model"
 )
-"""What is said of a number that was divided by a count of zero, and is something else than 0 / 0."""
+"""The end of an error about a number that was divided by a count of zero, and is not 0 / 0."""
 
 
 def check_nothing_counts(number: Tensor | None, name: str) -> None:
-    """Raise InputError unless a number that was divided by a count of zero is 0 / 0, or zero in place of that."""
+    """Raise InputError unless a number with a count of zero is 0 / 0, or zero."""
     if number is not None and not (number.isnan() | (number == 0)).all():
         raise InputError(f"{name} is {number.item()}: {COUNTS_NOTHING}")
 
 
 def find_miscounted(numbers: Tensor, weights: Tensor) -> Tensor:
-    """Return, as a flag where they are, whether any of the numbers that weigh nothing is neither 0 / 0 nor zero."""
+    """Return a flag, as a tensor: whether any number of weight zero is neither 0 / 0 nor zero."""
     return ((weights == 0) & ~numbers.isnan() & (numbers != 0)).any()
 
 
 def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
-    """Return the count of labels, where they are the part of a target at `place`, under the options of a loss."""
+    """Return the count of the labels in part `place` of a target, under the options of a loss."""
     weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
-    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    # torch gives ignored labels a gradient of zero, but divides by zero for classes of weight zero.
     safe = weight is None or bool((weight > 0).all())
     return Count(
         lambda target: count_labels(pytree.tree_leaves(target)[place], weight, ignore_index),
@@ -172,9 +173,10 @@ def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
 
 
 def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return how many labels are not ignored, or the sum of the weights of their classes.
+    """Return the number of labels that are not ignored, or the sum of the weights of their classes.
 
-    Of probabilities of classes, which none is ignored of and whose weights divide nothing, it is how many there are.
+    If the target holds probabilities of classes, nothing is ignored and weights are no divisor: the count is their
+    number.
     """
     if labels.is_floating_point():
         return torch.tensor(labels.numel())
@@ -185,7 +187,7 @@ def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 
 def count_selected(*places: Any) -> Tensor:
-    """Return how many entries a mask chooses, or how many there are at indices, which `nonzero` has in a tuple."""
+    """Return the number of entries that a mask selects, or that indices have; `nonzero` gives a tuple of indices."""
     given: list[Tensor] = pytree.tree_leaves(places)
     if len(given) == 1 and given[0].dtype is torch.bool:
         return given[0].sum()
@@ -193,12 +195,12 @@ def count_selected(*places: Any) -> Tensor:
 
 
 def divide_one_by(factor: Tensor) -> Tensor:
-    """Return what a product with a factor is divided by."""
+    """Return the divisor that is equivalent to a multiplication by `factor`."""
     return factor.double().reciprocal()
 
 
 def read_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of one of LABEL_FUNCTIONS by name; what has its default may be missing."""
+    """Return the arguments of a call of one of LABEL_FUNCTIONS by name; arguments with their default may be missing."""
     return {**dict(zip(NAMES, args, strict=False)), **kwargs}
 
 

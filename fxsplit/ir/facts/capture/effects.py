@@ -1,7 +1,7 @@
-"""Effects: what running a graph does besides computing its outputs: to memory, to random generators, to gradients.
+"""Effects: what running a graph changes besides its outputs: memory, random generators and gradients.
 
-`Effects` is of one graph, node by node. A pass that rewrites the graph makes it forgotten, and who needs it observes
-the new graph. `CallEffects` is of the model as a whole, and the same whichever graph computes it.
+`Effects` describes one graph, node by node. It is forgotten if a pass rewrites the graph, and the new graph is then
+observed again. `CallEffects` describes the model as a whole, whichever graph computes it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from fxsplit.torch_internals.tensors.accelerators import is_present
 
 @dataclass(frozen=True, eq=False)
 class Effects(Fact):
-    """What each node writes, shares memory with, and draws; and what follows from that for order and cuts.
+    """The writes, shared memory and random draws of each node, and their consequences for order and cuts.
 
-    nodes: what each node did when the graph was observed, by its name.
-    together: sets of nodes that no cut may part, such as a node that writes in place and the owner of that memory.
-    ordered: pairs of nodes that keep their order though no value flows between them.
+    - `nodes`: the observation of each node, by name
+    - `together`: sets of nodes that no cut may separate, such as a node that writes in place and the owner of the
+      memory
+    - `ordered`: pairs of nodes that keep their order although no value flows between them
     """
 
     nodes: Mapping[str, Observation]
@@ -45,22 +46,22 @@ class Effects(Fact):
 
     @cached_property
     def drawing(self) -> frozenset[str]:
-        """The nodes that take random numbers, in training mode at least."""
+        """The nodes that draw random numbers, at least in training mode."""
         return frozenset(name for name, node in self.nodes.items() if node.draws)
 
     @cached_property
     def drew(self) -> frozenset[str]:
-        """The nodes that took random numbers in the mode that their modules were in."""
+        """The nodes that drew random numbers in the mode of their modules."""
         return frozenset(name for name, node in self.nodes.items() if node.drew)
 
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless the nodes that were observed are those of the graph, in the same order."""
-        # A pass may keep Effects over a rewrite that only changes what nodes call. It may not add or move nodes.
+        """Raise BrokenFact unless the observed nodes are those of the graph, in the same order."""
+        # A pass may keep Effects over a rewrite that only changes the targets of nodes. It may not add or move nodes.
         graph = [n.name for n in ir.gm.graph.nodes]
         if graph != list(self.nodes):
             odd = sorted(set(graph) ^ set(self.nodes)) or graph
             raise BrokenFact(f"the effects are of other nodes than the graph (first difference: {odd[0]!r})")
-        # The planner knows the costs alone, which a pass may have made without what the graph demands.
+        # The planner sees only the costs, and a pass may have made them without the constraints of the graph.
         costs = ir.get(Costs)
         if costs is None:
             return
@@ -70,7 +71,7 @@ class Effects(Fact):
             raise BrokenFact(f"nodes {', '.join(lost[0])} must stay together or in order, and the costs do not say so")
 
     def __str__(self) -> str:
-        """One line for each node that writes, draws, or lies in another node's memory; then what follows."""
+        """Return a line for each node that writes, draws, or lies in another node's memory; then the constraints."""
         lines = []
         for name, node in self.nodes.items():
             # A value in memory of its own is the common case, and would fill the dump.
@@ -85,7 +86,7 @@ class Effects(Fact):
 def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the sets that lie in no set of `kept`.
 
-    A graph that writes rows in place has as many sets as nodes, so a set is compared only with sets that share a name.
+    A graph that writes rows in place has about one set per node, so a set is compared only with sets that share a name.
     """
     same, parted = frozenset(kept), []
     holders: dict[str, set[int]] = defaultdict(set)
@@ -104,26 +105,27 @@ def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]
 
 
 SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "kept_for", "kept_for_bytes", "unkept_bytes")
-"""What of an observation depends on the dtypes that a device computes in."""
+"""The fields of an observation that depend on the dtypes that a device computes in."""
 
 
 def find_effects(ir: IR) -> Effects:
-    """Return the effects of the graph of `ir`: those known, or what observing it on its Example finds now."""
+    """Return the known effects of the graph of `ir`, or observe the graph on its Example."""
     return ir.get(Effects) or observe_effects(ir)
 
 
 def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: bool = False) -> Effects:
-    """Run the graph of `ir` once, on its Example, and return what its nodes do besides computing.
+    """Run the graph of `ir` once on its Example, and return the effects of its nodes.
 
-    visit: called before each call node runs, with the node, its callable, arguments and keyword arguments.
-    parameters_together: whether all users of one parameter must be in one stage.
+    - `visit` is called before each call node, with the node, its callable, arguments and keyword arguments
+    - `parameters_together` asks that all users of one parameter are in one stage
 
-    Where autocast is on for the stages' kind of device, and the model is elsewhere, sizes are those on such a device.
-    Raises MissingFact without an Example, and TraceError for a graph that trains what is no parameter.
+    If autocast is on for the devices of the stages, and the model is on another kind of device, sizes are for a device
+    of a stage. Raises MissingFact without an Example, and TraceError for a graph that trains a tensor that is no
+    parameter.
     """
     example = ir[Example]
     there = _observe_cast(ir, visit)
-    # What a node writes and draws is seen where it runs.
+    # Writes and draws are observed on the device of the model.
     nodes = observe(ir.gm, example.tensors, None if there else visit, from_shapes=example.from_shapes)
     for name, seen in there.items():
         sizes = {field: getattr(seen, field) for field in SIZES}
@@ -133,17 +135,17 @@ def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: 
 
 
 def _observe_cast(ir: IR, visit: Visit | None) -> dict[str, Observation]:
-    """Return what the nodes make on the stages' device if autocast is on there and not where the model is, or nothing.
+    """Return the observations on a stage's device, if autocast is on there but not on the model's device; else nothing.
 
-    Nothing is computed there, and no memory is taken.
+    Nothing is computed on the device, and no memory is taken.
     """
     example, machine = ir[Example], ir.get(Machine)
     device = machine.devices[0].torch_device if machine else None
     here = example.tensors[0].device.type
-    # Autograd asks for streams of the device also where tensors are imagined, and aborts Python where it has none.
+    # Autograd asks for streams of the device even for fake tensors, and aborts Python if the device is not present.
     if device is None or device.type == here or not (is_autocast_on([device.type]) and is_present(device)):
         return {}
-    # An operator may need values. Sizes are those without autocast then.
+    # An operator may need values. The sizes are then those without autocast.
     with suppress(Exception):
         return observe(ir.gm, example.tensors, visit, from_shapes=True, device=device)
     return {}
@@ -151,15 +153,15 @@ def _observe_cast(ir: IR, visit: Visit | None) -> dict[str, Observation]:
 
 @dataclass(frozen=True, eq=False)
 class CallEffects(GivenFact):
-    """What one call of the model leaves behind, whichever graph computes it; found by the check of the capture.
+    """The side effects of one call of the model, whichever graph computes it; found by the check of the capture.
 
-    writes_inputs: whether a call writes to its inputs in place.
-    written_buffers: the buffers that every call writes, by path. Batch norms' are not among them: the batch-norm pass
-        keeps those in order.
-    saved_buffers: paths of the buffers that every call writes and that an operator may have saved for its backward.
-    sets_hooks: whether modules put gradient hooks on activations.
-    containers: the model's own containers (an OrderedDict, for example), where the graph returns plain ones.
-    meanings: for each output tensor, what that of the batch is in terms of those of its microbatches.
+    - `writes_inputs`: a call writes to its inputs in place
+    - `written_buffers`: the buffers that every call writes, by path, without those of batch norms: the batch-norm pass
+      keeps these in order
+    - `saved_buffers`: paths of the buffers that every call writes and that an operator may have saved for its backward
+    - `sets_hooks`: modules put gradient hooks on activations
+    - `containers`: the model's own containers (an OrderedDict, for example), if the graph returns plain ones
+    - `meanings`: for each output tensor, how the batch's follows from those of its microbatches
     """
 
     writes_inputs: bool = False
@@ -172,8 +174,7 @@ class CallEffects(GivenFact):
     made_by: ClassVar[str] = "trace"
 
     def __str__(self) -> str:
-        """One line for each field that says more than "nothing"."""
-        # Most models do none of this, and the section then has the last line alone.
+        """Return a line for each field that is not empty, and one for the outputs."""
         lines = ["writes its inputs"] * self.writes_inputs + ["sets hooks"] * self.sets_hooks
         lines += [f"writes buffer {path}" for path in self.written_buffers]
         lines += [f"saves buffer {path}" for path in self.saved_buffers]

@@ -15,8 +15,8 @@ from fxsplit.ir.graph import GivenFact
 class Example(GivenFact):
     """One microbatch: `tensors` are its tensor arguments in the order of `inputs.specs`, copies of the user's.
 
-    `from_shapes`: the graph was captured by its shapes alone, and nothing was computed. It is then observed with
-    stand-ins, and its operators are timed one by one.
+    `from_shapes`: the graph was captured from shapes only, and nothing was computed. It is then observed with fake
+    tensors, and its operators are timed one by one.
     """
 
     inputs: Inputs
@@ -36,6 +36,6 @@ class Example(GivenFact):
         return {spec.name: f"{str(t.dtype)[6:]}{list(t.shape)}" for spec, t in pairs}
 
     def __str__(self) -> str:
-        """One line a tensor, such as `x: float32[4, 8]`."""
-        # Values would differ from run to run, and dumps are compared.
+        """Return a line for each tensor, such as `x: float32[4, 8]`."""
+        # No values: they would differ from run to run, and dumps are compared.
         return "\n".join(f"{name}: {text}" for name, text in self.describe().items())

@@ -1,4 +1,4 @@
-"""Numbers among the arguments of a call, which may be inputs of the graph as tensors are."""
+"""Numbers among the arguments of a call, which may be inputs of the graph like tensors."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fxsplit.ir.facts.capture.python_state import ARGUMENT, Place
 from fxsplit.torch_internals.nn.objects import VALUES, same_constant
 
 NUMBERS = (int, float)
-"""Types of numbers that may be inputs of a graph: what is no bool, and of no class of the user's own."""
+"""Types of numbers that may be inputs of a graph: no bool, and no class of the user."""
 
 
 @dataclass(eq=False)
 class NumberSpec:
-    """One number among the arguments that is an input of the graph, or is to be one; `value` is that of the example."""
+    """A number among the arguments that is, or may become, an input of the graph; `value` is that of the example."""
 
     name: str
     value: Any
 
     @property
     def place(self) -> Place:
-        """The value as a place: while a graph is made, calls have something else there that stands for it."""
+        """The value as a place: during a capture, calls hold a stand-in for the number there."""
         put = partial(setattr, self, "value")
         return Place(f"argument {self.name!r}", partial(getattr, self, "value"), put, (ARGUMENT, self.name))
 
 
 def is_taken_in_way(leaf: Any, value: Any) -> bool:
-    """Return whether two values that are no tensors belong to one way of calling a model.
+    """Return whether two values, neither a tensor, belong to calls of the same form.
 
-    Those that say how it is called, as None, True and texts do, must be the same. A number may be any.
+    Values such as None, True and texts select the form, and must be the same. Numbers may differ.
     """
     leaf = leaf.value if isinstance(leaf, NumberSpec) else leaf
     if type(leaf) in NUMBERS or type(value) in NUMBERS:
@@ -43,5 +43,5 @@ def is_taken_in_way(leaf: Any, value: Any) -> bool:
 
 
 def is_taken(leaf: Any, value: Any) -> bool:
-    """Return whether a graph takes a value that is no tensor in the place of a leaf."""
+    """Return whether a graph takes `value`, which is no tensor, for a leaf."""
     return type(value) is type(leaf.value) if isinstance(leaf, NumberSpec) else same_constant(leaf, value)

@@ -1,8 +1,8 @@
-"""Numbers: Python numbers that are inputs of the graph, and are read anew for every call.
+"""Numbers: Python numbers that are inputs of the graph, and are read again for every call.
 
-A number that forward() reads becomes part of the graph. Once it has changed it is *followed*, where forward() only
-computes with it: the graph gets a placeholder for it behind those of the tensors, whose default is the value at the
-time of the capture. So whoever runs the graph on tensors alone runs it with that value.
+A number that forward() reads becomes a constant of the graph. If the number has changed, and forward() does nothing but
+arithmetic with it, the number is *followed*: a new graph gets a placeholder for it after the tensors' placeholders. Its
+default is the value during the capture, so a graph that is run on tensors only uses that value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Known = tuple[float, float]
 def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Known]:
     """Return the numbers of a call that may be inputs of a new graph, by argument.
 
-    Those are inputs of an `earlier` graph of the model, or have changed since, and no graph has failed to follow them.
+    Such a number is an input of an `earlier` graph of the model, or has changed since, and no graph has failed to
+    follow it.
     """
     found: dict[str, Known] = {}
     for ir in earlier:
@@ -53,12 +54,12 @@ def name_candidates(ir: IR, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 
 
 def list_number_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders of numbers, which are those that have a default."""
+    """Return the placeholders of numbers: they are the ones with a default."""
     return [node for node in graph.find_nodes(op="placeholder") if node.args]
 
 
 def set_numbers(gm: fx.GraphModule, values: Iterable[Any]) -> None:
-    """Let a graph run with other numbers where it is run on tensors alone."""
+    """Set the values that a graph uses for its numbers if it is run on tensors only."""
     for node, value in zip(list_number_nodes(gm.graph), values, strict=True):
         node.args = (value,)
     gm.recompile()
@@ -93,6 +94,6 @@ def hold_numbers(numbers: Sequence[NumberPlace], values: Iterable[Any]) -> Itera
 
 
 def _write(place: Place, value: Any) -> None:
-    """Set the value of a place that can be written to."""
+    """Set the value of a writable place."""
     assert place.write is not None, place.name
     place.write(value)

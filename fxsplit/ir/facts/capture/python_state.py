@@ -1,7 +1,7 @@
-"""PythonState: the Python values that forward() read while it was captured, and whether they have changed since.
+"""PythonState: the Python values that forward() read during the capture, and a check whether they have changed.
 
 A graph holds operators on tensors. `forward()` also reads Python values, such as `self.scale`, a global, or a setting
-of torch, and the graph keeps what was computed with them. So such a value is compared before every call.
+of torch, and the results become constants of the graph. So these values are compared before every call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MOST_LETTERS = 80
 
 
 ARGUMENT = -1
-"""In the key of a place: that it is an argument of forward(), under its name. Other places have an identity there."""
+"""In the key of a place: marks an argument of forward(), by its name. Other places have an identity there."""
 
 DATES = (date, time, timedelta, UUID)
-"""Values that compare as their users expect, besides those that may be arguments of a call."""
+"""Types compared by value, in addition to the types that may be arguments of a call."""
 
 
 class _Absent:
@@ -40,17 +40,18 @@ class _Absent:
 
 
 ABSENT: Final = _Absent()
-"""Stands for the value of an attribute or entry that does not exist."""
+"""Takes the place of the value of an attribute or entry that does not exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a Python value is kept: an attribute, a global, an entry, a closure's variable, or a setting of torch.
+    """The place of a Python value: an attribute, a global, an entry, a closure's variable, or a setting of torch.
 
-    name: the place in words, for example "attribute 'body.scale' of the model". read: returns the value now; ABSENT
-    where there is none. A container is read as a tuple of what it holds, a tensor or an array as its Contents. write:
-    sets the value; None where nobody may. key: tells the place from all others, as long as something holds what it is
-    in.
+    - `name`: the place in words, for example "attribute 'body.scale' of the model"
+    - `read`: returns the present value, or ABSENT. A container is read as a tuple of its items, a tensor or an array as
+      its Contents
+    - `write`: sets the value; None if it is read-only
+    - `key`: identifies the place as long as its owner is alive
     """
 
     name: str
@@ -60,9 +61,9 @@ class Place:
 
 
 class Cached:
-    """What a cache holds once a call has filled it; `value` is copied as far as it is tensors, arrays and containers.
+    """The contents of a cache after a call has filled it; tensors, arrays and containers in `value` are copied.
 
-    A graph made with an empty cache is right with a filled one too, for the same value.
+    A graph made with an empty cache is right with a filled one too, if the contents are the same.
     """
 
     def __init__(self, value: Any) -> None:
@@ -70,18 +71,18 @@ class Cached:
         self._leaves = [Contents(leaf).keep() if has_contents(leaf) else leaf for leaf in leaves]
 
     def holds(self, value: Any) -> bool:
-        """Return whether a value holds the same."""
+        """Return whether a value equals the contents."""
         leaves, structure = _flatten(value)
         return structure == self._structure and all(map(_is_alike, self._leaves, leaves))
 
 
 def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value, and of the objects in it, with their structure."""
+    """Return the leaves of a value, including the leaves of objects in it, with their structure."""
     return pytree.tree_flatten(pytree.tree_map(take_apart, value))
 
 
 def _is_alike(kept: Any, leaf: Any) -> bool:
-    """Return whether a leaf is what was kept of another one; of what cannot be taken apart nothing is known."""
+    """Return whether a leaf equals the kept one; an opaque leaf never does, since its value is unknown."""
     if is_a(kept, Contents):
         return has_contents(leaf) and kept.moves_to(leaf)
     return not is_a(leaf, Opaque) and same_constant(kept, leaf)
@@ -89,29 +90,30 @@ def _is_alike(kept: Any, leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NumberPlace:
-    """A place that holds a number which is an input of a graph, or is to be one; `known` are two values it has had."""
+    """The place of a number that is, or may become, an input of a graph; `known` are two values it has had."""
 
     place: Place
     known: tuple[float, float]
 
     @property
     def is_argument(self) -> bool:
-        """Whether the number is an argument of forward(), which each call has of its own."""
+        """Whether the number is an argument of forward(), so that each call has its own."""
         return self.place.key[0] == ARGUMENT
 
     @property
     def other(self) -> float:
-        """A value other than that of now, to tell whether a graph computes with the number or holds it."""
+        """A value other than the present one, to test whether a graph computes with the number or is fixed to it."""
         return next(value for value in self.known if not same(value, self.place.read()))
 
 
 @dataclass(frozen=True, eq=False)
 class PythonState(GivenFact):
-    """The places that forward() read, each with the value that it had when the graph was captured.
+    """The places that forward() read, each with its value during the capture.
 
-    followed: numbers that are inputs of the graph, in the order of its placeholders. stuck: the keys of places whose
-    numbers have changed and could not be made inputs, since forward() does more than compute with them. cached: by the
-    keys of places that a call fills, what they hold then.
+    - `followed`: numbers that are inputs of the graph, in the order of its placeholders
+    - `stuck`: keys of places whose numbers have changed and cannot be inputs, since forward() does more than arithmetic
+      with them
+    - `cached`: the contents of places that a call fills, by the keys of the places
     """
 
     reads: tuple[tuple[Place, Any], ...] = ()
@@ -122,8 +124,8 @@ class PythonState(GivenFact):
     made_by: ClassVar[str] = "trace"
 
     def find_changes(self) -> dict[str, tuple[str, str]]:
-        """Return the places that hold another value than when the graph was captured: name -> (then, now)."""
-        # Asked before every call. Nearly always each place still holds the very same object.
+        """Return the places whose value has changed since the capture: name -> (then, now)."""
+        # This runs before every call. Nearly always each place still holds the very same object.
         found = ((place, then, place.read()) for place, then in self.reads)
         differ = ((p, then, now) for p, then, now in found if now is not then and not same(then, now))
         made = {p.name: describe_change(then, now) for p, then, now in differ if not self._is_filled(p, now)}
@@ -133,12 +135,12 @@ class PythonState(GivenFact):
         return made
 
     def _is_filled(self, place: Place, now: Any) -> bool:
-        """Return whether a place is a cache that holds what a call fills it with."""
+        """Return whether a place is a cache with the contents that a call fills in."""
         cached = self.cached.get(place.key)
         return cached is not None and cached.holds(now)
 
     def list_numbers(self) -> list[NumberPlace]:
-        """Return what may be an input of a new graph: the numbers followed, and the floats that have changed."""
+        """Return the numbers that may be inputs of a new graph: the followed ones, and the floats that have changed."""
         reads = ((p, v) for p, v in self.reads if type(v) is float and p.write is not None and p.key not in self.stuck)
         found = ((place, then, place.read()) for place, then in reads)
         changed = [NumberPlace(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
@@ -146,18 +148,18 @@ class PythonState(GivenFact):
         return [number for number in numbers if type(number.place.read()) is float]
 
     def follow(self, numbers: Sequence[NumberPlace], followed: Sequence[NumberPlace]) -> PythonState:
-        """Return what is known of a graph that was to have `numbers` as inputs, and has those of `followed`."""
+        """Return the state for a graph that was meant to have `numbers` as inputs, and has only `followed`."""
         keys = {number.place.key for number in followed}
         stuck = self.stuck | ({number.place.key for number in numbers} - keys)
         reads = tuple((place, value) for place, value in self.reads if place.key not in keys)
         return replace(self, reads=reads, followed=tuple(followed), stuck=stuck)
 
     def read_numbers(self, arguments: Mapping[str, Any]) -> tuple[float, ...]:
-        """Return the numbers that are inputs of the graph, as they are now; those of a call are in `arguments`."""
+        """Return the present numbers that are inputs of the graph; `arguments` has the arguments of a call."""
         return tuple(arguments[n.place.key[1]] if n.is_argument else n.place.read() for n in self.followed)
 
     def __str__(self) -> str:
-        """One line for each place that holds a number, a text or the like; objects have no text that lasts."""
+        """Return a line for each place that holds a number, a text or the like; objects have no stable text."""
         lines = [f"{number.place.name}: an input" for number in self.followed]
         lines += [f"{place.name}: {then!r}" for place, then in self.reads if is_plain(then)]
         return "\n".join(lines) or "nothing plain"
@@ -166,8 +168,8 @@ class PythonState(GivenFact):
 def same(then: Any, now: Any) -> bool:
     """Return whether two values of one place are the same to a graph.
 
-    Numbers, texts and the like are compared by value, tuples item by item, all other objects by identity: what an
-    `__eq__` of the user's says of two objects is not whether forward() computes the same with both.
+    Numbers, texts and the like are compared by value, tuples item by item, and all other objects by identity: two
+    objects that are equal by a user's `__eq__` may still give different results in forward().
     """
     if is_a(then, Contents):
         return is_a(now, Contents) and then.matches(now)
@@ -182,19 +184,19 @@ def same(then: Any, now: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, a dtype or the like, or a tuple of those, which nobody can change."""
+    """Return whether a value is immutable: a number, a text, a dtype or the like, or a tuple of such values."""
     if is_a(value, (tuple, frozenset)):
         return all(map(is_plain, _iterate(value)))
     return value is ... or is_a(value, (*VALUES, *DATES, Enum))
 
 
 def _iterate(value: Any) -> Iterator[Any]:
-    """Return an iterator over the items of a tuple or frozenset, whose own class may refuse to be iterated over."""
+    """Return an iterator over the items of a tuple or frozenset, even if its class overrides `__iter__`."""
     return tuple.__iter__(value) if is_a(value, tuple) else frozenset.__iter__(value)
 
 
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
-    """Return two values in words, that differ."""
+    """Return two different values in words, such that the words differ too."""
     before, after = describe(then), describe(now)
     if before != after:
         return before, after
@@ -205,7 +207,7 @@ def describe(value: Any) -> str:
     """Return a value in words, short enough for a message."""
     if value is ABSENT or is_a(value, Contents) or is_plain(value):
         return show(value, MOST_LETTERS)
-    with suppress(Exception):  # code of the user's may answer
+    with suppress(Exception):  # code of the user may answer
         if isinstance(name := getattr(value, "__qualname__", None), str):
             return name
     article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"

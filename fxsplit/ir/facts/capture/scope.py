@@ -1,4 +1,4 @@
-"""Scope: for which calls the captured graph is right. Every call of a pipeline is held against it."""
+"""Scope: the calls that the captured graph is right for. Every call of a pipeline is checked against it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.graph import GivenFact
 
 Shapes = tuple[tuple[int, ...], ...]
-"""The shapes of a call's tensors, without their rows."""
+"""The shapes of the tensors of a call, without their batch dimensions."""
 
 
 @dataclass(frozen=True)
 class Scope(GivenFact):
     """The calls for which the graph made by `front_end` is right.
 
-    A graph traced symbolically is right for every shape. One that is `fixed` was exported for the shapes of `inputs`,
-    except that its number of rows may lie between the two numbers of `bounds` (None: no limit). Within them, `guard`
-    raises AssertionError for a number of rows at which forward() would take another branch than the graph.
-    `rows_fixed`: forward() makes its number of rows a constant, so that another one is another shape.
-    `lengths_open`: other lengths than the example's are taken too where `guard` raises for none of them.
+    A graph traced symbolically is right for every shape. A `fixed` graph was exported for the shapes of `inputs`, but
+    its number of rows may lie between the two `bounds` (None: no limit). Within the bounds, `guard` raises
+    AssertionError for a number of rows at which forward() would take another branch than the graph.
+
+    - `rows_fixed`: forward() makes its number of rows a constant, so another number of rows is another shape
+    - `lengths_open`: other lengths than those of the example are allowed if `guard` accepts them
     """
 
     inputs: Inputs
@@ -53,14 +54,14 @@ class Scope(GivenFact):
         if self.rows_fixed:
             full = tuple(tuple(t.shape) for t in tensors)
             return None if full == tuple(s.shape for s in self.inputs.specs) else full
-        # Rows are no part of it: how many there may be is for `check_rows` to say.
+        # Rows are left out here: `check_rows` checks their number.
         shapes = self.inputs.drop_rows(t.shape for t in tensors)
         if shapes == self.inputs.drop_rows(s.shape for s in self.inputs.specs):
             return None
         return None if self.lengths_open and self._takes(shapes, tensors) else shapes
 
     def _takes(self, shapes: Shapes, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the exporter's conditions hold for these shapes; each is asked about once."""
+        """Return whether the exporter's conditions hold for these shapes; each is checked once."""
         if self.guard is None:
             return False
         if shapes not in self._lengths:
@@ -83,9 +84,9 @@ class Scope(GivenFact):
             )
         if self.guard is None:
             return
-        # The guard runs the exporter's conditions, which takes milliseconds: each number of rows is asked about once.
+        # The guard runs the exporter's conditions, which takes milliseconds, so each number of rows is checked once.
         for count in set(rows) - self._passed:
-            # It looks at shapes alone, so tensors on the meta device will do and cost nothing.
+            # The guard only looks at shapes, so tensors on the meta device will do and cost nothing.
             specs = [
                 (s, [count * s.cut.each if d == s.cut.dim else n for d, n in enumerate(s.shape)])
                 for s in self.inputs.specs
@@ -114,7 +115,7 @@ class Scope(GivenFact):
         return all(map(is_refused, (rows + 1, 2 * rows, *([rows - 1] if rows > 1 else []))))
 
     def __str__(self) -> str:
-        """One line: the front end, and the limits if there are any."""
+        """Return one line: the front end, and the limits if there are any."""
         least, most = self.bounds
         rows = "" if (least, most) == (1, None) else f", {least} to {'any number of' if most is None else most} rows"
         return f"{self.front_end}, {'one shape' if self.fixed else 'every shape'}{rows}"

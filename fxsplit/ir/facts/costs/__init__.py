@@ -1,1 +1,1 @@
-"""Costs: what each node takes, makes and keeps, what crosses a cut, and how all of that is known."""
+"""Costs: the time and memory of each node, the bytes that cross a cut, and where these figures come from."""

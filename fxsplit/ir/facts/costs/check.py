@@ -1,4 +1,4 @@
-"""What is said of costs that cannot be. Costs themselves call this file, which does not know them."""
+"""Checks of costs: errors for costs that cannot be right. costs.py calls this file, and not the reverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxsplit.system.figures import check_record, show
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ProfileError, naming the place, unless names are unique, inputs come earlier and figures are sane."""
+    """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are sane."""
     known: set[str] = set()
     # `known` grows node by node, so an input that is made later is found too: the order must be topological.
     for kind, record in (*(("input", i) for i in costs.inputs), *(("node", n) for n in costs.nodes)):
@@ -30,10 +30,10 @@ def check_costs(costs: Any) -> None:
     for number, tie in enumerate(costs.tied):
         check_record(f"tied parameter {number}", tie)
     check_memory(costs.nodes, known)
-    # What constraints name must be there too, or a misspelt name would drop a constraint in silence.
+    # Constraints must name existing nodes, or a misspelt name would silently drop a constraint.
     made = known - {i.name for i in costs.inputs}
     constraints = (*costs.together, *costs.ordered, *(e.nodes for e in costs.exchanges), *(t.nodes for t in costs.tied))
-    # An input may be an output as it is, and is no node that could be kept together with others.
+    # An input may be returned unchanged, but it is no node that could stay together with other nodes.
     named = [(costs.outputs, known), *((names, made) for names in constraints)]
     for name, among in ((name, among) for names, among in named for name in names):
         if not isinstance(name, str) or name not in among:
@@ -43,7 +43,7 @@ def check_costs(costs: Any) -> None:
 
 
 def check_node(node: Any, known: Collection[str]) -> None:
-    """Raise ProfileError unless a node reads what is `known` before it, and its backward holds its part for weights."""
+    """Raise ProfileError unless a node reads only `known` names, and `weight_ms` is at most `backward_ms`."""
     for name in node.inputs:
         if name not in known:
             raise ProfileError(
@@ -58,7 +58,7 @@ def check_node(node: Any, known: Collection[str]) -> None:
 
 
 def check_memory(nodes: Sequence[Any], known: Collection[str]) -> None:
-    """Raise ProfileError unless what nodes keep for others, or lie in, is made at the right side of them."""
+    """Raise ProfileError unless `kept_for` names a later node and `lies_in` an earlier node or an input."""
     later: set[str] = set()
     earlier = set(known) - {node.name for node in nodes}
     for node in reversed(nodes):

@@ -1,10 +1,10 @@
-"""Compressed cuts: in how many bytes values, and their gradients, cross from one device to another.
+"""Compressed cuts: the bytes in which values and their gradients cross from one device to another.
 
 - `bf16`: float32 and float64 are rounded to bfloat16
 - `int8`: floats become whole numbers from -127 to 127, times a scale for each row
 
-A *row* is a part of a tensor that lies together: the last dimension, or so many of the last ones as hold ROW elements,
-but never more than one row of the batch. The scale of a row has the dtype of its elements.
+A *row* is a contiguous part of a tensor: as many of the last dimensions as are needed for ROW elements, but never more
+than one row of the batch. The scale of a row has the dtype of its elements.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fxsplit.errors import InputError, suggest
 
 Compress = Literal["bf16", "int8"]
 HOW: tuple[Compress, ...] = get_args(Compress)
-"""The ways to compress what crosses a cut."""
+"""The ways to compress values that cross cuts."""
 ROW = 64
-"""A row has so many elements at least, where the tensor's rows of the batch have: its scale is one more."""
+"""The least number of elements in a row, unless a row of the batch has fewer. Each row adds one scale."""
 LEAST_ROW = 4
 """Tensors with shorter rows, such as one number for each row of the batch, are not compressed to int8."""
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The bytes of an element of each dtype that int8 compresses; bf16 compresses those that are wider than its own."""
+"""The bytes of an element of each dtype that int8 compresses; bf16 compresses the dtypes wider than itself."""
 
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
 def check_compress(how: object) -> None:
-    """Raise InputError for what is no way to compress; None is none."""
+    """Raise InputError unless `how` is a way to compress, or None for no compression."""
     if how not in (None, *HOW):
         raise InputError(f"compress={how!r}: give {' or '.join(map(repr, HOW))}, or leave it out{suggest(how, HOW)}")
 
@@ -45,9 +45,9 @@ def is_compressed(how: str, dtype: str, shape: Sequence[int]) -> bool:
 
 
 def find_row_length(shape: Sequence[int]) -> int:
-    """Return how many elements of a tensor have one scale together."""
+    """Return the number of elements of a tensor that share one scale."""
     length = 1
-    # The first dimension is that of the batch, whose rows know nothing of each other.
+    # The first dimension is the batch, and rows of the batch share no scale.
     for size in reversed(shape[1:]):
         if length >= ROW:
             break
@@ -56,11 +56,11 @@ def find_row_length(shape: Sequence[int]) -> int:
 
 
 def count_sent_bytes(how: str, made: str, own_bytes: float) -> float:
-    """Return in how many bytes a value crosses; `made` is its dtype and shape, as `float32[8, 64]`.
+    """Return the bytes in which a value crosses a cut; `made` is its dtype and shape, such as `float32[8, 64]`.
 
-    A value that is not compressed, or of which nobody knows, has its `own_bytes`.
+    An uncompressed value, or a value of unknown dtype and shape, crosses in its `own_bytes`.
     """
-    # A value without a gradient, or of which only the type is known, is of no shape.
+    # There is no gradient, or only the type of the value is known.
     found = _TENSOR.fullmatch(made)
     if not own_bytes or found is None:
         return own_bytes

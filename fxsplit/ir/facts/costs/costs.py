@@ -1,4 +1,4 @@
-"""Costs: what each node takes, makes and keeps, and the graph that the nodes form.
+"""Costs: the time and memory of each node, and the graph that the nodes form.
 
 The pass `profile` measures them. They are saved as JSON, and are all that planning needs: no model and no torch.
 """
@@ -29,50 +29,52 @@ if TYPE_CHECKING:  # planning from a profile needs no torch
 FORMAT = "fxsplit-profile"
 VERSION = 4
 EARLIER = (3, 2, 1)
-"""Versions read too: files of version 1 do not say what nodes allocate, those of version 2 no dtypes and shapes.
+"""Older versions that can be read. Version 1 lacks the allocations of nodes, and version 2 dtypes and shapes.
 
-Those of version 3 do not say which nodes keep memory of others: a plan then counts it for longer.
+Version 3 does not say which nodes keep memory for later ones, so a plan counts that memory for longer.
 """
 HARDWARE = ("device", "capability", "clock")
-"""The entries of `environment` that tell the accelerator measured on: its name, what it can do, how fast it ran."""
+"""The entries of `environment` about the accelerator of the measurement: its name, capability and clock."""
 _PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "halved_peak_bytes", "late_peak_bytes")
 MEMORY = (*_PEAKS, "waiting_bytes", "lent_bytes", "unkept_bytes", "handed_bytes", "storage_bytes", "written_bytes")
-"""What of a node is known only where it was measured what operators allocate."""
+"""Fields of a node that are known only if the allocations of operators were measured."""
 UNSTEADY, LEAST_MS = 0.15, 5.0
-"""From which spread on a profile is called unsteady, if its nodes take so long together: less makes no difference."""
+"""The spread above which a profile is called unsteady, and the least total time for which the spread matters."""
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One node of the graph, at microbatch size.
+    """The costs of one node of the graph for one microbatch.
 
-    - `op` is the kind of the node in torch.fx and its target, `module` the path of the submodule that the node is in
-    - `signature` identifies the operator with the shapes it met: equal signatures take equal times
+    - `op` is the kind of the node in torch.fx and its target, `module` the path of the submodule that holds the node
+    - `signature` identifies the operator with the shapes of its arguments: equal signatures take equal times
     - `inputs` are the nodes and graph inputs whose values the node reads
-    - `forward_ms` and `backward_ms` are medians; `host_ms` is the time for both on a host device, where the profile of
-      another tool states it
-    - `output_bytes` are of the output, `gradient_bytes` of the gradient that returns for it, `kept_bytes` of what
-      autograd keeps for backward, `parameter_bytes` of the parameters, `buffer_bytes` of buffers and of frozen
+    - `forward_ms` and `backward_ms` are medians; `host_ms` is the time of both on a host device, if the profile comes
+      from a tool that states it
+    - `output_bytes` is the size of the output, `gradient_bytes` of its gradient, `kept_bytes` of the activations that
+      autograd keeps for backward, `parameter_bytes` of the parameters, and `buffer_bytes` of buffers and of frozen
       parameters, which get no gradient
-    - `draws` says that the node takes random numbers
+    - `draws`: the node draws random numbers
     - `weight_ms` is the part of `backward_ms` that computes gradients of weights (None: not measured, half is assumed)
-    - `spread_ms` is half the distance between the quartiles of the measured times, forward and backward together (None:
-      not measured more than once)
-    - `forward_launch_ms` and `backward_launch_ms` are how long the host is busy with launching the node's work on an
-      accelerator, where `forward_ms` and `backward_ms` are the accelerator's own time. Both go on at once. On a CPU
-      nothing is launched, and both are 0
+    - `spread_ms` is half the interquartile range of the measured times of forward and backward together (None: not
+      measured more than once)
+    - `forward_launch_ms` and `backward_launch_ms` are the times in which the host launches the node's work on an
+      accelerator, while `forward_ms` and `backward_ms` are times of the accelerator itself. Host and accelerator work
+      at the same time. On a CPU nothing is launched, and both are 0
     - `forward_peak_bytes` and `backward_peak_bytes` are the most that the node's forward and backward allocate at once,
-      with what they return; `halved_peak_bytes` the same of a backward that leaves the gradients of weights for later,
-      `waiting_bytes` what such a backward then holds for them, and `late_peak_bytes` what they take later (None: not
-      measured, and no plan counts any)
-    - `lent_bytes` are of the gradients that the node's backward returns in the memory of the one that it was given
-    - `unkept_bytes` is the memory of its output that no backward keeps, `storage_bytes` all memory that its output lies
-      in, `handed_bytes` the part of `parameter_bytes` whose gradients are small, and are added to their sums at the end
-      of a stage's backward
-    - `kept_for_bytes` are the part of `kept_bytes` that only later nodes keep, of which `kept_for` is the first: it is
-      free once that node has run backward. `lies_in` is the node in whose memory the output lies, as that of a view
-    - `written_bytes` are of the buffers that the node writes, as a batch norm its running statistics
-    - `made` is the dtype and shape of its output, as `float32[8, 64]`, or another type's name; empty where unknown
+      including their results. `halved_peak_bytes` is the same for a backward that leaves the gradients of weights for
+      later, `waiting_bytes` the memory that such a backward then holds for them, and `late_peak_bytes` the memory that
+      computing them takes later (None: not measured, and no plan counts allocations)
+    - `lent_bytes` is the size of the gradients that the node's backward returns in the memory of its incoming gradient
+    - `unkept_bytes` is the memory of the output that no backward keeps, `storage_bytes` all memory that the output lies
+      in, and `handed_bytes` the part of `parameter_bytes` with small gradients: these are added to their sums at the
+      end of a stage's backward
+    - `kept_for_bytes` is the part of `kept_bytes` that only later nodes keep, and `kept_for` the first of these nodes:
+      the memory is free after the backward of that node. `lies_in` is the node whose memory holds the output, if the
+      output is a view
+    - `written_bytes` is the size of the buffers that the node writes, such as the running statistics of a batch norm
+    - `made` is the dtype and shape of the output, such as `float32[8, 64]`, or the name of another type; empty if
+      unknown
     """
 
     name: str
@@ -110,15 +112,15 @@ class NodeCost:
 
     @property
     def owner(self) -> str:
-        """The path of the module that the node is in, or that it fetches a weight of; empty for the model itself."""
-        # A node that fetches a weight has the weight's path, whose last part is no module.
+        """The path of the module that holds the node, or the weight that it fetches; empty for the model itself."""
+        # A node that fetches a weight has the weight's path, and its last part is no module.
         return self.module.rpartition(".")[0] if self.op.startswith("get_attr") else self.module
 
     @property
     def place(self) -> str:
-        """Where the node is in the user's model: its module's path, and its own name if it is not that module.
+        """The place of the node in the user's model: the path of its module, with the node's name if it is inside.
 
-        For example `layers.2.attention (linear_131)`; a node that is in no module has its name alone.
+        For example `layers.2.attention (linear_131)`. A node outside of any module has only its name.
         """
         if not self.module:
             return self.name
@@ -126,18 +128,18 @@ class NodeCost:
 
     @property
     def launch_ms(self) -> float:
-        """How long the host is busy with launching the node, forward and backward, in milliseconds."""
+        """The time in which the host launches the node, forward and backward, in milliseconds."""
         return self.forward_launch_ms + self.backward_launch_ms
 
     @property
     def late_ms(self) -> float:
-        """The ms of `backward_ms` that the gradients of weights take, which schedules such as ZB-H1 leave for later."""
+        """The part of `backward_ms` for gradients of weights, which schedules such as ZB-H1 leave for later."""
         return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A tensor of the backward pass that mirrors no forward value: the nodes that make or read it, in any order."""
+    """A tensor of the backward pass without a forward counterpart: the nodes that make or read it, in any order."""
 
     output_bytes: float
     nodes: tuple[str, ...]
@@ -145,7 +147,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that several nodes hold, and each of them counts: among its parameters, or its buffers if frozen."""
+    """A parameter that several nodes use. Each node counts it in its parameters, or in its buffers if it is frozen."""
 
     parameter_bytes: float
     buffer_bytes: float
@@ -154,7 +156,7 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class InputCost:
-    """One tensor that the model is called with: its name, bytes per microbatch, dtype and shape (see NodeCost)."""
+    """One tensor input of the model: its name, bytes per microbatch, dtype and shape (see NodeCost)."""
 
     name: str
     output_bytes: float
@@ -166,12 +168,14 @@ class InputCost:
 class Costs(Shown, Fact):
     """The measured graph: nodes in execution order, the graph's inputs and outputs, and its constraints.
 
-    `together` are sets of nodes that no cut may part; `ordered` are pairs that keep their order though no value flows
-    between them (both as in Effects). `rows` is the microbatch size and `device_kind` the hardware, as in torch ("cpu",
-    "cuda"). `exchanges` are tensors of another tool's backward graph. `inference` says that these are the costs of
-    forwards alone (see `keep_forwards`). `compress` is how values that cross cuts are compressed, which is no part of a
-    file (see compress.py). `tied` are parameters that several nodes hold. `loss` is what the loss takes that was behind
-    the model when it was measured, None for one that nobody has measured.
+    - `together` lists sets of nodes that no cut may separate, and `ordered` pairs that keep their order although no
+      value flows between them (both as in Effects)
+    - `rows` is the microbatch size, and `device_kind` the hardware as torch names it ("cpu", "cuda")
+    - `exchanges` are tensors of the backward graph of another tool
+    - `inference`: these are the costs of only the forward passes (see `keep_forwards`)
+    - `compress` is the compression of values that cross cuts; it is not saved in files (see compress.py)
+    - `tied` are parameters that several nodes use
+    - `loss` is the memory of the loss function of the measurement, or None if no loss was measured
     """
 
     nodes: tuple[NodeCost, ...]
@@ -197,39 +201,42 @@ class Costs(Shown, Fact):
 
     @property
     def total_ms(self) -> float:
-        """The time of one microbatch, forward and backward, on one device: its own, or its host's if that is longer."""
+        """The time of one microbatch on one device, forward and backward: its own, or its host's if that is longer."""
         return max(self.compute_ms, self.launch_ms)
 
     @property
     def compute_ms(self) -> float:
-        """How long one device computes for one microbatch, forward and backward."""
+        """The time in which one device computes one microbatch, forward and backward."""
         return sum(n.forward_ms + n.backward_ms for n in self.nodes)
 
     @property
     def launch_ms(self) -> float:
-        """How long the host of one device is busy with launching one microbatch, forward and backward."""
+        """The time in which the host of one device launches one microbatch, forward and backward."""
         return sum(n.launch_ms for n in self.nodes)
 
     @cached_property
     def weighed(self) -> bool:
-        """Whether it was measured what every node allocates; else plans do not count it."""
+        """Whether the allocations of every node were measured; otherwise plans do not count them."""
         return all(n.forward_peak_bytes is not None for n in self.nodes)
 
     @cached_property
     def spread(self) -> float | None:
-        """By what share the measured times vary: 0.02 on a machine at rest, for example. None where that is unknown."""
+        """The relative spread of the measured times, 0.02 on a machine at rest, for example. None if it is unknown."""
         known = [n for n in self.nodes if n.spread_ms is not None]
         total = sum(n.forward_ms + n.backward_ms for n in known)
         return sum(n.spread_ms or 0.0 for n in known) / total if total else None
 
     @property
     def hardware(self) -> str:
-        """The accelerator that was measured on, for people; empty where there was none, or nobody knows."""
+        """The accelerator of the measurement, for people; empty if there was none or it is unknown."""
         return ", ".join(self.environment[key] for key in HARDWARE if key in self.environment)
 
     @property
     def noise(self) -> str | None:
-        """What to say of times that were measured on a busy machine; None where they are steady or nothing is known."""
+        """A warning about times that were measured on a busy machine.
+
+        None if they are steady, or the spread is unknown.
+        """
         if self.spread is None or self.spread < UNSTEADY or self.total_ms < LEAST_MS:
             return None
         return (
@@ -247,7 +254,7 @@ class Costs(Shown, Fact):
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 readers[name].append(node.name)
-        # A value that is returned is live to the end, whoever else reads it.
+        # A returned value is live to the end, whichever nodes read it.
         returned = set(self.outputs)
         return tuple(
             (s.name, s.output_bytes, s.gradient_bytes, tuple(readers[s.name]), s.name in returned) for s in sources
@@ -259,23 +266,26 @@ class Costs(Shown, Fact):
         return {value[0]: value for value in self.values}
 
     def find_unkept(self, name: str, output_bytes: float) -> float:
-        """Return how many bytes of a value no backward keeps; all of it where that was not measured."""
+        """Return the bytes of a value that no backward keeps; all of its bytes if that was not measured."""
         known = self.weighed and name in self.by_name
         return min(output_bytes, self.by_name[name].unkept_bytes) if known else output_bytes
 
     def find_surely_unkept(self, name: str, output_bytes: float) -> float:
-        """Return how many bytes of a value no backward keeps, whichever other values are there: none of a view's."""
+        """Return the bytes of a value that certainly no backward keeps.
+
+        0 for a view, whose memory another node may keep.
+        """
         return 0.0 if name in self.by_name and self.by_name[name].lies_in else self.find_unkept(name, output_bytes)
 
     def find_loss(self, outputs_bytes: float) -> LossCost:
-        """Return what the loss takes of outputs of so many bytes, as it was measured, or as is assumed."""
+        """Return the memory of the loss for outputs of this size: measured, or assumed if it was not measured."""
         return LossCost.assume(outputs_bytes) if self.loss is None else self.loss
 
     def sum_live(self, inside: Collection[str]) -> tuple[float, float, float]:
-        """Return the bytes of values, of gradients, and of both as sent, over a cut behind the nodes `inside`."""
+        """Return the live bytes over a cut after the nodes `inside`: of values, of gradients, and of both as sent."""
         forward = backward = sent = 0.0
         for name, output_bytes, gradient_bytes, readers, is_output in self.values:
-            # What the model is given is there from the start; what it returns is read behind every cut.
+            # Inputs exist from the start, and outputs are read after every cut.
             made = name in inside or name not in self.by_name
             if made and (is_output or any(reader not in inside for reader in readers)):
                 forward, backward = forward + output_bytes, backward + gradient_bytes
@@ -287,7 +297,7 @@ class Costs(Shown, Fact):
 
     @cached_property
     def sent(self) -> dict[str, tuple[float, float]]:
-        """In how many bytes each value crosses a cut, and its gradient."""
+        """The bytes in which each value, and its gradient, crosses a cut."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
         how = self.compress
         both = ((s, s.output_bytes, s.gradient_bytes) for s in sources)
@@ -295,7 +305,7 @@ class Costs(Shown, Fact):
 
     @cached_property
     def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
-        """What nodes exchange: the bytes forward and back together, and the nodes that make or read the tensor."""
+        """The tensors that nodes exchange: the bytes forward and back together, and the nodes that share it."""
         made = [
             (output_bytes + gradient_bytes, (name, *readers))
             for name, output_bytes, gradient_bytes, readers, _ in self.values
@@ -304,12 +314,12 @@ class Costs(Shown, Fact):
         return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
 
     def check(self) -> None:
-        """Raise ProfileError, naming the place, unless names are unique, inputs come earlier and figures are sane."""
+        """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are sane."""
         check_costs(self)
 
     def verify(self, ir: IR) -> None:
         """Raise BrokenFact unless the costs describe exactly the graph of `ir`."""
-        # Placeholders and the output are no work: the costs know them as inputs and outputs.
+        # Placeholders and the output are no work: the costs list them as inputs and outputs.
         graph = [n.name for n in ir.gm.graph.nodes if n.op not in ("placeholder", "output")]
         if graph != [n.name for n in self.nodes]:
             odd = sorted(set(graph) ^ set(self.by_name)) or graph
@@ -331,7 +341,7 @@ class Costs(Shown, Fact):
             raise BrokenFact(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as `to_text` gives it; raises FileError, and then changes no file."""
+        """Write the profile as JSON; raises FileError, and then leaves existing files unchanged."""
         write_whole(path, self.to_text())
 
     def to_text(self) -> str:
@@ -353,9 +363,9 @@ class Costs(Shown, Fact):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:
-        """Read a profile written by `save`; raises ProfileError for a file that is not one, naming what is wrong."""
+        """Read a profile written by `save`; raises ProfileError, with the reason, for a file that is not a profile."""
         try:
-            # A file that is no JSON, or no text, is as wrong as one that is missing.
+            # A file that is not JSON, or not text, is as wrong as a missing file.
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read a profile from {str(path)!r}: {explain_unreadable(error)}") from error
@@ -363,14 +373,14 @@ class Costs(Shown, Fact):
 
     @classmethod
     def parse(cls, data: Any, name: str) -> Costs:
-        """Return the profile that a parsed file holds; raises ProfileError. `name` is the file's, for messages."""
+        """Return the profile in a parsed file; raises ProfileError. `name` is the name of the file, for messages."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
         if data.get("version") not in (VERSION, *EARLIER):
             known = ", ".join(map(str, (VERSION, *EARLIER)))
             raise ProfileError(f"{name!r} has version {data.get('version')}, this fxsplit reads {known}")
         try:
-            # A text is a sequence of names to Python, and of one letter each: `as_list` refuses it.
+            # Python sees a string as a sequence of one-letter names; `as_list` refuses it.
             costs = cls(
                 nodes=tuple(NodeCost(**{**n, "inputs": as_list(n["inputs"])}) for n in data["nodes"]),
                 inputs=tuple(InputCost(**i) for i in data["inputs"]),
@@ -391,13 +401,13 @@ class Costs(Shown, Fact):
             if not is_count(costs.rows):
                 raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number, zero or more")
             costs.check()
-        # Fields may be missing, of another type or too many: all mean a damaged file.
+        # Fields may be missing, of another type or too many: in each case the file is damaged.
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
         return costs
 
     def summarise(self) -> str:
-        """Return how many nodes there are, and what they take."""
+        """Return the number of nodes and their total time."""
         return f"{len(self.nodes)} nodes, {self.compute_ms:.3f} ms for a microbatch of {self.rows} rows"
 
     def show(self) -> Parts:
@@ -414,10 +424,10 @@ _SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:
-    """Return the fields of a node as they are saved: launches and allocations only where there are some."""
+    """Return the fields of a node for a file; launches and allocations only if they are not zero."""
     return {k: v for k, v in asdict(node).items() if v or k not in _SELDOM}
 
 
 def name_operator(node: fx.Node) -> str:
-    """Return the kind of a node in torch.fx and what it calls, as `call_module:layer` or `call_function:relu`."""
+    """Return the kind of a node in torch.fx and its target, such as `call_module:layer` or `call_function:relu`."""
     return f"{node.op}:{node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '?')}"

@@ -1,4 +1,12 @@
-"""Edges: the bytes that cross the boundaries of stages, for a split of the graph."""
+"""Edges: the bytes that cross the boundaries of stages, for a split of the graph.
+
+    boundary:       0         1         2         3
+    caller ---> | stage 0 | stage 1 | stage 2 | ---> caller
+                     x --------------> read
+
+x is made in stage 0 and read in stage 2. It crosses boundaries 1 and 2, as stage 1 hands it on. The outputs of the
+model also cross all boundaries between their stage and the caller.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +20,9 @@ from fxsplit.ir.facts.costs.costs import Costs
 class Edges:
     """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages.
 
-    `unkept` are those of the values given that no backward keeps. `sent` are the bytes of the values taken, and of
-    their gradients, as they are sent, and `sends` those of the values given, with their gradients.
+    - `unkept` is the size of the given values that no backward keeps
+    - `sent` is the size of the taken values and of their gradients, as they are sent
+    - `sends` is the same for the given values
     """
 
     taken: float
@@ -28,18 +37,18 @@ class Edges:
 def list_crossed(
     stage_of: Mapping[str, int], name: str, readers: Iterable[str], count: int, *, returned: bool
 ) -> range:
-    """Return the boundaries that a value crosses, where `count` stages hand values on: boundary b lies before stage b.
+    """Return the boundaries that a value crosses if `count` stages hand values on; boundary b lies before stage b.
 
-    They lie between the stage that makes the value and the last one that reads it.
+    They lie between the stage that makes the value and the last stage that reads it.
     """
-    # What no stage makes is there before the first; what is returned lives past the last.
+    # An input exists before the first stage. A returned value is read after the last stage.
     born = stage_of.get(name, -1)
     dies = max([stage_of[r] for r in readers] + ([count] if returned else []), default=born)
     return range(born + 1, dies + 1)
 
 
 def price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
-    """Return the bytes that cross the two boundaries of each of `count` stages, where stages hand values on."""
+    """Return the bytes that cross the two boundaries of each of `count` stages, if stages hand values on."""
     crossing, returning, unkept, there, back = ([0.0] * (count + 1) for _ in range(5))
     for name, output_bytes, gradient_bytes, readers, returned in costs.values:
         for boundary in list_crossed(stage_of, name, readers, count, returned=returned):
@@ -49,7 +58,7 @@ def price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> l
             there[boundary] += costs.sent[name][0]
             back[boundary] += costs.sent[name][1]
     for exchange in costs.exchanges:
-        # A tensor of the backward pass crosses all boundaries between its pins.
+        # A tensor of the backward pass crosses all boundaries between the nodes that make or read it.
         met = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(met) + 1, max(met) + 1):
             returning[boundary] += exchange.output_bytes
@@ -62,9 +71,9 @@ def price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> l
 
 
 def price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
-    """Return the bytes of the tensors that each of `count` stages shares, each once, where stages send directly.
+    """Return the bytes that each of `count` stages sends to and takes from other stages directly, each tensor once.
 
-    What the caller gives or gets is free.
+    Values from and to the caller are free.
     """
     given, taken = [0.0] * count, [0.0] * count
     for bytes_, (maker, *readers) in costs.tensors:

@@ -1,4 +1,4 @@
-"""Costs of forwards alone: what inference takes of what training takes."""
+"""The costs of only the forward passes: the part of the training costs that inference has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fxsplit.ir.facts.costs.costs import Costs, NodeCost
 
 
 def keep_forwards(costs: Costs) -> Costs:
-    """Return the costs of the same graph where no gradients are computed.
+    """Return the costs of the same graph without gradients.
 
-    Parameters count as buffers do: each is held once, without a gradient and a state of the optimizer. Autograd keeps
-    nothing. Of `host_ms`, which is the time of both passes, a node keeps the share of its forward.
+    Parameters count like buffers: each is held once, without a gradient and optimizer state. Autograd keeps nothing.
+    `host_ms` is the time of both passes, so a node keeps the share of its forward.
     """
     if costs.inference:
         return costs
@@ -22,7 +22,7 @@ def keep_forwards(costs: Costs) -> Costs:
 
 
 def _keep_forward(node: NodeCost) -> NodeCost:
-    """Return what a node costs without its backward."""
+    """Return the costs of a node without its backward."""
     both = node.forward_ms + node.backward_ms
     return replace(
         node,

@@ -1,4 +1,4 @@
-"""Known costs: what was measured of operators earlier, and is used again."""
+"""Known costs: earlier measurements of operators, which are used again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxsplit.ir.graph import GivenFact
 
 _SIZES = re.compile(r"\[[\d, ]*\]")
 _CHOOSES = re.compile(r"\b(bool|u?int\d+)\[")
-"""A tensor among the arguments of an operator that may be a mask, or indices."""
+"""Matches a tensor among the arguments of an operator that may be a mask, or indices."""
 
 
 class Observed(NamedTuple):
-    """What is seen of a node: its name, what it reads, its signature, and the dtype and shape of what it makes."""
+    """An observed node: its name, its inputs, its signature, and the dtype and shape of its output."""
 
     name: str
     inputs: Sequence[str]
@@ -27,14 +27,17 @@ class Observed(NamedTuple):
 
 
 def _drop_sizes(signature: str) -> str:
-    """Return a signature without the sizes of its arguments; those of a module's weights stay."""
+    """Return a signature without the sizes of its arguments, but with the sizes of a module's weights."""
     head, _, arguments = signature.rpartition("(")
     return f"{head}({_SIZES.sub('', arguments)}"
 
 
 @dataclass(frozen=True, eq=False)
 class KnownCosts(GivenFact):
-    """Costs measured earlier, which `profile` uses by operator signature; `complete` forbids it to measure others."""
+    """Costs measured earlier, which `profile` uses by operator signature.
+
+    With `complete` it measures no operator itself.
+    """
 
     costs: Costs
     complete: bool
@@ -63,10 +66,10 @@ class KnownCosts(GivenFact):
         }
 
     def find_chosen(self, nodes: Iterable[Observed]) -> dict[str, NodeCost]:
-        """Return the known costs of nodes whose sizes follow from values and have changed, by the names of the nodes.
+        """Return the known costs of nodes whose sizes depend on values and have changed, by the names of the nodes.
 
-        These nodes choose entries by a mask or by indices, or compute with entries that were chosen. `nodes` are all
-        nodes, in the order of the graph. A node of another size for any other reason is left out.
+        These nodes select entries by a mask or by indices, or compute with selected entries. `nodes` are all nodes, in
+        the order of the graph. A node with another size for any other reason is left out.
         """
         found: dict[str, NodeCost] = {}
         for name, inputs, signature, made in nodes:

@@ -1,4 +1,4 @@
-"""The loss: the function behind the last stage, and what it takes in memory."""
+"""The loss: the function after the last stage, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any, ClassVar
 from fxsplit.ir.graph import GivenFact
 
 LOSS_COPIES = 1.0
-"""What the backward of an unknown loss allocates, in sizes of the model's outputs, besides the gradient it returns.
+"""The assumed allocation of a loss's backward, in sizes of the model's outputs, without the returned gradient.
 
-That of a cross entropy is the gradient of a logarithm for each output.
+A cross entropy allocates this much: the gradient of a logarithm for each output.
 """
 
 
 LOSS_KEEPS = 1.0
-"""What an unknown loss keeps for its backward, in sizes of the model's outputs: what a softmax makes of them."""
+"""The memory that an unknown loss is assumed to keep for its backward, in sizes of the model's outputs.
+
+A softmax keeps this much: its result.
+"""
 
 
 @dataclass(frozen=True)
 class LossCost:
-    """What a loss takes for one microbatch, in bytes.
+    """The memory of a loss for one microbatch, in bytes.
 
-    kept_bytes: what it makes and keeps for its backward, its value included. keeps_outputs: whether it keeps the
-    model's outputs, too. forward_peak_bytes, backward_peak_bytes: the most that its forward and its backward allocate
-    at once, with what they return.
+    - `kept_bytes`: results that the loss keeps for its backward, including its value
+    - `keeps_outputs`: the loss keeps the model's outputs too
+    - `forward_peak_bytes`, `backward_peak_bytes`: the most that its forward and its backward allocate at once,
+      including their results
     """
 
     kept_bytes: float
@@ -35,18 +39,18 @@ class LossCost:
 
     @classmethod
     def assume(cls, outputs_bytes: float) -> LossCost:
-        """Return what is assumed of a loss that nobody has measured, of outputs of so many bytes."""
+        """Return the assumed memory of a loss that was not measured, for outputs of `outputs_bytes`."""
         forward, backward = LOSS_KEEPS + LOSS_COPIES, LOSS_COPIES + 1.0
         return cls(LOSS_KEEPS * outputs_bytes, forward * outputs_bytes, backward * outputs_bytes)
 
 
 NO_LOSS = LossCost(0.0, 0.0, 0.0)
-"""Behind a stage that is not the last one nothing is computed."""
+"""No loss: a stage other than the last one computes nothing after its outputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loss(GivenFact):
-    """The function that computes the loss from the model's outputs and a target; `profile` measures what it takes."""
+    """The function that computes the loss from the model's outputs and a target; `profile` measures its memory."""
 
     function: Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Measured: what the pass `profile` measures of an operator; costs of nodes are made of it, and kept costs searched."""
+"""Measured: the measurement of one operator by the pass `profile`, and the source of the costs of its nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Measured(NamedTuple):
-    """What is measured of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
+    """The measurement of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
 
     forward_ms: float
     backward_ms: float

@@ -1,4 +1,4 @@
-"""Costs as tables. Costs themselves call this file, which does not know them."""
+"""Costs as tables. costs.py calls this file, so it imports nothing from there."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fxsplit.system.figures import format_bytes
 from fxsplit.system.shown import Parts, Table
 
 FEW = 40
-"""So many nodes are shown one by one, and of more the largest modules."""
+"""Up to this number, nodes are shown one by one; if there are more, the largest modules are shown."""
 LARGEST = 20
-"""How many modules are shown, the largest first."""
+"""The number of modules shown, the largest first."""
 
 
 def list_parts(costs: Any, *, whole: bool) -> Parts:
-    """Return a table of the nodes, or of the largest modules if they are many and this is not to be the `whole`.
+    """Return a table of the nodes, or of the largest modules if there are many nodes and `whole` is false.
 
-    Lines follow of what stays together or in order, and of what was measured.
+    Lines follow about constraints on cuts and order, and about the measurement.
     """
     # A CPU launches nothing, and needs no column for it.
     launched = bool(costs.launch_ms)
     few = whole or len(costs.nodes) <= FEW
-    # Two nodes may have one place, as two calls of one module.
+    # Two nodes may have one place, such as two calls of one module.
     listed = [(n.place, [n]) for n in costs.nodes] if few else list(sum_by_module(costs.nodes, LARGEST).items())
     heads = ["node" if few else "module", *[">nodes"] * (not few), ">fwd ms", ">bwd ms", *[">launch ms"] * launched]
     rows = []
@@ -49,10 +49,11 @@ def list_parts(costs: Any, *, whole: bool) -> Parts:
 
 
 def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
-    """Return the nodes of each of the modules that take longest, `most` at most, the slowest first.
+    """Return the nodes of each of the slowest modules, at most `most` modules, the slowest first.
 
-    Layers that repeat count together: `layers.*.mlp` are all modules whose path has a number there. A group that takes
-    more than half of the time is told by its parts, as far as it has some. Nodes of no module are told by their names.
+    Repeated layers count together: `layers.*.mlp` stands for all modules whose path has a number there. A group with
+    more than half of the total time is split into its parts, if it has parts. A node outside of any module is a group
+    by its name.
     """
     divided: set[str] = set()
     while True:
@@ -61,7 +62,7 @@ def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
             groups[_name_group(node, divided)].append(node)
         time = {name: sum(n.forward_ms + n.backward_ms for n in held) for name, held in groups.items()}
         ordered = sorted(time, key=lambda name: (-time[name], name))
-        # Until no group is most of the whole, or the largest has no parts.
+        # Repeat until no group takes more than half of the total, or the heavy groups have no parts.
         heavy = next((n for n in ordered if time[n] > sum(time.values()) / 2 and _has_parts(groups[n], n)), None)
         if heavy is None:
             return {_name_shown(name, groups[name]): groups[name] for name in ordered[:most]}
@@ -69,7 +70,7 @@ def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
 
 
 def _name_group(node: Any, divided: set[str]) -> str:
-    """Return the group of a node: as much of its module's path as the groups above it are divided."""
+    """Return the group of a node: the prefix of its module's path down to the first group that is not divided."""
     parts = _split_path(node)
     taken = 1
     while taken < len(parts) and ".".join(parts[:taken]) in divided:
@@ -78,17 +79,17 @@ def _name_group(node: Any, divided: set[str]) -> str:
 
 
 def _split_path(node: Any) -> list[str]:
-    """Return the parts of a node's path, a number and the name before it as one; of a node in no module its name."""
+    """Return the parts of a node's module path, numbers joined to the name before; without a module, its name."""
     return re.sub(r"\.\d+(?=\.|$)", ":*", node.owner).split(".") if node.owner else [node.name]
 
 
 def _has_parts(nodes: Sequence[Any], name: str) -> bool:
-    """Return whether some nodes of a group are in modules further down."""
+    """Return whether some nodes of a group are in deeper submodules."""
     return any(len(_split_path(node)) > name.count(".") + 1 for node in nodes)
 
 
 def _name_shown(group: str, nodes: Sequence[Any]) -> str:
-    """Return a group's name for people: with the number in place of `*`, if all of its nodes are of one number."""
+    """Return the name of a group for people: with a number in place of `*` if all of its nodes have the same number."""
     paths = Counter(".".join(node.module.split(".")[: group.replace(":", ".").count(".") + 1]) for node in nodes)
     shown = group.replace(":", ".")
     return next(iter(paths)) if "*" in shown and len(paths) == 1 else shown

@@ -1,1 +1,1 @@
-"""What is given to a plan: the machine, the schedule with its microbatches, and pinned modules."""
+"""The facts given to a plan: the machine, the schedule with its microbatches, and pinned modules."""

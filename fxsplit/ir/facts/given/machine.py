@@ -1,6 +1,6 @@
 """Machine: the devices that a plan may use, with their memory and speed, and the links between neighbours.
 
-A machine need not exist here: `Machine.planned(8)` is one to plan for, which no pipeline can run on.
+The devices need not be present: `Machine.planned(8)` is a machine to plan for, and no pipeline can run on it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no 
 
 DeviceLike: TypeAlias = "str | torch.device"
 GPU_LINK_BYTES_PER_S = 16e9
-"""Assumed between two GPUs where nothing else is stated: a 16-lane PCIe 3 link, the slowest in common use."""
+"""Assumed for a link between two GPUs if none is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 LEAST_BYTES_PER_S = 1e-3
-"""A link slower than this is refused as a mistake: the times that it leads to would overflow."""
+"""A slower link is refused as a mistake: the resulting times would overflow."""
 LEAST_SPEED, MOST_SPEED = 1e-12, 1e12
-"""A device that is slower or faster than this, relative to the one profiled, is refused as a mistake."""
+"""A device that is slower or faster than this, relative to the profiled one, is refused as a mistake."""
 MAX_DEVICES = 512
 """More devices are refused: the search keeps a table of states for each."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One place where a stage can run.
+    """A device that stages can run on.
 
-    - `name`: unlike any other in the machine.
-    - `torch_device`: where the tensors of its stages live, also by its name; None in a machine that is only planned
-      for. `torch.device("cuda")`, and so "cuda", is the GPU that is current when the Device is made.
-    - `memory_bytes`: what weights, activations and the rest of its stages may take; unlimited by default.
-    - `speed`: relative to the hardware that was profiled; a device of speed 2 takes half as long.
-    - `bytes_per_s`: the bandwidth of its own link, where that is less than that of the links between devices.
-    - `host`: it takes each node's `host_ms`, and exchanges values without cost, as CPUs of dnn-partitioning files do.
+    - `name`: unique in the machine.
+    - `torch_device`: the device of its stages' tensors, also by name; None in a machine that is only planned for.
+      `torch.device("cuda")`, and so "cuda", is the GPU that is current when the Device is made.
+    - `memory_bytes`: the limit for weights, activations and all other memory of its stages; unlimited by default.
+    - `speed`: relative to the profiled hardware; a device of speed 2 takes half as long.
+    - `bytes_per_s`: the bandwidth of its own link, if it is less than that of the links between devices.
+    - `host`: it takes each node's `host_ms`, and exchanges values without cost, like CPUs of dnn-partitioning files.
 
     Raises InputError for a value that is not of its type, or not positive, and for a kind of torch device that no stage
     runs on.
@@ -56,7 +56,7 @@ class Device:
     bytes_per_s: float = inf
     host: bool = False
 
-    if TYPE_CHECKING:  # a field has one type, and this one takes names too, which are devices once it is made
+    if TYPE_CHECKING:  # a field has one type, but this argument may be a name too, which becomes a device
 
         def __init__(
             self,
@@ -80,7 +80,7 @@ class Device:
             if TOO_LARGE <= value < inf:
                 raise InputError(f"device {self.name!r} has {show(value)}: give a number below {TOO_LARGE:g}, or inf")
         for what in ("memory_bytes", "bytes_per_s"):
-            # Turned round, so that what is not a number is refused too.
+            # The comparison is negated, so that NaN is refused too.
             if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
                 raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
         if not LEAST_SPEED <= self.speed <= MOST_SPEED:
@@ -94,8 +94,8 @@ class Machine(Shown, GivenFact):
     """Devices in pipeline order, and the bandwidth between each and the next.
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
-    between threads of one process on a CPU. `homes` is for a machine that was unrolled: the real devices of each of
-    its devices. Raises InputError unless names differ and there is a link for each pair of neighbours.
+    between threads of one process on a CPU. `homes` is for an unrolled machine: the real devices of each of its
+    devices. Raises InputError unless names are unique and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
@@ -132,11 +132,11 @@ class Machine(Shown, GivenFact):
         """Return the machine that a user means by `devices`.
 
         `devices` is a number, names or torch.devices with repeats allowed, Device objects, or a Machine, which is
-        returned as it is. A number means GPUs where there are as many. With fewer GPUs it means all of these, repeated
-        evenly, if `model` or torch's default device is on one, and CPU devices otherwise; a warning says which.
-        `bytes_per_s` states every link, `memory_bytes` every device's memory. By default CPU devices are unlimited, and
-        devices on one GPU share evenly what is free on it now (see `torch_devices.read_memory`).
-        Raises InputError for a device that does not exist here.
+        returned unchanged. A number means GPUs if there are enough. With fewer GPUs it means all of them, repeated
+        evenly, if `model` or torch's default device is on a GPU, and CPU devices otherwise; a warning says which.
+        `bytes_per_s` states the bandwidth of every link, `memory_bytes` the memory of every device. By default CPU
+        devices are unlimited, and devices on one GPU share its free memory evenly (see `torch_devices.read_memory`).
+        Raises InputError for a device that is not present.
         """
         import torch
 
@@ -169,7 +169,7 @@ class Machine(Shown, GivenFact):
 
     @classmethod
     def planned(cls, devices: int, bytes_per_s: float = inf, memory_bytes: float = inf) -> Machine:
-        """Return a machine of equal devices and links to plan for, which need not exist here."""
+        """Return a machine of equal devices and links to plan for, which need not be present."""
         if type(devices) is not int or devices < 1:
             raise InputError(f"devices={show(devices)}: give at least 1 device to plan for")
         check_device_count(devices)
@@ -179,15 +179,15 @@ class Machine(Shown, GivenFact):
         )
 
     def unrolled(self, homes: Sequence[Sequence[int]]) -> Machine:
-        """Return the machine that has a device for each stage, where stage s is on devices `homes[s]` of this machine.
+        """Return the machine with a device for each stage, where stage s is on devices `homes[s]` of this machine.
 
         The planner gives each stage a device. For schedules with several stages on a device, or with replicas, it plans
-        on this machine. Stages of one device share its memory evenly, and values between them need no link. A stage on
-        several devices is as slow, and has as little memory, as the least of them.
+        on the unrolled machine. Stages of one device share its memory evenly, and values between them need no link. A
+        stage on several devices has the speed of the slowest and the memory of the smallest.
         """
         if [list(home) for home in homes] == [[i] for i in range(len(self))]:
             return self
-        # How many stages each device has, and how many of them have been unrolled so far.
+        # The number of stages of each device, and how many of them have been unrolled so far.
         count = Counter(device for home in homes for device in home)
         seen: Counter[int] = Counter()
         made = []
@@ -199,7 +199,7 @@ class Machine(Shown, GivenFact):
             made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
             seen[home[0]] += 1
         links = (
-            # A bandwidth is per millisecond there, and per second here.
+            # bytes_per_ms is per millisecond, and links are per second.
             min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
@@ -210,19 +210,19 @@ class Machine(Shown, GivenFact):
 
     @property
     def uniform(self) -> bool:
-        """Whether all devices are alike and all links are, so that it does not matter which of them stay idle."""
+        """Whether all devices are alike and all links too, so that it does not matter which of them stay idle."""
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
         return len(kinds) == 1 and len(set(self.links)) <= 1
 
     def lift_memory_limits(self) -> Machine:
-        """Return the same devices and links, with memory without limit."""
+        """Return the same devices and links, with unlimited memory."""
         return replace(self, devices=tuple(replace(d, memory_bytes=inf) for d in self.devices))
 
     def bytes_per_ms(self, own: int, other: int) -> float:
-        """Return the bandwidth with which device `own` exchanges values with `other`, in bytes per millisecond.
+        """Return the bandwidth from device `own` to device `other`, limited by the link of `own`, in bytes per ms.
 
-        Devices that are not neighbours count as joined by the slowest link. Plans that take devices in another order
-        than the machine's, or leave some out, ask for that.
+        Devices that are not neighbours count as joined by the slowest link. This happens in plans that take devices in
+        another order than the machine's, or leave some out.
         """
         if self.devices[own].host:
             return inf
@@ -231,7 +231,7 @@ class Machine(Shown, GivenFact):
         return min(between, self.devices[own].bytes_per_s) / 1000.0
 
     def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
-        """Return how long r neighbouring devices take to sum a byte of gradients of each, in milliseconds.
+        """Return the time in which r neighbouring devices sum one byte of gradients of each, in milliseconds.
 
         4 (r - 1) / (r^2 bandwidth), as in PipeDream (Narayanan et al. 2019), over the slowest link among them.
         """
@@ -239,7 +239,7 @@ class Machine(Shown, GivenFact):
         if r == 1:
             return 0.0
         slowest = min(self.bytes_per_ms(a, b) for a, b in itertools.pairwise(devices))
-        # bytes_per_ms counts the own link of its first device: the pairs above leave out the last device's.
+        # bytes_per_ms counts the own link of its first device, so the pairs above leave out that of the last device.
         slowest = min(slowest, self.bytes_per_ms(devices[-1], devices[-2]))
         return 4.0 * (r - 1) / (r * r * slowest)
 
@@ -259,7 +259,7 @@ class Machine(Shown, GivenFact):
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
     def summarise(self) -> str:
-        """Return how many devices there are, and what they are called."""
+        """Return the number of devices, and their names."""
         names = [d.name for d in self.devices]
         return f"{len(names)} devices: {', '.join(names[:8])}{', ...' if names[8:] else ''}"
 
@@ -286,7 +286,7 @@ def check_device_count(count: int) -> None:
 
 
 def _check_here(devices: Sequence[Device]) -> None:
-    """Raise InputError for a device that no stage can run on here; one that is only planned for is no such device."""
+    """Raise InputError for a device that is not present, unless it is only planned for."""
     from fxsplit.ir.facts.given.torch_devices import check_here
 
     for device in devices:
@@ -295,5 +295,5 @@ def _check_here(devices: Sequence[Device]) -> None:
 
 
 def _name_device(device: torch.device, position: int) -> str:
-    """Return a name that is unique also where a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
+    """Return a name that is unique even if a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
     return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"

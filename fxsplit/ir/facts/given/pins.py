@@ -26,8 +26,8 @@ class Pins(GivenFact):
 
     @staticmethod
     def add(ir: IR, stages: Mapping[str, int]) -> IR:
-        """Return `ir` with `stages` pinned besides what is pinned already; raises PlanError for a contradiction."""
-        # Several passes may pin, each without knowing of the others.
+        """Return `ir` with `stages` pinned in addition to the earlier pins; raises PlanError for a contradiction."""
+        # Several passes may pin, independently of each other.
         earlier = ir.get(Pins) or Pins({})
         for path, stage in stages.items():
             if not path:
@@ -38,7 +38,7 @@ class Pins(GivenFact):
 
     @staticmethod
     def join(several: Sequence[Pins]) -> Pins:
-        """Return all of several pins, of which the later ones count where two contradict each other."""
+        """Return the union of several pins; the later of two contradicting pins counts."""
         stages = {path: stage for pins in several for path, stage in pins.stages.items()}
         return Pins(stages, frozenset().union(*(pins.optional for pins in several)))
 
@@ -53,7 +53,7 @@ class Pins(GivenFact):
         return pinned
 
     def verify(self, ir: IR) -> None:
-        """Raise PlanError for a pin of nothing, as soon as the nodes are known."""
+        """Raise PlanError for a pin that matches no node, as soon as the nodes are known."""
         costs = ir.get(Costs)
         if costs is not None:
             self.nodes(costs)
@@ -63,13 +63,13 @@ class Pins(GivenFact):
 
 
 def find_nodes(costs: Costs, path: str) -> list[str]:
-    """Return the nodes of a submodule, or the node of that name; none where the graph has neither."""
+    """Return the nodes of a submodule, or the node of that name; empty if the graph has neither."""
     # The dot keeps "layer1" from matching "layer10".
     return [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
 
 
 def suggest_names(costs: Costs, path: str) -> str:
-    """Return, for an error, that the graph has nothing of this name, and what was probably meant."""
+    """Return the end of an error about a name that the graph lacks, with similar names."""
     # A misspelt path is the usual reason. A profile of another tool may have no submodules.
     modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
     close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3) or modules[:3] or nodes[:3]

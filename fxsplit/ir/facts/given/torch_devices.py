@@ -1,7 +1,7 @@
-"""Torch devices: which ones a user means by a name or a number, and what memory they have left.
+"""Torch devices: find the devices that a user means by a name or a number, and their free memory.
 
-Nothing here is asked for before there is a device of torch's, so that planning does not load torch. AMD's GPUs are
-called "cuda" by torch too, and are found in the same way.
+This file is imported only once there is a torch device, so that planning does not load torch. torch calls AMD's GPUs
+"cuda" too, and they are found in the same way.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from fxsplit.torch_internals.user_lines import warn_user
 KINDS = ("cpu", "cuda")
 """The types of devices that stages run on."""
 GPU_RESERVE = 0.08
-"""The share of a GPU's memory that no plan counts on. Memory of freed tensors lies between that of others, in pieces
-too small for the next one; memory that two streams have used is free only when both have got there; and cuBLAS keeps a
-workspace for each stream, 32 MiB on recent GPUs."""
+"""The share of a GPU's memory that plans leave free.
+
+Freed memory is fragmented, and may be in pieces too small for the next tensor. Memory that two streams have used is
+free only when both have reached that point. And cuBLAS keeps a workspace for each stream, 32 MiB on recent GPUs.
+"""
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the torch device called `name`, with an index if it is a GPU; raises InputError if it is not here."""
+    """Return the torch device called `name`, with an index if it is a GPU; raises InputError if it is not present."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -39,9 +41,9 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def read_device(device: object, what: str) -> torch.device:
-    """Return a torch device that is given by itself or by name, with an index if it is a GPU; it need not be here.
+    """Return a torch device, given as such or by name, with an index if it is a GPU; it need not be present.
 
-    Raises InputError for what is none, or for one that no stage runs on; `what` names it in the message.
+    Raises InputError for anything else, and for a type of device that no stage runs on; `what` names it in the message.
     """
     if isinstance(device, str):
         with suppress(RuntimeError):
@@ -49,12 +51,12 @@ def read_device(device: object, what: str) -> torch.device:
     if not isinstance(device, torch.device):
         raise InputError(f"{what} has torch_device={device!r}: give a torch.device, or the name of one, as 'cuda:0'")
     check_kind(device, what)
-    # One that is given by itself may be a CPU's with an index: tensors there are elsewhere than those of "cpu".
+    # A given torch.device may be a CPU with an index, and its tensors are not on the same device as tensors on "cpu".
     return device if device.type == "cpu" else normalise(device)
 
 
 def check_here(device: torch.device, what: str) -> None:
-    """Raise InputError for a device that no stage can run on here; `what` names it in the message."""
+    """Raise InputError for a device that is not present or that no stage runs on; `what` names it in the message."""
     check_kind(device, what)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
@@ -74,7 +76,7 @@ def normalise(device: torch.device) -> torch.device:
     """Return a device as tensors name it: "cuda" is the calling thread's current GPU, and "cpu:0" is "cpu"."""
     if device.type == "cpu":
         return torch.device("cpu")
-    # Only devices with equal indexes compare equal. A machine may also be described where its GPUs are not.
+    # Only devices with equal indexes compare equal. A machine may also be described where its GPUs are not present.
     index: int | None = device.index
     if device.type == "cuda" and index is None and torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
@@ -82,11 +84,11 @@ def normalise(device: torch.device) -> torch.device:
 
 
 def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
-    """Return the devices that a user means by their number alone.
+    """Return the devices that a user means by a number.
 
-    They are GPUs where there are as many, beginning with the one that the model is on. With fewer GPUs they are all of
-    these, repeated evenly, if the model or torch's default device is on one of them, and CPU devices otherwise: a
-    warning says so. Without a GPU they are CPU devices. Raises InputError for a model on a device of another kind.
+    They are GPUs if there are enough, beginning with the GPU of the model. With fewer GPUs, they are all of them,
+    repeated evenly, if the model or torch's default device is on a GPU, and CPU devices otherwise; a warning says
+    which. Without a GPU they are CPU devices. Raises InputError for a model on a device of another kind.
     """
     home, reason = _find_home(model)
     if home is not None:
@@ -94,12 +96,12 @@ def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
     gpus = torch.cuda.device_count()
     if not gpus:
         return [torch.device("cpu")] * count
-    # The GPUs after the model's, then those before it: values go from one to the next.
+    # The GPUs after the model's, then the ones before it, since values go from one to the next.
     first = 0 if home is None else normalise(home).index
     order = [torch.device("cuda", (first + i) % gpus) for i in range(gpus)]
     if gpus >= count:
         return order[:count]
-    # Neighbours share a GPU, so that few values go to another one.
+    # Neighbours share a GPU, so that few values go to another GPU.
     shared = [order[i * gpus // count] for i in range(count)]
     there = f"devices={count} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}"
     names = [str(device) for device in shared]
@@ -117,22 +119,22 @@ def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
 
 
 def read_memory(device: torch.device) -> float:
-    """Return how many bytes a plan may use on `device`: a CPU device is unlimited, since the operating system pages.
+    """Return the bytes that a plan may use on `device`; unlimited for a CPU, since the operating system pages.
 
-    On a GPU they are what is free now, with what this process's allocator holds, less GPU_RESERVE of both.
+    For a GPU this is its free memory and the memory of this process's allocator, less GPU_RESERVE of both.
     """
     if device.type != "cuda":
         return inf
-    # What other programs hold is not free. What the allocator holds is weights of the model, which the plan counts
-    # itself, and memory that it hands out again.
+    # Memory of other programs is not free. The allocator holds the weights of the model, which the plan counts itself,
+    # and memory that it hands out again.
     free, _ = torch.cuda.mem_get_info(device)
     return (1.0 - GPU_RESERVE) * float(free + torch.cuda.memory_reserved(device))
 
 
 def _find_home(model: nn.Module | None) -> tuple[torch.device | None, str]:
-    """Return the first device other than the CPU that the model is on, or else torch's default device, and which it is.
+    """Return the first non-CPU device of the model, or else torch's default device, and a sentence that says which.
 
-    A model on the meta device is nowhere yet.
+    A model on the meta device has no device yet.
     """
     found = next((d for d in _list_devices(model) if d.type not in ("cpu", "meta")), None)
     if found is not None:
@@ -143,6 +145,6 @@ def _find_home(model: nn.Module | None) -> tuple[torch.device | None, str]:
 
 def _list_devices(model: nn.Module | None) -> Iterator[torch.device]:
     """Yield the device of each parameter and buffer."""
-    # What is no model is refused later, by a message that says so.
+    # An object that is no model is refused later, by a message that says so.
     if isinstance(model, nn.Module):
         yield from (tensor.device for tensor in itertools.chain(model.parameters(), model.buffers()))

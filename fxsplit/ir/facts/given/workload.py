@@ -1,4 +1,4 @@
-"""Workload: what a plan is made for: the schedule with its microbatches, and what each stage must hold at once."""
+"""Workload: the schedule with its microbatches that a plan is made for, and what each stage holds at once under it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fxsplit.ir.graph import GivenFact
 
 @dataclass(frozen=True)
 class Workload(GivenFact):
-    """The schedule by name, the number of microbatches, and how many of them each stage holds at once, at most.
+    """The schedule by name, the number of microbatches, and the most microbatches that each stage holds at once.
 
     - `in_flight[k]` lists, for a pipeline of k stages, the most microbatches whose activations each stage keeps at
       once: under 1F1B `in_flight[3]` is (3, 2, 1)
-    - `versions[k]` lists how many versions of its weights each of k stages keeps at once, where the optimizer steps
-      between microbatches; elsewhere it is missing, and means one
-    - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need that: its
-      weights stay where the first mode has put them, and its graph may have no node for some stage
+    - `versions[k]` lists how many versions of its weights each of k stages keeps at once, if the optimizer steps
+      between microbatches; a missing entry means one version
+    - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need this: its
+      weights stay on the stages of the first mode, and its graph may have no node for some stage
     - `replicated`: the schedule places every stage on several devices, as Chimera does
     - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
     - `inference`: there are no backwards, and nothing is trained
-    - `recompute`: which stages run forward again before their backward and keep no activations: "always" all of them,
-      "never" none, "plan" those that the planner chooses, as its own option allows
-    - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py); where it is
-      missing, all that `in_flight` and `versions` say comes at once
+    - `recompute` says which stages keep no activations and run their forward again before their backward: "always" all
+      of them, "never" none, "plan" the stages that the planner chooses within its own option
+    - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py). Without it,
+      all microbatches of `in_flight` and all `versions` are assumed to be held at the same time
     """
 
     schedule: str
@@ -37,7 +37,7 @@ class Workload(GivenFact):
     replicated: bool = False
     inference: bool = False
     splits: bool = False
-    # It follows from the schedule, and is found when it is asked for.
+    # It follows from the schedule, and is computed on demand.
     moments: MomentsBy | None = field(default=None, repr=False)
     recompute: str = "plan"
 
@@ -57,6 +57,6 @@ class Workload(GivenFact):
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
-        # Only asynchronous schedules keep versions; for the others the line stays short.
+        # Only asynchronous schedules keep versions; for all other schedules the line stays short.
         kept = "".join(f"; weight versions of {k} stages {list(v)}" for k, v in self.versions.items())
         return f"{self.schedule}, {self.n_microbatches} microbatches, in flight: {peaks}{kept}"

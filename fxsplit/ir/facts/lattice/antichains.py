@@ -1,7 +1,7 @@
 """Antichains: the lattice of ideals of the graph of blocks, each named by its augmented antichain.
 
-An *ideal* is a set of blocks that holds all that its members read: a pipeline can be cut behind it. Its *augmented
-antichain* is the set of its members that something outside still reads, and of those that nothing inside reads. See
+An *ideal* is a set of blocks that contains all inputs of its members, so a pipeline can be cut after it. Its *augmented
+antichain* contains the members that a block outside reads, and the members that no block inside reads. See
 planner/__init__.py for an example. The pass `augment` makes this fact.
 """
 
@@ -22,14 +22,14 @@ from fxsplit.ir.facts.lattice.blocks import Blocks
 from fxsplit.ir.graph import IR, Fact
 
 SHOWN = 40
-"""How many antichains a dump lists from each end."""
+"""The number of antichains that a dump lists from each end."""
 SAMPLED = 50
-"""How many ideals are held against the definition."""
+"""The number of ideals that are checked against the definition."""
 
 
 @dataclass(frozen=True, eq=False)
 class Levels(ReadOnlyArrays):
-    """What any cut sends at least, by how much work lies before it; all float64 [levels].
+    """Lower bounds on the bytes that any cut sends, by the work before the cut; all arrays are float64 [levels].
 
     No ideal whose work lies between `low` and `high` ms has fewer live bytes, forward and backward, than `least_bytes`.
     """
@@ -41,11 +41,12 @@ class Levels(ReadOnlyArrays):
 
 @dataclass(frozen=True, eq=False)
 class Slack(ReadOnlyArrays):
-    """By how much the best plan may have become slower because light nodes joined what they follow.
+    """A bound on the slowdown of the best plan, caused by joining light nodes to the nodes that they follow.
 
-    What has joined a node is its *tail*. `path` (int32 [tails]) numbers the paths of the graph that the tails lie on:
-    no cut parts two tails of one path. The other arrays are float64 [tails]: what a stage takes longer that does a tail
-    too. `weighed_ms_per_byte` is what a byte of parameters counted when it was decided which nodes are light.
+    The nodes joined to a node are its *tail*. `path` (int32 [tails]) numbers the paths of the graph that the tails lie
+    on: no cut separates two tails of one path. The other arrays are float64 [tails]: the extra figures of a stage that
+    has a tail too. `weighed_ms_per_byte` is the price of a byte of parameters at the time when the light nodes were
+    chosen.
     """
 
     path: Ints
@@ -58,16 +59,18 @@ class Slack(ReadOnlyArrays):
     weighed_ms_per_byte: float
 
     def bound_ms(self, *, twice: bool, hosts: bool, speed: float, reduce_ms_per_byte: float) -> float:
-        """Return how many ms slower the slowest stage of the best plan may be, at most.
+        """Return an upper bound on the slowdown of the slowest stage of the best plan, in milliseconds.
 
-        twice: whether a stage may run its forward twice. hosts: whether some device is a host. speed: of the slowest
-        device. reduce_ms_per_byte: what replicas of a stage take at most to sum a byte of gradients.
+        - `twice`: a stage may run its forward twice
+        - `hosts`: some device is a host
+        - `speed`: the speed of the slowest device
+        - `reduce_ms_per_byte`: the longest time in which replicas of a stage sum a byte of gradients
         """
         own = self.forward_ms * (1 + twice) + self.backward_ms
         each = (np.maximum(own, self.host_ms) if hosts else own) / speed + self.parameter_bytes * reduce_ms_per_byte
-        # The load is the larger of two sums, so it grows by no more than the one that grows more.
+        # The load is the larger of two sums, so it grows by no more than the sum that grows more.
         each = np.maximum(each, self.forward_launch_ms * (1 + twice) + self.backward_launch_ms)
-        # A cut parts one tail of each path at most, so the largest of each path counts.
+        # A cut separates at most one tail of each path, so the largest of each path counts.
         largest = np.zeros(int(self.path.max(initial=-1)) + 1)
         np.maximum.at(largest, self.path, each)
         return float(largest.sum())
@@ -79,17 +82,18 @@ class Antichains(ReadOnlyArrays, Fact):
 
     - `parent` and `last` (int32 [ideals]) build each ideal: it is `parent` and the block `last`. Ideal 0 is empty, the
       last one is full.
-    - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which has block `node` more
+    - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which also contains block
+      `node`
     - `live_bytes` (float64 [ideals]) sums the values that are made inside, or given to the model, and read outside,
       each once; `live_gradient_bytes` sums the gradients that return for them, and `sent_bytes` both as they are sent
-    - `complete` is False where there were too many ideals, and these are the prefixes of one topological order alone;
-      `levels` then bound all others
-    - `enumerated` says that the planner has enumerated them; a plan among others is not called optimal
-    - `slack` tells by how much the best plan may have become slower, where light nodes were joined
+    - `complete` is False if there were too many ideals, and these are only the prefixes of one topological order;
+      `levels` then bound all other ideals
+    - `enumerated` says that the planner has enumerated them; a plan over any other ideals is not called optimal
+    - `slack` bounds the slowdown of the best plan if light nodes were joined
 
-    `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom of use.
-    Where that loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A pass
-    that replaces the ideals by its own, and wants no others, leaves `joined` empty.
+    `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom useful.
+    If that loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A pass that
+    replaces the ideals by its own, and wants no further ones, leaves `joined` empty.
     """
 
     blocks: Blocks
@@ -128,8 +132,8 @@ class Antichains(ReadOnlyArrays, Fact):
         return [name for block in self.ideal(number) for name in self.blocks.members[block]]
 
     def antichain(self, number: int) -> list[int]:
-        """Return an ideal's augmented antichain: its maximal blocks and those that something outside still reads."""
-        # A block that nothing inside reads is maximal; one that something outside reads is live.
+        """Return the augmented antichain of an ideal: its maximal blocks and the blocks that a block outside reads."""
+        # A block is maximal if no block inside reads it, and live if a block outside does.
         inside = set(self.ideal(number))
         after = self.blocks.after
         return [b for b in sorted(inside) if not inside.issuperset(after[b]) or inside.isdisjoint(after[b])]
@@ -141,7 +145,7 @@ class Antichains(ReadOnlyArrays, Fact):
             raise BrokenFact("the antichains are of other nodes than the costs")
         if len(self) == 0 or self._sizes[-1] != len(self.blocks):
             raise BrokenFact(f"the last ideal has {self._sizes[-1]} of {len(self.blocks)} blocks")
-        # An edge that skips or repeats a block would let the search find stages that are none.
+        # An edge that skips or repeats a block would let the search find stages that do not exist.
         start = np.repeat(np.arange(len(self)), np.diff(self.pointer))
         if not (np.all(self.child > start) and np.all(self._sizes[self.child] == self._sizes[start] + 1)):
             raise BrokenFact("an edge of the lattice does not lead to an ideal one block larger")
@@ -150,7 +154,7 @@ class Antichains(ReadOnlyArrays, Fact):
         self._verify_sample(ir[Costs])
 
     def _verify_sample(self, costs: Costs) -> None:
-        """Raise BrokenFact unless live bytes and neighbours of some ideals, or of all of few, are as defined."""
+        """Raise BrokenFact unless live bytes and neighbours of up to SAMPLED ideals are as defined."""
         at = np.unique(np.linspace(0, len(self) - 1, SAMPLED).astype(int))
         for i in [] if self._verified is costs else at:
             inside = set(self.ideal(int(i)))
@@ -180,8 +184,8 @@ class Antichains(ReadOnlyArrays, Fact):
         return sizes
 
     def __str__(self) -> str:
-        """The number of states, then the antichain and live bytes of the first and last of them."""
-        # A dump of a million states would be of no use: show both ends.
+        """Return the number of states, then the antichain and live bytes of the first and the last states."""
+        # A dump of a million states would be useless, so it shows both ends.
         kind = "every ideal" if self.complete else "prefixes of one topological order only (too many ideals)"
         lines = [f"{len(self)} states of {len(self.blocks)} blocks: {kind}"]
         lines += [f"{len(self.joined)} nodes are joined to neighbours"] if self.joined else []
@@ -197,7 +201,7 @@ class Antichains(ReadOnlyArrays, Fact):
 
 
 def list_ends(count: int, describe: Callable[[int], str]) -> list[str]:
-    """Return the lines of the first and last of `count` items, SHOWN from each end, and how many lie between."""
+    """Return the lines of the first and last SHOWN of `count` items, and the number of items between them."""
     if count <= 2 * SHOWN:
         return [describe(i) for i in range(count)]
     first, last = map(describe, range(SHOWN)), map(describe, range(count - SHOWN, count))

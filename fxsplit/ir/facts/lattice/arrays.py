@@ -1,4 +1,4 @@
-"""Arrays of facts: facts do not change, and so nobody may write to their arrays."""
+"""Arrays of facts: facts are immutable, so their arrays are read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ints = NDArray[np.int32]
 
 
 class ReadOnlyArrays:
-    """Base of frozen dataclasses whose arrays are read-only views of those that they are made of."""
+    """Base of frozen dataclasses; replaces their arrays by read-only views."""
 
     def __post_init__(self) -> None:
         """Replace each array by a view that numpy refuses to write to."""
@@ -21,7 +21,7 @@ class ReadOnlyArrays:
         for field in fields(own):
             array = getattr(self, field.name, None)
             if isinstance(array, np.ndarray):
-                # A view: whoever has made the array may still write to it.
+                # A view, so that the maker of the array may still write to it.
                 locked = array.view()
                 locked.setflags(write=False)
                 object.__setattr__(self, field.name, locked)

@@ -1,8 +1,10 @@
-"""Blocks: sets of nodes that no cut may part, and the graph that they form, which the planner cuts.
+"""Blocks: sets of nodes that no cut may separate, and the graph of these blocks, which the planner cuts.
 
-Most blocks are single nodes. Two nodes that share a parameter are one block, with all nodes that lie between them: in
-a -> b -> c, where a and c share a weight, {a, b, c} is one block. A stage with a and c and without b would have to wait
-for itself.
+Most blocks are single nodes. Two nodes that share a parameter are in one block, with all nodes between them:
+
+    a --> b --> c        a and c share a weight, so {a, b, c} is one block
+
+A stage with a and c but without b would have to wait for itself.
 """
 
 from __future__ import annotations
@@ -33,11 +35,10 @@ class Blocks:
     def of(cls, costs: Costs) -> Blocks:
         """Return the blocks that `costs` demand.
 
-        Each set of nodes that stay together is made a cycle; the blocks are then the strongly connected components.
-        Whatever lies between two nodes of a set is on a cycle too. So each block is *convex*: no path leaves it and
-        comes back.
+        Each set of nodes that stay together is made a cycle; the blocks are then the strongly connected components. A
+        node between two nodes of a set is on a cycle too. So each block is *convex*: no path leaves it and comes back.
         """
-        # Nodes by their place in the graph, which is a topological order.
+        # The position of each node in the graph, which is a topological order.
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         arrows = {(position[i], position[n.name]) for n in costs.nodes for i in n.inputs if i in position}
         arrows |= {(position[a], position[b]) for a, b in costs.ordered}
@@ -46,11 +47,11 @@ class Blocks:
 
     @classmethod
     def _of(cls, components: Sequence[Sequence[int]], arrows: set[tuple[int, int]], costs: Costs) -> Blocks:
-        """Return the blocks that are convex sets of nodes (by position), joined by the arrows between them."""
+        """Return the blocks for convex sets of nodes (given by position), joined by the arrows between them."""
         home = {node: b for b, component in enumerate(components) for node in component}
         edges = {(home[a], home[b]) for a, b in arrows if home[a] != home[b]}
         order = _chain_order(len(components), edges)
-        # Renumber by the order, so that a block's number is its place.
+        # Renumber by the order, so that the number of a block is its position.
         rank = {block: i for i, block in enumerate(order)}
         before: list[set[int]] = [set() for _ in components]
         after: list[set[int]] = [set() for _ in components]
@@ -65,10 +66,10 @@ class Blocks:
         )
 
     def joined(self, groups: Iterable[Sequence[int]], costs: Costs) -> Blocks:
-        """Return the blocks after joining some into one; each group must be convex."""
+        """Return the blocks after joining groups into one block each; each group must be convex."""
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         sets = [sorted(position[name] for b in group for name in self.members[b]) for group in groups]
-        # Any node may stand for its block: the arrows are between blocks.
+        # Any node can represent its block, since the arrows are between blocks.
         first = [position[names[0]] for names in self.members]
         arrows = {(first[a], first[b]) for a, after in enumerate(self.after) for b in after}
         return self._of(sorted(sets), arrows, costs)
@@ -103,7 +104,7 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
     """Return the strongly connected components of a DAG in which the nodes of each set of `together` form a cycle."""
     if not together:
         return [[node] for node in range(count)]
-    # networkx takes a fifth of a second to load, which a profile without constraints need not wait for.
+    # networkx takes 0.2 s to load, which a profile without constraints need not wait for.
     import_whole(["networkx"])
     import networkx as nx
 
@@ -116,9 +117,9 @@ def _components(arrows: set[tuple[int, int]], together: list[list[int]], count: 
 
 
 def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:
-    """Return a topological order that follows each chain to its end before it takes up the next.
+    """Return a topological order that follows each chain to its end before it begins the next.
 
-    Behind a prefix of this order few branches are begun and not finished, so few values cross a cut there.
+    A prefix of this order has few unfinished branches, so few values cross a cut after it.
     """
     after: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
@@ -126,7 +127,7 @@ def _chain_order(count: int, edges: set[tuple[int, int]]) -> list[int]:
     for a, b in sorted(edges):
         after[a].append(b)
         waiting[b] += 1
-    # A stack, with the first block on top: what a block releases is taken up next.
+    # A stack with the first block on top: a block that becomes ready is taken next.
     stack = [b for b in reversed(range(count)) if waiting[b] == 0]
     order = []
     while stack:

@@ -1,7 +1,7 @@
-"""States: the ideals as a sequence, each after all its subsets, with the sums that a cut behind it needs.
+"""States: the ideals as a sequence, each after all its subsets, with the sums that a cut after it needs.
 
-The pass `order` makes this fact. The load of a stage from state J to state I follows from sums: what the nodes of I
-take, less what the nodes of J take, and what crosses at J and at I.
+The pass `order` makes this fact. The load of a stage from state J to state I follows from sums: the figures of I minus
+those of J, and the bytes that cross at J and at I.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ FEATURES = (
     "sent_bytes",
 )
 SUMMED = FEATURES[:8]
-"""These sum over the nodes of an ideal; the rest are of the values live across it, the last one as they are sent."""
+"""These are sums over the nodes of an ideal.
+
+The rest are of the values live across it, the last one as they are sent.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class States(ReadOnlyArrays, Fact):
     """The state sequence: row i of `features` (float64 [states, FEATURES]) describes ideal i.
 
-    `in_pointer` and `in_from` (CSR) are the ideals just below each: every one of them has a smaller number, so a
-    single sweep in this order sees an ideal after all its subsets.
+    `in_pointer` and `in_from` (CSR) are the ideals just below each state. They have smaller numbers, so a single sweep
+    in this order sees an ideal after all its subsets.
     """
 
     features: Floats
@@ -64,12 +67,12 @@ class States(ReadOnlyArrays, Fact):
         if len(self) != len(ir[Antichains]):
             raise BrokenFact(f"{len(self)} states for {len(ir[Antichains])} antichains")
         end = np.repeat(np.arange(len(self)), np.diff(self.in_pointer))
-        # The search sweeps through the states once, and must meet every state after those below it.
+        # The search sweeps through the states once, and must meet every state after the states below it.
         if not np.all(self.in_from < end):
             raise BrokenFact("a state comes before a subset of it")
         # A sum that shrinks would give a stage negative time. Only the summed figures grow; live bytes go up and down.
         grown = self.features[end, : len(SUMMED)] - self.features[self.in_from, : len(SUMMED)]
-        # Turned round, so that a sum that is not a number is refused too.
+        # The comparison is negated, so that NaN is refused too.
         if grown.size and not grown.min() >= -1e-9 * max(1.0, float(self.features.max())):
             raise BrokenFact("a state sums to less than a subset of it")
         if self._verified is not ir[Costs]:
@@ -78,8 +81,8 @@ class States(ReadOnlyArrays, Fact):
             object.__setattr__(self, "_verified", ir[Costs])
 
     def _verify_figures(self, chains: Antichains, costs: Costs) -> None:
-        """Raise BrokenFact unless every figure is that of the ideal, and the states below are the ideal's."""
-        # An ideal has one block more than its parent, so all sums follow from those of the empty one.
+        """Raise BrokenFact unless every figure, and the states below each state, agree with the ideals."""
+        # An ideal has one block more than its parent, so all sums follow from the sums of the empty ideal.
         own = np.array([[sum_figures(costs, names, figure) for figure in SUMMED] for names in chains.blocks.members])
         own = own.reshape(-1, len(SUMMED))
         grown = self.features[1:, : len(SUMMED)] - self.features[chains.parent[1:], : len(SUMMED)]
@@ -95,12 +98,12 @@ class States(ReadOnlyArrays, Fact):
             raise BrokenFact("the states have other states below them than the antichains say: run 'order' again")
 
     def __str__(self) -> str:
-        """One row a state: summed times and bytes, and the bytes cut there."""
+        """Return a row for each state: summed times and bytes, and the bytes cut there."""
         head = "state" + "".join(f"{f:>20}" for f in FEATURES)
         rows = list_ends(len(self), lambda i: f"{i:>5}" + "".join(f"{v:>20.3f}" for v in self.features[i]))
         return "\n".join([head, *rows])
 
 
 def sum_figures(costs: Costs, names: Iterable[str], figure: str) -> float:
-    """Return the sum of one figure of some nodes."""
+    """Return the sum of one figure over some nodes."""
     return float(sum(getattr(costs.by_name[name], figure) for name in names))

@@ -1,1 +1,1 @@
-"""Memory: what a stage holds of one microbatch, of several at once, and always."""
+"""Memory: the memory that a stage holds for one microbatch, for several at once, and permanently."""

@@ -15,13 +15,13 @@ def runs_nothing(node: NodeCost) -> bool:
 
 
 def is_part_of_several(node: NodeCost) -> bool:
-    """Return whether a node only fetches one of several values that another one has made."""
+    """Return whether a node only fetches one of several outputs of another node."""
     return node.op == "call_function:getitem" and bool(node.inputs)
 
 
 @dataclass(eq=False)
 class _Memory:
-    """One piece of memory with gradients: its bytes, how many gradients lie in it, and whether others hold it too."""
+    """A piece of memory with gradients: its bytes, the number of gradients in it, and whether its owner counts it."""
 
     size: float
     holders: int = 1
@@ -30,27 +30,28 @@ class _Memory:
 
 @dataclass
 class _Gradient:
-    """The gradient of a value that has arrived so far: where it lies, and whether it may be added to in place."""
+    """The gradient of a value, as far as it has arrived: its memory, and whether it may be added to in place."""
 
     memory: _Memory
     owned: bool
 
 
 class BackwardGradients:
-    """The gradients of values that are there while a backward runs; `bytes` are in memory of its own."""
+    """The gradients of values that exist while a backward runs; `bytes` counts their own memory."""
 
     def __init__(self, costs: Costs, sizes: Mapping[str, float]) -> None:
         self.bytes = 0.0
         self._costs = costs
         self._sizes = sizes
         self._found: dict[str, _Gradient] = {}
-        # Foreign memory that weights wait with, and have for themselves when the first half is over; by its object.
+        # Foreign memory that waiting weights need, and that only they hold after the first half of a backward; by its
+        # object.
         self.left_behind: dict[_Memory, float] = {}
-        # The gradients of several outputs of a node, which wait for it.
+        # The gradients of several outputs of a node, until its backward runs.
         self._pending: dict[str, list[_Memory]] = {}
 
     def start(self, name: str, *, foreign: bool) -> None:
-        """Let the gradient of a value arrive from behind the stage; the memory of a `foreign` one counts already."""
+        """Let the gradient of a value arrive from after the stage; the memory of a `foreign` one is counted already."""
         size = self._sizes[name]
         self._found[name] = _Gradient(_Memory(size, 1, foreign), owned=False)
         self.bytes += 0.0 if foreign else size
@@ -60,12 +61,15 @@ class BackwardGradients:
         return sum(memory.size for memory in self._pending.get(name, ()))
 
     def find_left(self, *, own: bool = False) -> float:
-        """Return the bytes of all gradients that are there, each memory once; of its `own` memory alone if asked."""
+        """Return the bytes of all existing gradients, each piece of memory once; with `own` without foreign memory."""
         left = {id(g.memory): g.memory for g in self._found.values()}
         return sum(m.size for m in left.values() if not (own and m.foreign))
 
     def hand_back(self, node: NodeCost) -> float:
-        """Let the gradients that a node's backward returns arrive; return what is there for a moment besides."""
+        """Let the gradients that a node's backward returns arrive.
+
+        Return the bytes that are needed for a moment besides.
+        """
         arrived, most = self._found.get(node.name), 0.0
         reads = [name for name in dict.fromkeys(node.inputs) if self._sizes.get(name)]
         lends = arrived is not None and 0 < node.lent_bytes >= sum(self._sizes[name] for name in reads)
@@ -84,12 +88,13 @@ class BackwardGradients:
         return most
 
     def _add(self, name: str, memory: _Memory, *, owned: bool) -> float:
-        """Add a gradient to what has arrived for a value; return what the sum takes for a moment besides."""
+        """Add a gradient to the gradient of a value; return the bytes that the sum needs for a moment besides."""
         before = self._found.get(name)
         if before is None:
             self._found[name] = _Gradient(memory, owned)
             return 0.0
-        # torch's engine adds to a gradient that nothing else shares memory with, and else makes a third tensor.
+        # torch's engine adds in place to a gradient that shares its memory with nothing else, and otherwise makes a
+        # third tensor.
         if before.owned:
             self._release(memory)
             return 0.0
@@ -100,14 +105,18 @@ class BackwardGradients:
         return freed
 
     def leave(self, node: NodeCost, *, waits: bool) -> float:
-        """Let a node's own gradient go, unless its weights wait with it; return what waits besides what is counted."""
+        """Free the gradient of a node, unless its weights wait with it.
+
+        Return the waiting bytes that are not yet counted.
+        """
         for memory in self._pending.pop(node.name, ()):
             self._release(memory)
         arrived = self._found.pop(node.name, None)
         if arrived is None:
             return node.waiting_bytes if waits else 0.0
         if waits:
-            # It stays in memory, whose bytes go on to count. Others let go of theirs when the first half is over.
+            # It stays in memory, and its bytes still count. Foreign memory is released by its owner after the first
+            # half.
             if arrived.memory.foreign:
                 self.left_behind[arrived.memory] = arrived.memory.size
             return max(node.waiting_bytes - arrived.memory.size, 0.0)
@@ -118,7 +127,7 @@ class BackwardGradients:
         return 0.0
 
     def _release(self, memory: _Memory) -> float:
-        """Let one gradient go; return how many bytes that frees."""
+        """Free one gradient; return the bytes that this frees."""
         memory.holders -= 1
         freed = 0.0 if memory.holders or memory.foreign else memory.size
         self.bytes -= freed
@@ -126,10 +135,11 @@ class BackwardGradients:
 
 
 class TiedGradients(NamedTuple):
-    """Gradients of parameters that several nodes of a stage use, by the place of a node whose backward has just run.
+    """Gradients of parameters that several nodes of a stage use, by the position of a node whose backward has just run.
 
-    change: what is there from then on. more: what is there for a moment, where two gradients make a third one.
-    again: what the node has of parameters whose sums are made behind an earlier node.
+    - `change`: the bytes that exist from then on
+    - `more`: the bytes needed for a moment, while two gradients are added into a third
+    - `again`: the node's bytes of parameters whose sums are made after an earlier node
     """
 
     change: Mapping[int, float]
@@ -138,7 +148,7 @@ class TiedGradients(NamedTuple):
 
 
 def find_ties(costs: Costs, position: Mapping[str, int]) -> TiedGradients:
-    """Return what gradients of tied parameters take: autograd adds up those of all users before they go to the sum."""
+    """Return the memory for gradients of tied parameters: autograd adds up all users' before they go to the sum."""
     change: dict[int, float] = {}
     more: dict[int, float] = {}
     again: dict[int, float] = {}

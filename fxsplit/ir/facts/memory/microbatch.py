@@ -1,13 +1,19 @@
-"""Follow a stage through one microbatch, node by node, and say what it holds at most in each action.
+"""Follow a stage through one microbatch, node by node, and find the most memory that it holds in each action.
 
-The forward runs the nodes in the order of the graph, the backward runs theirs in the reverse order, as torch's engine
-does. What a node allocates was measured, and what lives between nodes follows from who reads what:
+The forward runs the nodes in the order of the graph, and the backward in reverse order, like torch's engine. The
+allocations of each node were measured, and the lives of tensors between nodes follow from who reads what:
 
-- what autograd keeps of a node is there from its forward to its backward; where only later nodes keep it, to the
-  backward of the first of these
-- a value that nothing keeps is there until the last node that reads it, or a view of it, has run. Views take no memory
-- the gradient of a value is there from the backward of the last node that reads it to that of the node that made it. A
-  node may return the gradient that it was given, or parts of it, and then the two are one piece of memory
+                            f1   f2   f3   loss   b3   b2   b1
+    kept by f1              |------------------------------>|
+    kept by f2                   |-------------------->|
+    value 1, kept by none   |--->|
+    gradient of value 2                           |--->|
+
+- activations that autograd keeps for a node live from its forward to its backward; if only later nodes keep them, to
+  the backward of the first of these nodes
+- a value that no node keeps lives until the last node that reads it, or a view of it, has run. Views take no memory
+- the gradient of a value lives from the backward of the last node that reads the value to the backward of the node
+  that made it. A node may return its incoming gradient, or parts of it; the two are then one piece of memory
 """
 
 from __future__ import annotations
@@ -24,18 +30,20 @@ from fxsplit.ir.facts.costs.loss import NO_LOSS
 from fxsplit.ir.facts.memory.gradients import BackwardGradients, find_ties, runs_nothing
 
 TOGETHER_BYTES = 1 << 16
-"""Gradients of weights that were put off are added to their sums together, up to so many bytes."""
+"""Delayed gradients of weights are added to their sums in groups of up to this number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchMemory:
-    """What a stage holds of one microbatch, in bytes; weights, sums of gradients and other microbatches aside.
+    """The memory of a stage for one microbatch, in bytes, without weights, sums of gradients and other microbatches.
 
-    resting_bytes: between its forward and its backward. halfway_bytes: between the two halves of a divided backward.
-    forward_bytes, whole_bytes, early_bytes, late_bytes: at most, while its forward, its backward, or the first or
-    the second half of that run. first_bytes: the same of a whole backward that finds no sums of gradients and makes
-    them, which then count too. sent_bytes, sent_gradient_bytes: values, and gradients, that it has made for other
-    stages and that it does not hold by itself, until they are taken.
+    - `resting_bytes`: between its forward and its backward
+    - `halfway_bytes`: between the two halves of a divided backward
+    - `forward_bytes`, `whole_bytes`, `early_bytes`, `late_bytes`: at most, while its forward, its backward, or the
+      first or the second half of its backward runs
+    - `first_bytes`: the same for a whole backward that finds no sums of gradients, and includes the sums that it makes
+    - `sent_bytes`, `sent_gradient_bytes`: values, and gradients, made for other stages and otherwise not held here,
+      until they are taken
     """
 
     resting_bytes: float = 0.0
@@ -50,14 +58,14 @@ class MicrobatchMemory:
 
 
 class Crossings(NamedTuple):
-    """The names of the values that a stage takes from the stages before, and of those that it gives to later ones."""
+    """The names of the values that a stage takes from the stages before it, and gives to later stages."""
 
     taken: Sequence[str]
     given: Sequence[str]
 
 
 def list_crossings(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Crossings]:
-    """Return the values that cross the two boundaries of each of `count` stages, where stages hand values on."""
+    """Return the values that cross the two boundaries of each of `count` stages, if stages hand values on."""
     # Boundary b lies before stage b.
     crossing: list[list[str]] = [[] for _ in range(count + 1)]
     for name, _, _, readers, returned in costs.values:
@@ -69,31 +77,31 @@ def list_crossings(costs: Costs, stage_of: Mapping[str, int], count: int) -> lis
 def follow_stage(
     costs: Costs, names: Sequence[str], crossings: Crossings, *, recompute: bool, last: bool
 ) -> MicrobatchMemory:
-    """Return what a stage holds in each action, of the nodes `names`, in the order of the graph.
+    """Return the memory that a stage of the nodes `names`, in the order of the graph, holds in each action.
 
-    last: whether the loss is computed behind it. Every node's allocations are known (see `Costs.weighed`).
+    `last`: the loss is computed after the stage. Every node's allocations must be known (see `Costs.weighed`).
     """
     stage = _Stage(costs, names, crossings)
     kept, light = stage.run_forward(keeps=True), stage.run_forward(keeps=False)
     if costs.inference:
-        # At rest are the values between stages, of a microbatch that has arrived or that was handed on.
+        # At rest are the values between stages, of a microbatch that has arrived or has been handed on.
         at_rest = stage.taken_bytes + stage.unkept_outputs
         sent = stage.made_bytes + stage.passed_bytes
         return MicrobatchMemory(resting_bytes=at_rest, forward_bytes=min(kept, light), sent_bytes=sent)
     loss, taken = costs.find_loss(stage.given_bytes) if last else NO_LOSS, stage.taken_bytes
-    # Of the outputs it keeps those that nothing else does, and those that nothing keeps are freed behind it.
+    # The loss keeps the outputs that nothing else keeps. Outputs that nothing keeps are freed after it.
     loss_keeps = loss.kept_bytes + stage.unkept_outputs * loss.keeps_outputs
-    # A stage that recomputes holds the outputs of the model as any other stage holds what it gives.
+    # A stage that recomputes holds the outputs of the model as any other stage holds the values that it gives.
     ends = last and not recompute
     backward, gradients = stage.run_backward(ends=ends, divided=False)
     first, _ = stage.run_backward(ends=ends, divided=False, sums=True)
     early, _ = stage.run_backward(ends=ends, divided=True)
-    # What the loss keeps is freed with all the rest.
+    # The memory kept by the loss is freed with all the rest.
     early += loss_keeps * ends
     halfway = stage.find_halfway(ends=ends) + loss_keeps * ends
     late = halfway + stage.find_late()
     if not stage.waits:
-        # Nothing is left for later, so that the first half is all of the backward, and frees all.
+        # Nothing is left for later, so the first half is the whole backward, and frees all.
         early, late = backward, taken + (0.0 if ends else stage.unkept_outputs + stage.kept_outputs)
         halfway = late
     resting = taken + stage.kept_bytes + (loss_keeps if last else stage.unkept_outputs)
@@ -105,12 +113,12 @@ def follow_stage(
         outputs = stage.own_outputs * last
         forward = max(min(light, kept), taken + outputs + loss.forward_peak_bytes)
         resting = taken + outputs + loss.kept_bytes
-        # The gradients of the outputs are there, while the forward runs once more.
+        # The gradients of the outputs exist while the forward runs once more.
         losing = max(resting + loss.backward_peak_bytes, kept + stage.given_gradients)
         sent = 0.0 if last else stage.made_bytes
-        # The outputs that the loss was computed from are there until the weights' gradients are.
+        # The outputs that the loss was computed from live as long as the gradients of the weights wait.
         early += outputs
-    # Who runs a forward again keeps what its buffers were, until that is over.
+    # A stage that runs a forward again keeps the old contents of its buffers until that is over.
     again = stage.written_bytes * recompute
     return MicrobatchMemory(
         resting_bytes=resting + again,
@@ -126,7 +134,7 @@ def follow_stage(
 
 
 class _Stage:
-    """The nodes of a stage, the values that it takes from other stages, and those that it gives to them."""
+    """The nodes of a stage, the values that it takes from other stages, and the values that it gives to them."""
 
     def __init__(self, costs: Costs, names: Sequence[str], crossings: Crossings) -> None:
         self._nodes = [costs.by_name[name] for name in names]
@@ -134,19 +142,19 @@ class _Stage:
         position = {name: i for i, name in enumerate(names)}
         values = [costs.value_of[name] for name in (*names, *(n for n in crossings.taken))]
         given = set(crossings.given)
-        # The place of the last node that reads a value; behind all nodes for a value that other stages read.
+        # The position of the last node that reads a value; after all nodes for a value that other stages read.
         self._end = {
             v[0]: len(names) if v[0] in given else max([position[r] for r in v[3] if r in position], default=-1)
             for v in values
         }
         self._gradient_bytes = {v[0]: v[2] for v in values}
         size_of = {v[0]: v[1] for v in values}
-        # Of the values that it gives, those that it makes. Others it only hands on.
+        # The given values that this stage makes. It only hands on the rest.
         self._made = [name for name in crossings.given if name in position]
         self.taken_bytes = sum(size_of[name] for name in crossings.taken)
         self.passed_bytes = sum(size_of[name] for name in crossings.given if name not in position)
         self.made_bytes = sum(max(size_of[name], costs.by_name[name].storage_bytes) for name in self._made)
-        # In whose memory each of these lies, and what that takes. A view of what the stage takes is held with that.
+        # The owners of the memory of these values. A view of a taken value counts with that value.
         owners = [costs.by_name[name].lies_in or name for name in self._made]
         held = [costs.by_name[name] for name in dict.fromkeys(owners) if name in position]
         self.given_bytes = sum(size_of[name] for name in crossings.given)
@@ -158,30 +166,30 @@ class _Stage:
         }
         self.own_outputs = sum(max(owner.storage_bytes, owner.unkept_bytes) for owner in held)
         self.kept_outputs = sum(self._kept_outputs.values())
-        # Until when the memory of a value is there, which views of it may read later.
+        # The end of the memory of a value, which a view may read after the last reader of the value.
         self._memory_end = dict(self._end)
         for node in self._nodes:
             if node.lies_in in position:
                 self._memory_end[node.lies_in] = max(self._memory_end[node.lies_in], self._end[node.name])
         self.written_bytes = sum(n.written_bytes for n in self._nodes)
         self.waits = any(n.late_peak_bytes > 0 for n in self._nodes)
-        # Filled by a backward: what is there between its halves, gradients for other stages aside.
+        # Filled by a backward: the memory held between its halves, without gradients for other stages.
         self._waiting = 0.0
         self._ties = find_ties(costs, position)
         self._position = position
 
     def find_halfway(self, *, ends: bool) -> float:
-        """Return what the stage holds between the halves of the backward that has run last."""
+        """Return the memory that the stage holds between the halves of its latest backward."""
         return self.taken_bytes + self.kept_bytes + (0.0 if ends else self.unkept_outputs) + self._waiting
 
     def find_late(self) -> float:
-        """Return what the second half of a backward allocates: for one node, and small gradients that go together."""
+        """Return the allocation of the second half of a backward: one node, and small gradients added in a group."""
         waiting = [n for n in self._nodes if n.late_peak_bytes > 0]
         together = min(sum(n.parameter_bytes or n.late_peak_bytes for n in waiting), TOGETHER_BYTES)
         return max((n.late_peak_bytes for n in waiting), default=0.0) + together
 
     def run_forward(self, *, keeps: bool) -> float:
-        """Return the most that the stage holds while its forward runs, with or without what a backward needs."""
+        """Return the most memory that the stage holds while its forward runs; `keeps` adds the activations."""
         peak = now = self.taken_bytes
         ends: dict[int, float] = {}
         for i, node in enumerate(self._nodes):
@@ -191,7 +199,7 @@ class _Stage:
                 size = 0.0
             peak = max(peak, now + max(node.forward_peak_bytes or 0.0, kept))
             now += kept
-            # What nobody reads is gone at once.
+            # A value that nobody reads is freed at once.
             end = self._memory_end[node.name]
             if end > i:
                 now += size
@@ -200,10 +208,11 @@ class _Stage:
         return max(peak, now)
 
     def run_backward(self, *, ends: bool, divided: bool, sums: bool = False) -> tuple[float, float]:
-        """Return the most that the stage holds while its backward runs, and the gradients that it gives.
+        """Return the most memory that the stage holds while its backward runs, and the gradients that it gives.
 
-        ends: the gradients of the outputs are autograd's own, as those that a loss makes. divided: leave the gradients
-            of weights for later, and free nothing. sums: count the sums of gradients, which this backward makes.
+        - `ends`: the gradients of the outputs are autograd's own, since the loss makes them
+        - `divided`: leave the gradients of weights for later, and free nothing
+        - `sums`: count the sums of gradients, which this backward makes
         """
         run = BackwardGradients(self._costs, self._gradient_bytes)
         kept, small, waiting, summed = self.kept_bytes, 0.0, 0.0, 0.0
@@ -211,14 +220,14 @@ class _Stage:
         for name, end in self._end.items():
             if end == len(self._nodes) and self._gradient_bytes[name]:
                 run.start(name, foreign=not ends)
-        # What other stages have sent is held to the end, and so are the outputs.
+        # Values from other stages are held to the end, and so are the outputs.
         fixed = self.taken_bytes + (0.0 if ends else self.given_gradients + self.unkept_outputs)
         peak = fixed + kept + run.bytes
         for i in range(len(self._nodes) - 1, -1, -1):
             node = self._nodes[i]
             waits = divided and node.late_peak_bytes > 0
             allocates = node.halved_peak_bytes if waits else node.backward_peak_bytes
-            # Gradients of several outputs count as allocated by the node that made these.
+            # Gradients of several outputs are part of the allocation of the node that made these outputs.
             allocates = max(allocates - run.find_pending(node.name), 0.0)
             peak = max(peak, fixed + kept + run.bytes + small + waiting + summed + allocates)
             small += node.handed_bytes
@@ -238,25 +247,25 @@ class _Stage:
         return peak, gradients
 
     def _list_freed(self) -> Mapping[int, list[tuple[float, float]]]:
-        """Return what is freed behind the backward of each node, by its place: kept bytes, and those then held on."""
+        """Return the bytes freed after the backward of each node, by position: kept bytes, and held outputs."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for i, node in enumerate(self._nodes):
             held = self._kept_outputs.get(node.name, 0.0)
-            # Where a later stage keeps it, this one has it for itself.
+            # The part that a later node of the stage keeps is freed with that node.
             later = node.kept_for_bytes if node.kept_for in self._position else 0.0
             found[self._position.get(node.kept_for, i)].append((later, min(held, later)))
             found[i].append((node.kept_bytes - later, max(held - later, 0.0)))
         return found
 
     def _list_summed(self) -> Mapping[int, float]:
-        """Return the bytes of the sums that are made behind the backward of each node, by its place.
+        """Return the bytes of the sums that are made after the backward of each node, by position.
 
-        Small ones are made of what is handed over at the end, which counts anyway.
+        Small sums are made of the gradients that are handed over at the end, which count anyway.
         """
         found: dict[int, float] = defaultdict(float)
         for i, node in enumerate(self._nodes):
             place = i
-            # A parameter that is fetched gets its gradient from those who read it.
+            # A fetched parameter gets its gradient from the nodes that read it.
             if runs_nothing(node):
                 readers = (r for r in self._costs.value_of[node.name][3] if r in self._position)
                 place = max((self._position[r] for r in readers), default=i)

@@ -1,7 +1,12 @@
-"""Moments: what a stage holds at once of several microbatches, by the order of its device's actions alone.
+"""Moments: the microbatches that a stage holds at the same time, which follow from the order of its device's actions.
 
 Under 1F1B on two devices the first stage runs backward while a second microbatch rests between its forward and its
-backward. That is the moment `Moment("whole_bytes", resting=1)`. What it takes in bytes, the stage's figures say.
+backward:
+
+    stage 0:   F0  F1  B0  F2  B1  ...        F0 = forward of microbatch 0
+                       ^^ microbatch 1 rests
+
+This is the moment `Moment("whole_bytes", resting=1)`. Its size in bytes follows from the figures of the stage.
 """
 
 from __future__ import annotations
@@ -14,11 +19,14 @@ from typing import NamedTuple, Protocol
 class Moment(NamedTuple):
     """One moment of a stage.
 
-    during: the figure that says what the microbatch in hand takes (see MicrobatchMemory), empty between two actions.
-    resting, halfway: how many others lie between forward and backward, and between the halves of a divided backward.
-    versions: how many versions of its weights there are besides the first. sent, sent_gradients: how many values, and
-    gradients, the stage has made for others that may not have taken them yet. sums: 1 if the sums of its gradients are
-    there, which what a stage always holds counts, and 0 where a step has just taken them.
+    - `during`: the name of the figure for the running microbatch (see MicrobatchMemory), empty between two actions
+    - `resting`, `halfway`: the number of other microbatches between forward and backward, and between the halves of a
+      divided backward
+    - `versions`: the number of versions of its weights besides the first
+    - `sent`, `sent_gradients`: the number of values, and gradients, made for other stages that may not have taken them
+      yet
+    - `sums`: 1 if the sums of its gradients exist (they are part of the permanent memory), 0 if a step has just taken
+      them
     """
 
     during: str = ""
@@ -34,22 +42,22 @@ Moments = tuple[Moment, ...]
 
 
 class MomentsBy(Protocol):
-    """The moments of the stages of a schedule, by how many stages there are."""
+    """The moments of the stages of a schedule, by the number of stages."""
 
     def get(self, n_stages: int, /) -> tuple[Moments, ...] | None:
-        """Return the moments of each of `n_stages` stages, None where they are not known."""
+        """Return the moments of each of `n_stages` stages, or None if they are not known."""
 
 
 class Figures(Protocol):
-    """What a stage holds, in bytes, by the names that MicrobatchMemory and StagePlan have for it."""
+    """The memory figures of a stage, in bytes, by their names in MicrobatchMemory and StagePlan."""
 
     @property
     def resting_bytes(self) -> float:
-        """Of a microbatch between its forward and its backward."""
+        """A microbatch between its forward and its backward."""
 
     @property
     def halfway_bytes(self) -> float:
-        """Of a microbatch between the halves of its backward."""
+        """A microbatch between the halves of its backward."""
 
     @property
     def parameter_bytes(self) -> float:
@@ -65,7 +73,7 @@ class Figures(Protocol):
 
 
 def count_moving(stage: Figures, moment: Moment) -> float:
-    """Return what a stage holds in a moment, besides what it always holds, in bytes."""
+    """Return the bytes that a stage holds in a moment, in addition to its permanent memory."""
     found = moment.resting * stage.resting_bytes + moment.halfway * stage.halfway_bytes
     found += moment.sent * stage.sent_bytes + moment.sent_gradients * stage.sent_gradient_bytes
     found += (moment.versions + moment.sums - 1) * stage.parameter_bytes
@@ -74,17 +82,17 @@ def count_moving(stage: Figures, moment: Moment) -> float:
 
 
 def find_fullest(stage: Figures, moments: Iterable[Moment]) -> Moment:
-    """Return the moment in which a stage holds most; of equal ones the first."""
+    """Return the moment in which a stage holds most; the first of equal ones."""
     return max(moments, key=lambda moment: count_moving(stage, moment))
 
 
 def keep_largest(moments: Iterable[Moment]) -> Moments:
-    """Return the moments that may be a stage's fullest: those that no other one has at least as much of everything."""
+    """Return the moments that may be a stage's fullest, without moments that another moment exceeds in everything."""
     by_during: dict[str, set[Moment]] = {}
     for moment in moments:
         by_during.setdefault(moment.during, set()).add(moment)
     kept = []
-    # Moments of different actions cannot be compared: what an action takes differs from stage to stage.
+    # Moments of different actions cannot be compared: the memory of an action differs from stage to stage.
     for same in by_during.values():
         for one in same:
             if not any(one != other and all(a <= b for a, b in zip(one[1:], other[1:], strict=True)) for other in same):
@@ -94,12 +102,12 @@ def keep_largest(moments: Iterable[Moment]) -> Moments:
 
 @lru_cache(maxsize=256)  # a search asks for each move
 def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool) -> Moments:
-    """Return the moments of a stage of which only the most microbatches and versions are known: all come at once."""
-    # One of the microbatches is in hand.
+    """Return the moments of a stage if only two numbers are known: all microbatches and versions are held at once."""
+    # One of the microbatches is running.
     others, further = in_flight - 1, versions - 1
     if not trains:
         return (Moment("forward_bytes", others),)
-    # Where there are versions of the weights the optimizer steps between microbatches.
+    # With versions of the weights, the optimizer steps between microbatches.
     actions = ["forward_bytes", *(["step_bytes"] if further else []), *([] if splits else ["whole_bytes"])]
     halves = ["early_bytes", "late_bytes"] if splits else []
     whole = [Moment(during, others, 0, further) for during in actions]
@@ -107,7 +115,7 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
 
 
 def choose_heaviest(moments: Sequence[Moment]) -> Moment:
-    """Return the moment with most microbatches, of those in which a microbatch runs backward if there is any."""
-    # A backward has activations and gradients at a time.
+    """Return the moment with most microbatches, preferably one in which a microbatch runs backward."""
+    # A backward holds activations and gradients at the same time.
     backward = [m for m in moments if m.during in ("whole_bytes", "first_bytes", "early_bytes")]
     return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sums, m.sent_gradients))

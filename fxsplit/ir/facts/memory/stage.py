@@ -1,7 +1,7 @@
-"""What a stage holds in memory: always, of each microbatch, and at once.
+"""The memory of a stage: permanent, for each microbatch, and at most at once.
 
-Plans are priced by this, and the search asks it whether a stage fits. Both add up the same figures in the same order,
-so that they agree to the byte.
+Plans are priced by this file, and the search uses it to decide whether a stage fits. Both add up the same figures in
+the same order, so that they agree to the byte.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from fxsplit.ir.facts.memory.microbatch import Crossings, MicrobatchMemory, foll
 from fxsplit.ir.facts.memory.moments import Moment, count_moving, find_fullest
 
 WEIGHT_COPIES = 2.0
-"""A stage holds each parameter, and the sum of its gradients of a step, which becomes its `.grad`.
+"""A stage holds each parameter, and the sum of its gradients during a step, which becomes its `.grad`.
 
-Where a step begins with a `.grad`, that is a third copy, which plans do not count.
+If a step begins with a `.grad`, that is a third copy, which plans do not count.
 """
 STEP_COPIES = 2.0
-"""What an optimizer allocates while it steps, in sizes of the largest node's parameters: what Adam does on a CPU."""
+"""The allocation of an optimizer step, in sizes of the largest node's parameters: that of Adam on a CPU."""
 
 NUMBERS_BYTES = 4096.0
-"""What a stage that trains holds in single numbers, at most.
+"""The most memory of a training stage for single numbers.
 
-These are losses and their weights, and what stands for gradients that were added to their sums. They are not counted
-where it is not known what operators allocate.
+These are losses and their weights, and placeholders for gradients that were added to their sums. They count only if the
+allocations of operators are known.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory(MicrobatchMemory):
-    """What a stage holds, in bytes: `memory_bytes` is the most at once, and the rest is as StagePlan says.
+    """The memory of a stage, in bytes: `memory_bytes` is the most at once; see StagePlan for the rest.
 
-    `activations_bytes`, `boundaries_bytes` and `working_bytes` are of that moment: what autograd keeps of all
-    microbatches, the values between stages that nothing keeps, and the rest.
+    `activations_bytes`, `boundaries_bytes` and `working_bytes` are of the fullest moment: the activations that autograd
+    keeps for all microbatches, the values between stages that nothing keeps, and the rest.
     """
 
     held_bytes: float
@@ -54,7 +54,7 @@ class StageMemory(MicrobatchMemory):
 
 
 _KNOWN: WeakKeyDictionary[Costs, dict[Any, StageMemory]] = WeakKeyDictionary()
-"""What stages hold, by what they are made of, as long as the costs are there."""
+"""The measured stages by the arguments of `measure_stage`, as long as the costs exist."""
 
 
 def measure_stage(
@@ -67,12 +67,13 @@ def measure_stage(
     last: bool,
     forwards: bool,
 ) -> StageMemory:
-    """Return what a stage of the nodes `names`, in the order of the graph, holds of one microbatch, and always.
+    """Return the memory of a stage of the nodes `names`, in the order of the graph, for one microbatch and permanently.
 
-    last: whether the loss is computed behind it. forwards: whether stages hand values on; else a stage holds none for
-    others, and what it holds is what is counted for each of its nodes.
+    - `last`: the loss is computed after the stage
+    - `forwards`: stages hand values on; otherwise a stage holds none for other stages, and its memory is counted per
+      node
     """
-    # The search weighs the stages of a plan before they are priced, and who verifies the plan prices them again.
+    # The search weighs the stages of a plan before they are priced, and verifying the plan prices them again.
     key = tuple(names), tuple(crossings.taken), tuple(crossings.given), optimizer_factor, recompute, last, forwards
     of_costs = _KNOWN.setdefault(costs, {})
     if key in of_costs:
@@ -81,7 +82,7 @@ def measure_stage(
     parameters, buffers = sum_shared(costs, nodes, shared=forwards)
     kept = float(sum(n.kept_bytes for n in nodes))
     boundary = sum_boundaries(costs, crossings) if forwards else 0.0
-    # Nobody knows what the stages of another tool's model allocate.
+    # The allocations in the stages of another tool's model are unknown.
     if forwards and costs.weighed:
         held = follow_stage(costs, names, crossings, recompute=recompute, last=last and not costs.inference)
         numbers = 0.0 if costs.inference else NUMBERS_BYTES
@@ -95,27 +96,27 @@ def measure_stage(
         buffer_bytes=buffers,
         kept_bytes=kept,
         boundary_bytes=boundary,
-        # Nor what its optimizer allocates while it steps.
+        # Another tool's optimizer is unknown as well.
         step_bytes=float(STEP_COPIES * max((n.parameter_bytes for n in nodes), default=0.0)) if forwards else 0.0,
-        # As floats, whatever a profile has: a plan that was written and read is the same plan.
+        # As floats, even if a profile has integers: a plan that was written and read is the same plan.
         **{figure: float(amount) for figure, amount in vars(held).items()},
     )
     return of_costs[key]
 
 
 def sum_boundaries(costs: Costs, crossings: Crossings) -> float:
-    """Return the bytes of the values that a stage takes, and of those that it gives and that nothing keeps."""
+    """Return the bytes of the values that a stage takes, and of its given values that nothing keeps."""
     given = ((name, costs.value_of[name][1]) for name in crossings.given)
     found = float(sum(costs.value_of[name][1] for name in crossings.taken))
     return found + float(sum(costs.find_unkept(name, size) for name, size in given))
 
 
 def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True) -> tuple[float, float]:
-    """Return the bytes of parameters and of buffers of some nodes; what several of them use counts once, if shared."""
+    """Return the bytes of parameters and of buffers of some nodes; `shared` counts weights of several nodes once."""
     parameters, buffers = float(sum(n.parameter_bytes for n in nodes)), float(sum(n.buffer_bytes for n in nodes))
     if shared and costs.tied:
         names = {n.name for n in nodes}
-        # Each node that uses a parameter has it among its own.
+        # Each node that uses a parameter counts it among its own.
         for tie in costs.tied:
             again = max(sum(name in names for name in tie.nodes) - 1, 0)
             parameters, buffers = parameters - again * tie.parameter_bytes, buffers - again * tie.buffer_bytes
@@ -128,17 +129,17 @@ def find_peak(stage: StageMemory, moments: Iterable[Moment]) -> float:
 
 
 def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool) -> StageMemory:
-    """Return the stage with the most that it holds at once, by kind."""
+    """Return the stage with the most memory that it holds at once, by kind."""
     fullest = find_fullest(stage, moments)
     moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
     in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
-    # Sums that the action makes itself are among those that the stage always holds.
+    # Sums that the action makes itself are part of the stage's permanent memory.
     in_hand = max(in_hand - (1 - fullest.sums) * stage.parameter_bytes, 0.0)
-    # A stage that recomputes has the activations of the microbatch in hand alone, and those between two halves.
+    # A stage that recomputes holds activations only for the running microbatch, and between two halves.
     activations = fullest.halfway * min(stage.kept_bytes, stage.halfway_bytes) + min(stage.kept_bytes, in_hand)
     if not recompute:
         activations += fullest.resting * min(stage.kept_bytes, stage.resting_bytes)
-    # What is neither kept nor handed on goes with the action. Single numbers count with that.
+    # Memory that is neither kept nor handed on belongs to the action. Single numbers count with it.
     weights = stage.parameter_bytes * WEIGHT_COPIES + stage.optimizer_bytes
     numbers = max(stage.held_bytes - weights - stage.buffer_bytes, 0.0)
     working = max(in_hand - stage.kept_bytes - stage.boundary_bytes, 0.0) + numbers
@@ -155,9 +156,9 @@ def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool)
 def spread_activations(
     kept: float, boundary: float, parameters: float, *, recompute: bool, trains: bool
 ) -> MicrobatchMemory:
-    """Return what is held of a microbatch where no more is known than its activations and boundary values.
+    """Return the memory of a microbatch if only its activations and boundary values are known.
 
-    All of them are there in each action, and in the first backward all sums of gradients.
+    All of them are held in each action, and in the first backward also all sums of gradients.
     """
     whole = kept + boundary
     return MicrobatchMemory(
