@@ -194,7 +194,7 @@ class PlanArguments:
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
-def choose_machine(profile: Profile, path: str | None, count: int | None, bandwidth: float | None) -> Machine:
+def choose_machine(profile: ProfileFile, path: str | None, count: int | None, bandwidth: float | None) -> Machine:
     """Return the machine in a file, with links of another bandwidth if one is given, or one of `count` equal devices.
 
     Raises InputError where both the file and the number are given.
