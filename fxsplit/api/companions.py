@@ -1,4 +1,4 @@
-"""Companions: libraries whose models, loops and adapters a pipeline works with, and the releases that were tried."""
+"""Warn of releases of companion libraries (accelerate, transformers and so on) that fxsplit was not tried with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TRIED = {
     "peft": ((0, 18), (0, 21)),
     "transformers": ((5, 18), (5, 24)),
 }
-"""The first and the last release of each that the tests or a trial were run with; pyproject.toml says the same."""
+"""The first and the last release of each library that was tried; pyproject.toml states the same releases."""
 
 _warned: set[tuple[str, str]] = set()
 
 
 def warn_of_untried() -> None:
-    """Warn, once in a process, of each companion that is loaded in a release that was not tried."""
+    """Warn, once in a process, of each companion library that is loaded in a release that was not tried."""
     for name, (first, last) in TRIED.items():
         found = read_version(name)
         if found is None or (name, found) in _warned:
@@ -36,14 +36,14 @@ def warn_of_untried() -> None:
 
 
 def read_version(name: str) -> str | None:
-    """Return the version of a library that is loaded; None for one that is not, or that says none."""
+    """Return the version of a library; None if it is not loaded or does not say its version."""
     library = sys.modules.get(name)
     if library is None:
         return None
     own = getattr(library, "__version__", None)
     if isinstance(own, str):
         return own
-    # A module of that name may also be the user's own, which was never installed.
+    # The user's own module may have the library's name, and it was never installed.
     with suppress(PackageNotFoundError):
         return version(name)
     return None

@@ -62,48 +62,47 @@ def compile(
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
-    model: a module. Of one under torch.compile, and of a forward() under it, the module inside is taken, with its own
+    model: a module. If the module or its forward() is under torch.compile, the module inside is compiled, with its own
         names of weights.
-
     devices: names or torch.devices with repeats allowed, a Machine with memory, speed and links, or a number. 2 means
-        two GPUs where there are as many. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default
-        device is on it, and two CPU devices otherwise; a warning says which. Without a GPU it means two CPU devices.
-        "world" means one device for each rank under torchrun, and otherwise all GPUs here, or two CPU devices; a
-        DeviceMesh of one dimension means its ranks.
-    example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a
-        dict of keyword arguments. Without it the pipeline compiles on its first call.
+        two GPUs if there are two. With one GPU it means `["cuda:0", "cuda:0"]` if the model or torch's default device
+        is on it, and two CPU devices otherwise; a warning says which. Without a GPU it means two CPU devices. "world"
+        means one device for each rank under torchrun, and otherwise all GPUs here, or two CPU devices; a DeviceMesh of
+        one dimension means its ranks.
+    example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a dict
+        of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
     schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble" or "Chimera", used by `step`;
-        "PipeDream" or "PipeDream-2BW", in which the optimizer steps between microbatches; or "auto". What is "auto" is
-        measured, planned and simulated in every way that fits in memory, and the fastest is taken.
-    stages_per_device: for schedules that take several (default: what the schedule is made for).
+        "PipeDream" or "PipeDream-2BW", in which the optimizer steps between microbatches; or "auto". "auto" measures,
+        plans and simulates every choice, and takes the fastest that fits in memory.
+    stages_per_device: for schedules that take several (default: the number that the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
         "except_last" (for all microbatches but the last), or "plan" (the default: as partition{recompute=} chooses).
-        Plans count it, in memory and time; "except_last" counts as "never", which holds no less.
-    deferred_batch_norm: let running statistics change once a batch, by all of it, and not by each microbatch.
-    stage_backend: what torch.compile compiles each stage with, such as "inductor" (default: stages run as they are).
-        Costs are measured without it. What records CUDA graphs is refused.
-    inference: plan for outputs without gradients, by forward times alone, and hold each weight once: no gradients, no
-        optimizer state, no activations. So does a first call, or a compile, under `torch.no_grad()` or
-        `torch.inference_mode()`; the first call that wants gradients plans anew then, for training. With True no call
-        ever does, and step() is refused.
-    chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate where all microbatches
-        share it. What is not stated is found: the first dimension where that is as long as the batch.
+        Plans count the memory and the time; "except_last" counts as "never", which needs at least as much memory.
+    deferred_batch_norm: update running statistics once a batch, from the whole batch, and not once a microbatch.
+    stage_backend: a backend of torch.compile that compiles each stage, such as "inductor" (default: stages run as they
+        are). Costs are measured without it. Backends that record CUDA graphs are refused.
+    inference: plan for outputs without gradients, from forward times only, and hold each weight once: no gradients, no
+        optimizer state, no activations. A first call or a compile under `torch.no_grad()` or `torch.inference_mode()`
+        plans in the same way; the first call that needs gradients then plans again, for training. With True no call
+        plans again, and step() is refused.
+    chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate if all microbatches
+        share it. For other arguments it is the first dimension, if that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
         read one by one to the device of their stage. The model may be on the meta device, built inside
         `fxsplit.without_weights()`: then it is captured and measured by its shapes, one operator at a time. A tensor
         that the model does not have is left out, with a warning if the model does not say to ignore it.
-    dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
+    dtype: the dtype of the model's weights, such as torch.float32: tensors of the checkpoint that have another
         floating-point dtype are converted to it as they are read (default: they are refused).
     passes: the chain, as a Chain, a list, or text such as "profile{repeats=3},augment,order,partition,emit".
     costs: a saved profile (or its path) to plan from in place of measuring.
     compress: send values and gradients between devices in fewer bytes: "bf16", or "int8" with a scale for each row
-        (default: as they are). It changes what is computed: `fxsplit.verify` says by how much.
-    gradient_hook: over ranks, what adds the gradients of pipelines side by side, and of a stage's replicas:
+        (default: as they are). This changes the results: `fxsplit.verify` says by how much.
+    gradient_hook: over ranks, how the gradients of pipelines side by side, and of a stage's replicas, are added:
         "allreduce", "fp16", "bf16", "powersgd", "topk" or "sketch", with options as in "topk{share=0.05}", or (state,
-        hook) as torch's DDP takes it; a state of None becomes the process group. All but "allreduce" change what is
-        computed: `fxsplit.verify` says by how much.
+        hook) as torch's DDP takes it; a state of None becomes the process group. All but "allreduce" change the
+        results: `fxsplit.verify` says by how much.
     bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
 
@@ -142,7 +141,7 @@ def compile(
             f"dtype={dtype} is for the checkpoint that weights= names: give that too, or convert the model with "
             f"model.to({dtype})"
         )
-    # Nothing is compiled before there is an example, or the first call.
+    # Without an example the first call compiles.
     files = None if weights is None else WeightFiles(weights, dtype)
     pipeline = Pipeline(Compiler(model, options, files, compile_group=make_compile_group(world, options)))
     if example_inputs is not None:
@@ -158,11 +157,12 @@ def recompile_like(
     compress: str | None = None,
     gradient_hook: GradientHook | None = None,
 ) -> Pipeline:
-    """Return another model as a pipeline with the same options, to be compared with it; it measures its own costs.
+    """Return another model as a pipeline with the same options, for a comparison. It measures its own costs.
 
-    Its cuts are exact, unless it is to `compress` them, and so are its sums over ranks, unless `gradient_hook` adds.
+    Values between stages are not compressed unless `compress` says so, and gradients are added exactly over ranks
+    unless `gradient_hook` says otherwise.
 
-    Raises InputError for a schedule whose weights change between microbatches.
+    Raises InputError for a schedule that changes the weights between microbatches.
     """
     options = pipe.compiler.options
     for scheduler in options.schedulers:
@@ -170,7 +170,7 @@ def recompile_like(
             raise InputError(
                 f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
             )
-    # Deferred statistics are those of the whole batch, and the unsplit model runs microbatch by microbatch.
+    # Deferred statistics are those of the whole batch, but the unsplit model runs microbatch by microbatch.
     kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm))
     chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))
     options = replace(

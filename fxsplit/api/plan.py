@@ -1,7 +1,7 @@
-"""plan(): return the best plan for a profile, or a model, on a machine that need not be here.
+"""plan(): return the best plan for a profile or a model, on a machine that need not be here.
 
-It takes the same steps as the passes augment, order and partition (planner/planner.py), without a graph: the costs are
-enough. So it comes to the plan that `compile` makes of equal costs, and loads no torch.
+It takes the same steps as the passes augment, order and partition (planner/planner.py), from the costs and without a
+graph. So it returns the plan that `compile` makes from the same costs, and it loads no torch.
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ def plan(
 ) -> Plan:
     """Return the plan whose slowest stage is fastest on `machine`, with its lower bound and gap.
 
-    profile: costs, a pipeline that has some, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
-        dnn-partitioning JSON), or a model, which is measured here on a CPU; `fxsplit.profile` measures elsewhere.
+    profile: costs, a compiled pipeline, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
+        dnn-partitioning JSON), or a model, which is measured here on a CPU. `fxsplit.profile` measures on other
+        devices.
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
         device). They decide how many microbatches a stage holds, and how many stages a device has.
-    inference: plan for outputs without gradients: by forward times alone, with each weight held once. A profile that
-        was measured for inference gives no other plan.
-    compress: price values and gradients in the bytes in which compile(compress=) sends them: "bf16" or "int8".
-    options: the cost model, and what the planner may do. pins: submodule or node -> number of its stage. keep: sets of
-        submodules or nodes that no cut may part.
+    inference: plan for outputs without gradients: from forward times only, with each weight held once. A profile that
+        was measured for inference needs this.
+    compress: count values and gradients with the bytes that compile(compress=) sends: "bf16" or "int8".
+    options: the cost model, and the freedoms of the planner.
+    pins: submodule or node -> number of its stage.
+    keep: sets of submodules or nodes that no cut may separate.
 
-    Raises PlanError where no plan exists (NoFit where memory is too small), ScheduleError for numbers that the schedule
-    is not made for, ProfileError or InputError for bad input.
+    Raises PlanError if no plan exists (NoFit if memory is too small), ScheduleError for numbers that the schedule is
+    not made for, ProfileError or InputError for bad input.
     """
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
@@ -77,10 +79,10 @@ def plan(
         count = choose_microbatch_count(len(where), stated=n_microbatches)
         costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
-        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # behind the decorator
+        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # one more frame, for the decorator
     costs, name = choose_passes(costs, schedule, inference=inference)
     check_compress(compress)
-    # A pipeline with compressed cuts has costs that say so.
+    # The costs of a pipeline with compressed cuts count the compressed bytes already.
     costs = costs if compress is None else compress_cuts(costs, compress)
     with show_progress():
         found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options or Options())
@@ -88,10 +90,10 @@ def plan(
 
 
 def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Costs, str]:
-    """Return what to plan from and the schedule to plan for, with backwards or without.
+    """Return the costs to plan from and the schedule to plan for, with or without backwards.
 
-    Raises InputError for costs of forwards alone that are to be planned with backwards, and for a schedule of training
-    without them.
+    Raises InputError if costs without backwards are to be planned for training, or if a training schedule is given for
+    inference.
     """
     if not inference and costs.inference:
         raise InputError(
@@ -106,8 +108,8 @@ def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Cost
 
 
 def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference: bool) -> Costs:
-    """Return the costs of a model, measured here on a CPU; raises InputError for anything that is no model."""
-    # Who has a model has loaded torch; asking here must not load it for a typing error.
+    """Return the costs of a model, measured here on a CPU. Raises InputError if `model` is not a module."""
+    # A user who has a model has loaded torch. This check must not load torch for a typing error.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
         raise InputError(
@@ -115,14 +117,14 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference:
         )
     if example_inputs is None:
         raise InputError("to plan for a model it is measured first: give example_inputs=, one whole batch")
-    # Measuring needs torch; planning from a profile must not load it.
+    # Measuring needs torch, but planning from a profile must not load it.
     from fxsplit.api.profile import profile
 
     return profile(model, example_inputs, n_microbatches=n_microbatches, inference=inference)
 
 
 def check_can_run(plan: Plan) -> Plan:
-    """Return a plan; raises ScheduleError where stages have several devices, and the schedule runs no such stages."""
+    """Return the plan. Raises ScheduleError if a stage has several devices and the schedule cannot run such stages."""
     if find_replicas(plan) is not None:
         check_takes_replicas(plan.schedule)
     return plan
@@ -134,7 +136,7 @@ def lay_out(
     n_microbatches: int | None = None,
     stages_per_device: int | None = None,
 ) -> tuple[Machine, Workload]:
-    """Return what to plan for: a machine with a device for each stage of the schedule, and what each stage holds.
+    """Return the machine, with a device for each stage of the schedule, and the workload: how much each stage holds.
 
     Raises ScheduleError for numbers that the schedule is not made for, InputError for too many devices.
     """
@@ -148,14 +150,14 @@ def lay_out(
 
 
 def build_machine(profile: ProfileFile, devices: int | None, bandwidth: float | None) -> Machine:
-    """Return the machine that a file states, or `devices` equal accelerators in their place."""
+    """Return the machine that a file states, or one with `devices` equal accelerators in place of the file's."""
     stated = 2 if profile.accelerators is None else profile.accelerators
     count = stated if devices is None else devices
     if count < 1 and not profile.hosts:
         raise InputError(f"devices={count}: give at least 1 device to plan for")
     check_device_count(count + profile.hosts)
     bytes_per_s = bandwidth or profile.bytes_per_s
-    # The devices of a file are alike, and are joined by their own links alone; hosts come last.
+    # The devices of a file are alike. Only their own links join them. Hosts come last.
     made = [Device(f"device{i}", memory_bytes=profile.memory_bytes, bytes_per_s=bytes_per_s) for i in range(count)]
     made += [Device(f"host{i}", host=True) for i in range(profile.hosts)]
     return Machine(tuple(made), (inf,) * (len(made) - 1))

@@ -1,4 +1,4 @@
-"""profile(): what a model costs node by node, measured here, to plan from wherever it will run."""
+"""profile(): measure each node of a model here, to plan for any machine."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ def profile(
     """Return the costs of `model` in its present mode, at the size of one of `n_microbatches` pieces of the batch.
 
     example_inputs: one whole batch as the model would be called: a tensor, a tuple of positional arguments, or a dict
-        of keyword arguments. device: where to measure, such as "cpu" or "cuda:0". repeats: steps to take the median of.
-        inference: measure forwards alone, without gradients; such costs tell nothing of training.
+        of keyword arguments.
+    device: the device to measure on, such as "cpu" or "cuda:0".
+    repeats: the number of measurements to take the median of.
+    inference: measure forwards only, without gradients. Such costs cannot plan training.
 
-    `costs.save(path)` keeps them; `fxsplit.plan` and `fxsplit plan` take them, and `compile(costs=)`. Raises InputError
-    for a model or batch that does not fit, and what capturing and measuring raise.
+    `costs.save(path)` keeps them; `fxsplit.plan`, `fxsplit plan` and `compile(costs=)` take them. Raises InputError for
+    a model or batch that does not fit, and the errors of capturing and measuring.
     """
     model = unwrap_compiled(model)
     check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)
-    # Costs depend on the size of a microbatch, so the profile is of one of these rows, and not of the whole batch.
+    # Costs depend on the size of a microbatch, so one microbatch is measured, and not the whole batch.
     batch = inputs.count_rows(tensors)
     rows = divide_rows(batch, choose_microbatch_count(1, rows=batch, stated=n_microbatches))[0]
     machine, workload = Scheduler(INFERENCE if inference else "1F1B", 1).lay_out(Machine.of([device]), 1)
-    # The graph is checked with its backwards, whatever is measured.
+    # The graph is checked with its backwards even if only forwards are measured.
     with enable_gradients(), show_progress():
         traced = capture(model, args, kwargs, rows)
         return run_chain(traced.learn(machine, workload), [Profile(repeats)])[Costs]

@@ -1,7 +1,7 @@
-"""Emit a plan for torchtitan: the names of each stage's modules, and the schedule as a file of torch's.
+"""Export a plan for torchtitan: the names of each stage's modules, and the schedule in torch's file format.
 
-torchtitan copies the model for each stage and takes out the modules of the other stages. The model's own forward() then
-runs in every stage, and hands one tensor on. So modules have to be whole, and forward() may do nothing but call them.
+torchtitan copies the model for each stage and removes the modules of the other stages. The model's own forward() then
+runs in every stage, and passes one tensor on. So modules must stay whole, and forward() may only call them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def set_pipeline(config):
         parallelism.pipeline_parallel_microbatch_size = {rows}
     return config
 '''
-"""torchtitan's configs are made by functions in Python; it reads no TOML any more."""
+"""torchtitan's configs are functions in Python; it no longer reads TOML."""
 V_SHAPED = "ZBVZeroBubble"
-"""Of the schedules there are, torchtitan lays stages out in a V for this one, and else in loops."""
+"""torchtitan lays stages out in a V only for this schedule, and in loops for the rest."""
 
 
 @dataclass(frozen=True)
 class Titan:
-    """A plan as torchtitan takes it: the modules of each stage by their names in the model, and the schedule."""
+    """A plan for torchtitan: the modules of each stage by their names in the model, and the schedule."""
 
     parts: tuple[tuple[str, ...], ...]
     schedule: Schedule
@@ -56,7 +56,7 @@ class Titan:
 
     @property
     def code(self) -> str:
-        """A module in Python, whose `set_pipeline` takes a config of torchtitan's and returns it with this pipeline."""
+        """A module in Python; its `set_pipeline` puts this pipeline into a config of torchtitan and returns it."""
         style = V_SHAPED if self.schedule.name == V_SHAPED else "PipelineScheduleMulti"
         return CODE.format(
             modules=pformat([list(part) for part in self.parts], width=100),
@@ -68,7 +68,7 @@ class Titan:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write titan.py and schedule.csv into a folder, which is made; raises FileError where that cannot be."""
+        """Write titan.py and schedule.csv into a folder, which is made if need be. Raises FileError if that fails."""
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class Titan:
 
 
 def check_forward(costs: Costs) -> None:
-    """Raise NotExportable for a model whose own forward() computes something beside calling its modules."""
+    """Raise NotExportable for a model with a forward() that computes anything besides calls of its modules."""
     odd = next((node for node in costs.nodes if not find_module(node) and not node.op.startswith("get_attr")), None)
     if odd is not None:
         raise NotExportable(
@@ -89,9 +89,9 @@ def check_forward(costs: Costs) -> None:
 
 
 def emit_titan(plan: Plan, costs: Costs, schedule: Schedule) -> Titan:
-    """Return a plan, whose cuts lie at borders of modules, as torchtitan takes it.
+    """Return a plan, with cuts between modules, in the form for torchtitan.
 
-    Raises NotExportable where more than one tensor crosses a cut, and for stages that have replicas or no modules.
+    Raises NotExportable if more than one tensor crosses a cut, and for stages that have replicas or no modules.
     """
     several = next((i for i, home in enumerate(schedule.homes) if len(home) > 1), None)
     if several is not None:
@@ -99,7 +99,7 @@ def emit_titan(plan: Plan, costs: Costs, schedule: Schedule) -> Titan:
             f"stage {several} has {len(schedule.homes[several])} replicas, and torchtitan has a rank for each stage: "
             "take another cost model than replicated, and another schedule than Chimera"
         )
-    # The names of a stage's modules, each once, in the order in which they are called.
+    # The names of a stage's modules, each once, in the order of their calls.
     parts = []
     for number, stage in enumerate(plan.stages):
         modules = tuple(dict.fromkeys(filter(None, (find_module(costs.by_name[name]) for name in stage.nodes))))
@@ -111,7 +111,7 @@ def emit_titan(plan: Plan, costs: Costs, schedule: Schedule) -> Titan:
 
 
 def _check_crossing(plan: Plan, costs: Costs) -> None:
-    """Raise NotExportable unless each stage hands one tensor to the next."""
+    """Raise NotExportable unless each stage passes one tensor to the next."""
     stage_of = plan.stage_of()
     crossing: list[list[str]] = [[] for _ in plan.stages]
     for name, _, _, readers, returned in costs.values:
@@ -119,7 +119,7 @@ def _check_crossing(plan: Plan, costs: Costs) -> None:
         if name in costs.by_name and costs.by_name[name].op.startswith("get_attr"):
             continue
         born = stage_of.get(name, 0)
-        # What is returned is handed on to the end.
+        # An output of the model is passed on to the last stage.
         last = max([stage_of[reader] for reader in readers] + [len(plan.stages) - 1] * returned, default=born)
         for number in range(born, last):
             crossing[number].append(name)

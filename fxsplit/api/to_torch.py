@@ -1,4 +1,4 @@
-"""To torch: the stages of a pipeline for torch's own runtime, torch.distributed.pipelining, a rank for each device."""
+"""Export the stages of a pipeline to torch's own runtime, torch.distributed.pipelining, with a rank for each device."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from fxsplit.torch_internals.fx.interpret import describe_tensor
 from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
 from fxsplit.torch_internals.needs import PIPELINING, require
 
-if TYPE_CHECKING:  # loaded where it is asked for: torch's pipelining takes a second
+if TYPE_CHECKING:  # imported later: torch's pipelining takes a second to load
     from torch.distributed.pipelining import PipelineStage
 
     from fxsplit.torch_internals.torch_pipelining import Runtime, StageTensors
 
 LEAST_TORCH = "2.13"
-"""The oldest torch whose own runtime was seen to run what is made here; that of 2.11 loses the connection."""
+"""The oldest torch with a runtime that was seen to run these exports; the runtime of 2.11 loses the connection."""
 
 
 @dataclass(frozen=True, eq=False)
 class TorchStages:
-    """What this rank runs of a pipeline in torch's runtime.
+    """This rank's part of a pipeline in torch's runtime.
 
-    `stages` are torch's PipelineStages, whose modules have the model's own parameters and buffers under the model's own
-    names. `schedule` is torch's runtime for them. `loss_scale` is what the loss of each microbatch is multiplied by,
-    which `schedule` does.
+    stages: torch's PipelineStages, with modules that have the model's own parameters and buffers under the model's own
+        names.
+    schedule: torch's runtime for the stages.
+    loss_scale: the factor by which `schedule` multiplies the loss of each microbatch.
     """
 
     stages: list[PipelineStage]
@@ -57,9 +58,9 @@ class TorchStages:
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         """Run one training step and add gradients to `.grad`; return the loss on the rank of the last stage.
 
-        Every rank may give the whole batch and its target: each takes what its stages read.
+        Every rank may give the whole batch and its target: each takes the part for its stages.
         """
-        # A rank may have the first stage and the last one, as where stages go there and back.
+        # A rank may have both the first stage and the last, if stages go there and back.
         first, last = (any(getattr(stage, what) for stage in self.stages) for what in ("is_first", "is_last"))
         tensors = self.inputs.bind(args, kwargs, None) if first else ()
         if not last:
@@ -73,7 +74,7 @@ class TorchStages:
 def export_stages(compiled: Compiled, options: CompileOptions, group: dist.ProcessGroup | None) -> TorchStages:
     """Return torch's stages for this rank of a group, which has a rank for each device.
 
-    Raises NotExportable for what torch's runtime has no word for, and InputError where ranks have other plans.
+    Raises NotExportable for features that torch's runtime does not have, and InputError if ranks have different plans.
     """
     if torch.__version__ < LEAST_TORCH:
         raise NotExportable(
@@ -91,7 +92,7 @@ def export_stages(compiled: Compiled, options: CompileOptions, group: dist.Proce
     from fxsplit.torch_internals.torch_pipelining import build_module, build_runtime, build_stage
 
     program, example = compiled.program, compiled.captured[Example]
-    # First of all: what one rank refuses, and another one does not, would let the other one wait for it.
+    # First of all: if only one rank refused later, the other ranks would wait for it.
     _check_agreement(compiled, group)
     n_microbatches = _count_microbatches(compiled, options)
     schedule = program.schedule(n_microbatches)
@@ -119,7 +120,7 @@ def export_stages(compiled: Compiled, options: CompileOptions, group: dist.Proce
 
 
 def _check_schedule(program: Program, schedule: Schedule, n_ranks: int) -> None:
-    """Raise NotExportable for a schedule that torch has no word for, or that is for another number of ranks."""
+    """Raise NotExportable for a schedule that torch's runtime cannot run, or for another number of ranks."""
     name = schedule.name
     if not schedule.trains:
         raise NotExportable(f"{name} trains nothing: compile without inference=True for torch's runtime")
@@ -157,7 +158,7 @@ def _recomputes(program: Program, stage: int, n_microbatches: int) -> bool:
 
 
 def _check_weights(program: Program) -> None:
-    """Raise NotExportable for stages that are more than their modules: with weights, statistics or draws shared."""
+    """Raise NotExportable for stages that share weights, statistics or random draws."""
     homes: dict[int, int] = {}
     for stage in program.stages.stages:
         for path, weight in stage.module.named_parameters():
@@ -182,7 +183,7 @@ def _check_weights(program: Program) -> None:
 
 
 def _count_microbatches(compiled: Compiled, options: CompileOptions) -> int:
-    """Return how many microbatches the example's batch has; raises NotExportable where they are not equal."""
+    """Return the number of microbatches of the example's batch. Raises NotExportable if they are not equal."""
     specs = compiled.captured[Example].inputs.specs
     whole = next(s.shape[s.cut.dim] // s.cut.each for s in specs if s.cut.dim is not None)
     n_microbatches = compiled.adapt_candidate(options, whole).n_microbatches
@@ -195,9 +196,9 @@ def _count_microbatches(compiled: Compiled, options: CompileOptions) -> int:
 
 
 class TorchLoss:
-    """The loss of a microbatch as torch's runtime calls it: of the outputs of the last stage, and scaled.
+    """The loss of a microbatch, as torch's runtime calls it: from the outputs of the last stage, and scaled.
 
-    Raises InputError for a loss that is another one than it was taken for: see `scale`.
+    Raises InputError if a call shows that the loss has another meaning than `scale` is for.
     """
 
     def __init__(self, program: Program, loss_fn: LossFn | None, rows: int, n_microbatches: int) -> None:
@@ -207,7 +208,8 @@ class TorchLoss:
         stated = find_reduction(loss_fn)
         self._several = n_microbatches > 1
         self._meaning = LossMeaning(loss_fn, stated, watch=CallWatch, find_counts=find_loss_counts)
-        # A mean over rows, unless it says that it is a sum. What says nothing is looked at when it is called.
+        # A mean over rows, unless loss_fn states that it is a sum. If it states nothing, its first call shows its
+        # meaning.
         self.scale = float(weigh_rows(stated, [rows] * n_microbatches)[0])
         self._sums = stated == "sum"
         self._divisor: float | None = None
@@ -220,7 +222,7 @@ class TorchLoss:
         return self._loss_fn(self._program.build_result(values), target) * self.scale
 
     def _check(self, values: Sequence[Any], target: Any) -> None:
-        """Raise InputError for a loss that microbatches of equal weights do not make."""
+        """Raise InputError for a loss that does not follow from microbatches of equal weights."""
         if self._meaning.is_open:
             self._meaning.look_at(self._program, [v.detach() for v in values], (target,), self._rows)
             self._meaning.end_step()
@@ -240,10 +242,10 @@ class TorchLoss:
 
 
 def _find_ends(stages: Stages, tensors: Sequence[Tensor]) -> list[StageTensors]:
-    """Return what each stage takes and gives, by shapes alone."""
+    """Return the inputs and outputs of each stage, as tensors without values."""
     from fxsplit.torch_internals.torch_pipelining import StageTensors
 
-    # By shapes alone: nothing is computed, and weights of other ranks need no memory.
+    # On shapes only: nothing is computed, and weights of other ranks need no memory.
     values = record_values([stage.module for stage in stages.stages], tensors)
     found = []
     for stage, made in zip(stages.stages, values, strict=True):
@@ -278,7 +280,7 @@ def _forget_values(value: Tensor) -> Tensor:
 
 
 def _check_agreement(compiled: Compiled, group: dist.ProcessGroup | None) -> None:
-    """Raise InputError where the ranks of a group have planned other stages: times that were measured differ."""
+    """Raise InputError if the ranks of a group have planned different stages, from times that each measured itself."""
     program, plan = compiled.program, compiled.program.plan
     texts = [str(compiled.captured[Example]), plan.schedule, str(plan.n_microbatches), str(program.homes)]
     for stage in program.stages.stages:

@@ -1,1 +1,1 @@
-"""Checkpoints of training: weights, optimizers and hooks, saved and loaded over any number of devices."""
+"""Save and load training checkpoints: weights, optimizers and gradient hooks, over any number of devices."""

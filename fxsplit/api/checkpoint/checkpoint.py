@@ -1,7 +1,12 @@
-"""Checkpoints of training: the weights, what the optimizer keeps, and where one was, under the names of the model.
+"""Save and load the weights and the optimizer of a training, under the names of the model's state_dict.
 
-They are saved and loaded by torch.distributed.checkpoint. One that was saved by a pipeline, on any number of devices or
-ranks, loads in a pipeline on any other number, and in the plain model.
+torch.distributed.checkpoint does both. A checkpoint that a pipeline saved, on any number of devices or ranks, loads in
+a pipeline on any other number, and in the plain model.
+
+  folder/step-7/    model*.safetensors       the weights: one file, or one for each rank and an index
+                    training*.safetensors    optimizer state, random state, residuals of gradient hooks
+                    checkpoint.json          the manifest: step, groups of the optimizer, extra=, the list of files
+                    plan.json, costs.json    of a compiled pipeline
 """
 
 from __future__ import annotations
@@ -62,7 +67,7 @@ CPU = f"{RANDOM}cpu"
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded: the checkpoint's step, what was given as extra=, and its path."""
+    """The result of a load: the step of the checkpoint, the `extra` that it was saved with, and its path."""
 
     step: int
     extra: dict[Any, Any]
@@ -82,19 +87,20 @@ def save_checkpoint(
 ) -> Saving:
     """Save a pipeline, or a model, with its optimizer as `folder/step-N`, while training goes on.
 
-    All values are copied to host memory before this returns; a thread writes them. One checkpoint is written at a time:
-    a second call waits for the first. `wait()` of what is returned waits for this one, and the end of the process does.
-    The checkpoint is complete, or it is not there: a process that is killed leaves the one before as the latest.
+    All values are copied to host memory before this returns, and a thread writes them. Checkpoints are written one at a
+    time: a second call waits for the first. `wait()` on the result waits for this checkpoint, and so does the end of
+    the process. A checkpoint is complete or absent: if the process is killed, the checkpoint before remains the latest.
     Several threads and processes may save to one folder.
 
-    step: how many steps were made, a number that loading returns. extra: what else is to be kept, such as a
-    scheduler's state_dict(): numbers, texts, None, lists, tuples, dicts with any of these as keys, and tensors. keep:
-    how many checkpoints stay in the folder (default: all): this one, and those that were saved last before.
+    step: the number of steps made so far, which loading returns.
+    extra: further values to keep, such as a scheduler's state_dict(): numbers, texts, None, lists, tuples, dicts with
+        any of these as keys, and tensors.
+    keep: how many checkpoints stay in the folder (default: all): this one, and the last saved before it.
 
-    Over ranks each rank of all pipelines calls this, and each writes what it has; all hosts share the folder. The state
-    of torch's random numbers on the CPU is saved too, that of the first rank, and so is its `extra`. Raises InputError
-    for what no checkpoint holds, ElsewhereError for a model of which other ranks have a part and which is no pipeline,
-    and what stopped the save before of this thread.
+    Over ranks each rank of all pipelines calls this, and writes the weights of its stages; all hosts share the folder.
+    The state of torch's CPU random numbers and `extra` are saved from the first rank. Raises InputError for values that
+    no checkpoint can hold, ElsewhereError for a model, not a pipeline, that has weights on other ranks, and the error
+    of this thread's last save.
     """
     if not is_count(step):
         raise InputError(f"step={show(step)}: give how many steps were made, such as 7")
@@ -105,9 +111,9 @@ def save_checkpoint(
     own, told = _get_model(model), _encode_extra(extra)
     what = f"saves to {os.fspath(folder)!r}, with {describe_groups(own, optimizer)}"
     path, over_ranks = _make_absolute(folder), _get_compile_group(model) is not None
-    # Also the pipelines of a mesh that write nothing: groups of ranks are made by all of them, or by none.
+    # All pipelines of a mesh take part, even if they write nothing: torch needs all ranks to make a process group.
     with _meet(model, f"save_checkpoint(step={step})", what, side_by_side=True) as placement:
-        # What is copied now takes the memory that the one before has until it is written.
+        # The copies need the memory that the last checkpoint holds until it is written.
         wait_for_saving(model, over_ranks=over_ranks)
         # Batches of a stream may write to buffers.
         with _keep_idle(model):
@@ -117,7 +123,7 @@ def save_checkpoint(
         new = NewCheckpoint(path, step, token)
         if placement is None or placement.leads:
             new.check_place()
-            # Generators of ranks are alike, or each rank has its own reasons.
+            # Only from the first rank: the generators of ranks are alike, or differ on purpose.
             staged[CPU] = torch.get_rng_state()
         group, column = (None, None) if placement is None else placement.find_groups()
     complete = partial(_complete, new, manifest, _list_texts(model), keep, [*read_model(own, filled=False).kinds])
@@ -131,14 +137,14 @@ def save_checkpoint(
 
 
 def _encode_extra(extra: Mapping[Any, Any] | None) -> tuple[Any, Notes]:
-    """Return what is given as extra= for JSON, as it is now."""
+    """Return a copy of `extra` in the form for JSON."""
     if not isinstance(extra, (Mapping, type(None))):
         raise InputError(f"extra={show(extra)}: give a dict, such as {{'scheduler': scheduler.state_dict()}}")
     return encode(extra if isinstance(extra, dict) else dict(extra or {}), "extra")
 
 
 def _make_absolute(folder: str | os.PathLike[str]) -> Path:
-    """Return the whole path of a folder: the program may go to another folder before it is written or read."""
+    """Return the absolute path of a folder, as the program may change its current folder before the thread writes."""
     try:
         return Path(folder).absolute()
     except OSError as error:
@@ -148,9 +154,9 @@ def _make_absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, writer: int) -> None:
-    """Write the tensors of this rank's stages once for all pipelines of a mesh: the rank `writer` writes, others wait.
+    """Write the weights of this rank's stages once for all pipelines of a mesh, on rank `writer`; other ranks wait.
 
-    write: the function that writes, on the rank `writer`; None on the others. They raise RankError if it fails.
+    write: the function that writes, on rank `writer`; None on other ranks, which raise RankError if it fails.
     """
     if write is None:
         said = tell_beside(column, "", writer).strip()
@@ -166,7 +172,7 @@ def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, wr
         said = f"{type(error).__name__}: {error}"
         raise
     finally:
-        # What is written is written, whoever is there to hear of it.
+        # Another rank that is gone must not hide the result of writing.
         with suppress(RankError):
             tell_beside(column, said, writer)
 
@@ -174,7 +180,7 @@ def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, wr
 def _meet(
     model: nn.Module, call: str, what: str, *, side_by_side: bool = False
 ) -> AbstractContextManager[WeightPlacement | None]:
-    """Let all ranks of a pipeline do something together in the block; yields what they have of the model, or None."""
+    """Run the block on all ranks of a pipeline together; yields this rank's weight placement, or None without ranks."""
     compile_group = _get_compile_group(model)
     return (
         nullcontext() if compile_group is None else compile_group.placement.agree(call, what, side_by_side=side_by_side)
@@ -182,14 +188,14 @@ def _meet(
 
 
 def _get_compile_group(model: nn.Module) -> CompileGroup | None:
-    """Return the ranks that run a pipeline, or None where this process does."""
+    """Return the ranks that run a pipeline, or None if this process runs it."""
     return model.compiler.compile_group if isinstance(model, Pipeline) else None
 
 
 def _stage(
     model: nn.Module, optimizer: Optimizer | None, step: int, extra: tuple[Any, Notes]
 ) -> tuple[dict[str, Tensor], Manifest]:
-    """Return copies in host memory of all that this process saves, and what the checkpoint says of itself."""
+    """Return copies in host memory of everything that this process saves, and the manifest."""
     own, compile_group = _get_model(model), _get_compile_group(model)
     state = read_model(own)
     if compile_group is None:
@@ -211,7 +217,7 @@ def _stage(
 
 
 def _copy_to_host(value: Tensor) -> Tensor:
-    """Return a copy in host memory, which later steps do not write to."""
+    """Return a copy in host memory that later steps do not write to."""
     return value.clone() if value.device.type == "cpu" else value.cpu()
 
 
@@ -223,14 +229,14 @@ def _get_model(model: nn.Module) -> nn.Module:
 
 
 def _list_places(model: nn.Module) -> dict[int, torch.device]:
-    """Return the device of each weight of a pipeline that is compiled, by its identity."""
+    """Return identity of a weight -> its device, for a compiled pipeline; empty for a model."""
     if not isinstance(model, Pipeline):
         return {}
     return {id(weight): device for weight, device in model.compiler.list_placed()}
 
 
 def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:
-    """Return what writes the plan and the profile of a pipeline beside its weights."""
+    """Return functions that write the plan and the profile of a pipeline into the checkpoint's folder."""
     if not isinstance(model, Pipeline):
         return []
     found: list[Callable[[Path], None]] = []
@@ -242,7 +248,7 @@ def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:
 
 
 def _write(new: NewCheckpoint, save: Callable[[], None]) -> None:
-    """Write a checkpoint; what was written of one that fails is removed."""
+    """Write a checkpoint. If that fails, remove its files."""
     try:
         save()
     except BaseException as error:
@@ -251,7 +257,7 @@ def _write(new: NewCheckpoint, save: Callable[[], None]) -> None:
 
 
 def _unwrap(error: BaseException) -> BaseException:
-    """Return the error of fxsplit's own that torch has wrapped, if there is one."""
+    """Return fxsplit's own error if torch has wrapped one, otherwise the error as it is."""
     failures = getattr(error, "failures", {})
     return next((e for e, _ in failures.values() if isinstance(e, (FxsplitError, OSError))), error)
 
@@ -265,9 +271,11 @@ def _complete(
     files: list[str],
     kinds: dict[str, str],
 ) -> None:
-    """Write what is beside the tensors, and put the checkpoint in its place.
+    """Write the files besides tensors, then move the checkpoint to its place.
 
-    weights: the names of all weights. files: the names of all ranks' files. kinds: the tensors in these files.
+    weights: the names of all weights.
+    files: the names of all ranks' files.
+    kinds: the tensors in these files, by name.
     """
     missing = next((name for name in weights if f"{MODEL}{name}" not in kinds), None)
     if missing is not None:
@@ -281,7 +289,7 @@ def _complete(
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the whole path of the newest complete checkpoint in a folder, by its step; None if there is none."""
+    """Return the absolute path of the newest complete checkpoint in a folder, by its step; None if there is none."""
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
     path = _make_absolute(folder)
@@ -295,16 +303,17 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, random_state: bool = True
 ) -> Restored:
-    """Load a checkpoint into a pipeline, or a model, and its optimizer; return its step and what was kept as extra=.
+    """Load a checkpoint into a pipeline, or a model, and its optimizer; return its step and its `extra`.
 
-    path: a checkpoint, or a folder of them, of which the latest is loaded. Parameters stay the same objects. The
-    optimizer is one of the kind that was saved, with the same parameters: it takes over what was kept of each, and the
-    options of its groups, such as lr, but for those that say how to compute, as fused. random_state: whether torch's
-    random numbers on the CPU go on as they would have.
+    path: a checkpoint, or a folder of checkpoints, from which the latest is loaded. Parameters stay the same objects.
+    optimizer: an optimizer of the class that was saved, with the same parameters. It gets the state of each parameter
+        and the options of the groups, such as lr, except options that only say how to compute, such as fused.
+    random_state: whether torch's CPU random numbers continue from the saved state.
 
-    Over ranks every rank calls this, and reads what it has. Raises InputError, before anything changes, for a folder
-    without a complete checkpoint, for one in which something is not as it was written, and where model or optimizer are
-    not as they were. Raises ElsewhereError for a model of which other ranks have a part and which is no pipeline.
+    Over ranks every rank calls this, and reads the weights of its stages. Raises InputError, before anything changes,
+    for a folder without a complete checkpoint, for a checkpoint that is not as it was written, and for a model or
+    optimizer that does not match it. Raises ElsewhereError for a model, not a pipeline, that has weights on other
+    ranks.
     """
     found = _find(path)
     own = _get_model(model)
@@ -347,12 +356,12 @@ def load_checkpoint(
 
 
 def _keep_idle(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which no batch of a pipeline runs, after waiting for those that are under way."""
+    """Wait for the batches of a pipeline that are under way, and return a block in which no batch runs."""
     return model.keep_idle() if isinstance(model, Pipeline) else nullcontext()
 
 
 def _check_random(state: Tensor, where: str) -> None:
-    """Raise InputError for what is no state of torch's random numbers on the CPU."""
+    """Raise InputError if `state` is not a state of torch's random numbers on the CPU."""
     try:
         torch.Generator().set_state(state)
     except (RuntimeError, TypeError) as error:
@@ -362,7 +371,7 @@ def _check_random(state: Tensor, where: str) -> None:
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint that a path means; raises InputError where there is none."""
+    """Return the checkpoint that a path names. Raises InputError if there is none."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"path={show(path)}: give the path of a checkpoint, or of a folder of them")
     given = Path(path)

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of an optimizer, by the names of the parameters.
+"""Read the state of an optimizer for a checkpoint, and load it, under the names of the parameters.
 
-A process with another part of the model so finds what it needs. On several ranks each has the options of all groups,
-and what is kept of its own parameters.
+By name, a process with another part of the model finds its part of the state. On several ranks each rank saves the
+options of all groups, and the state of its own parameters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fxsplit.system.figures import show
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 
 OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
-"""Options of optimizers that say how to compute and not what: those of whoever loads stay."""
+"""Options that say how to compute, and not the result. Loading keeps the optimizer's own."""
 
 LIKE_THE_PARAMETER = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "prev",
     "step_size", "ax", "exp_inf",
 }  # fmt: skip
-"""What torch's own optimizers keep of each element of a parameter."""
+"""The state of torch's own optimizers that has the shape of the parameter."""
 
 
 def name_parameters(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter, by its identity."""
+    """Return identity -> first name of each parameter."""
     found: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(weight), name)
@@ -44,9 +44,9 @@ def name_parameters(model: nn.Module) -> dict[int, str]:
 
 
 def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """Return which parameters an optimizer has, as a text that is alike on all ranks if the parameters are.
+    """Return a text for the parameters of an optimizer, which is equal on all ranks if the parameters are.
 
-    Raises InputError for an optimizer whose state is on other ranks than the parameters.
+    Raises InputError for an optimizer that keeps the state of a parameter only on some of its ranks.
     """
     if optimizer is None:
         return "no optimizer"
@@ -63,10 +63,10 @@ def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
 
 
 def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group], dict[str, Tensor]]:
-    """Return the groups of an optimizer, and what it keeps of the parameters of this rank.
+    """Return the groups of an optimizer, and its state for the parameters of this rank.
 
-    Values that are no tensors are JSON, as bytes. Raises InputError for a parameter that is not the model's, and for a
-    value that is no tensor and that JSON has no words for.
+    State other than tensors is JSON, as bytes. Raises InputError for a parameter that the model does not have, and for
+    state that JSON cannot hold.
     """
     names = name_parameters(model)
     groups, kept = [], dict[str, Tensor]()
@@ -95,7 +95,7 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
 
 
 def _refuse_other_state(optimizer: Optimizer) -> None:
-    """Raise InputError for state of what is no parameter of the optimizer's groups: it has no name to be kept by."""
+    """Raise InputError for state that belongs to no parameter of the optimizer's groups, and so has no name."""
     known = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     for key, kept in optimizer.state.items():
         if kept and id(key) not in known:
@@ -118,10 +118,10 @@ def _name(names: Mapping[int, str], weight: Tensor) -> str:
 
 
 def _to_json(what: str, value: Any) -> Any:
-    """Return an option of an optimizer as JSON has it."""
+    """Return an option of an optimizer in the form for JSON."""
     # A learning rate may be a tensor.
     tree, notes = encode(value.item() if isinstance(value, Tensor) and value.ndim == 0 else value, what)
-    # Tuples are made again where the optimizer has them.
+    # Loading makes tuples again for options that are tuples in the optimizer.
     other = next((kind for _, kind in notes if kind != "tuple"), None)
     if other is not None:
         raise InputError(f"the optimizer has the option {what}={show(value)}, and JSON has no word for a {other} in it")
@@ -130,16 +130,16 @@ def _to_json(what: str, value: Any) -> Any:
 
 @dataclass
 class OptimizerPlan:
-    """What is to be loaded into an optimizer: tensors to fill by their full names, and values by parameter and key."""
+    """The state to load into an optimizer: tensors to fill by their full names, and values by parameter and key."""
 
     tensors: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = field(default_factory=dict)
-    """What a tensor is like, the parameter that it is of, and the group of that."""
+    """By full name: a tensor of the stored shape and dtype, the parameter, and the parameter's group."""
     targets: dict[str, Tensor] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def make_targets(self) -> dict[str, Tensor]:
-        """Return memory for the tensors, on the devices that their parameters are on now."""
+        """Return memory for the tensors, on the present devices of their parameters."""
         self.targets = {full: _make_target(full, *given) for full, given in self.tensors.items()}
         return self.targets
 
@@ -147,10 +147,10 @@ class OptimizerPlan:
 def plan_optimizer(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, reader: FolderReader, where: str
 ) -> OptimizerPlan:
-    """Return the plan to load a checkpoint into an optimizer; nothing has changed yet.
+    """Return the plan to load a checkpoint into an optimizer; this changes nothing yet.
 
-    Raises InputError for another kind of optimizer, other parameters, groups or options, and for values that are
-    broken. Every rank checks the values of all ranks, so that all of them refuse a checkpoint or none.
+    Raises InputError for another class of optimizer, other parameters, groups or options, and for broken values. Every
+    rank checks the values of all ranks, so that either all ranks refuse a checkpoint or none does.
     """
     kind = type(optimizer).__name__
     if manifest.optimizer != kind:
@@ -188,7 +188,7 @@ def plan_optimizer(
 
 
 def _check_kind(full: str, key: str, tensor: Tensor, weight: Tensor, where: str) -> None:
-    """Raise InputError for state that an optimizer of torch's does not keep so of a parameter."""
+    """Raise InputError for state of an unexpected shape or dtype in one of torch's own optimizers."""
     alike = tensor.shape == weight.shape and tensor.is_floating_point() == weight.is_floating_point()
     if key in LIKE_THE_PARAMETER and not alike:
         raise InputError(
@@ -198,7 +198,7 @@ def _check_kind(full: str, key: str, tensor: Tensor, weight: Tensor, where: str)
 
 
 def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:
-    """Return the group in a checkpoint that a parameter was in."""
+    """Return the group that a parameter has in a checkpoint."""
     if name not in group_of:
         raise InputError(
             f"{name!r} was in no group of the optimizer in {where}: give the optimizer the same parameters"
@@ -207,7 +207,7 @@ def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:
 
 
 def _read_values(reader: FolderReader, where: str) -> dict[str, Any]:
-    """Return the values in optimizers' state that are no tensors, by full name; raises InputError for a broken one."""
+    """Return full name -> value of the state that is not a tensor. Raises InputError for a broken value."""
     found: dict[str, Any] = {}
     for full, tensor in reader.read_all(n for n in reader.kinds if n.startswith((JSON, TYPED))).items():
         try:
@@ -221,8 +221,8 @@ def _read_values(reader: FolderReader, where: str) -> dict[str, Any]:
 
 
 def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[str, Any]:
-    """Return the options for a group, which are those that its parameters had."""
-    # Options are of groups, and a parameter may have been in another one.
+    """Return the saved options for the parameters of one group."""
+    # Options are saved by group, and a parameter may have been in another group.
     for group, name in zip(saved, names, strict=True):
         if group.options != saved[0].options:
             raise InputError(
@@ -233,7 +233,7 @@ def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[st
 
 
 def _check_groups(own: list[list[str]], manifest: Manifest, where: str) -> None:
-    """Raise InputError unless an optimizer has the groups that a checkpoint has, in any order."""
+    """Raise InputError unless an optimizer has the groups of the checkpoint, in any order."""
     saved = [group.parameters for group in manifest.groups]
     known = {name for names in own for name in names}
     gone = next((name for names in saved for name in names if name not in known), None)
@@ -252,7 +252,7 @@ def _check_groups(own: list[list[str]], manifest: Manifest, where: str) -> None:
 def _check_options(
     optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manifest, where: str
 ) -> None:
-    """Raise InputError for options of a group that an optimizer cannot have, or of which one is missing."""
+    """Raise InputError if a saved option does not fit the optimizer, or if one is missing."""
     for key, value in saved.items():
         if key in OF_THE_MACHINE and key in group:
             continue
@@ -261,7 +261,7 @@ def _check_options(
                 f"the optimizer has {key}={show(group.get(key))}, and {where} holds {key}={show(value)}: give the "
                 "optimizer that was saved, or load without it"
             )
-    # Another torch may know other options.
+    # Another version of torch may have other options.
     if not group["params"] or manifest.training is None or manifest.versions.get("torch") != torch.__version__:
         return
     missing = next((k for k in optimizer.defaults if k in group and k not in saved and k not in OF_THE_MACHINE), None)
@@ -270,7 +270,7 @@ def _check_options(
 
 
 def _fits(own: Any, saved: Any) -> bool:
-    """Return whether an option that was saved may take the place of the optimizer's own, None if it has none."""
+    """Return whether a saved option fits in place of the optimizer's own; None for `own` fits anything."""
     if isinstance(own, Tensor):
         own = own.item() if own.ndim == 0 else own
     if isinstance(own, (tuple, list)):
@@ -287,14 +287,14 @@ def _fits(own: Any, saved: Any) -> bool:
 
 
 def _make_target(full: str, kind: Tensor, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return memory for what an optimizer keeps of a parameter."""
-    # As torch has it where a state is loaded: the number of steps is on the host, unless a kernel reads it.
+    """Return memory for one tensor of a parameter's state."""
+    # As torch does in load_state_dict(): the number of steps is in host memory, unless a kernel reads it.
     on_host = full.endswith(".step") and not (group.get("fused") or group.get("capturable"))
     return torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if on_host else weight.device)
 
 
 def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan) -> None:
-    """Let an optimizer have what was loaded; what it kept before is gone."""
+    """Replace the state and options of an optimizer by the loaded ones."""
     found: dict[str, dict[str, Any]] = {}
     for (name, key), value in ({_split(full): target for full, target in plan.targets.items()} | plan.values).items():
         found.setdefault(name, {})[key] = value
@@ -310,13 +310,13 @@ def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan) 
 
 
 def _split(full: str) -> tuple[str, str]:
-    """Return the name of a parameter, and of what an optimizer keeps of it."""
+    """Return the name of a parameter and the key of its state from a full name."""
     name, _, key = full.partition(".")[2].rpartition(".")
     return name, key
 
 
 def _like(before: Any, value: Any) -> Any:
-    """Return an option as the optimizer has it: a tensor, or a tuple where JSON knows lists."""
+    """Return an option in the type of the optimizer's: a tensor, or a tuple in place of JSON's list."""
     if isinstance(before, Tensor):
         return before.fill_(value) if before.ndim == 0 else before
     return tuple(value) if isinstance(before, tuple) else value

@@ -1,7 +1,10 @@
-"""What a checkpoint holds of gradient hooks: what they have left out of gradients so far, by the names of parameters.
+"""Save and load the residuals of gradient hooks, the gradients that they left out so far, by the names of parameters.
 
-Each pipeline of a mesh has left out other entries, so there is one such tensor for each of them. On as many pipelines
-every rank has its own again. On another number each has the mean of all, which adds up to the same.
+Each pipeline of a mesh has its own residuals, so a parameter has one saved tensor for each pipeline.
+
+  saved by 2 pipelines:    residual.0.weight, residual.1.weight
+  loaded by 2 pipelines:   each rank gets its own again
+  loaded by 3 pipelines:   each rank gets the mean of the saved tensors, so the mean over pipelines stays the same
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ WHAT = "what gradient hooks have left out"
 
 
 def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict[str, Tensor]:
-    """Return what hooks have left out of the gradients of this rank's parameters, for all pipelines of a mesh.
+    """Return the residuals of this rank's parameters, for all pipelines of a mesh.
 
-    To be called on all ranks of all pipelines. Only those of the first pipeline, which writes, are given something.
+    All ranks of all pipelines call this. Only ranks of the first pipeline, which writes them, get a result.
     """
     residuals = _find_residuals(compile_group)
     if compile_group is None or residuals is None:
@@ -36,7 +39,7 @@ def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict
     for name, weight in _list_own(model):
         if not residuals.has(weight):
             continue
-        # As bytes: gloo does not know all types.
+        # As bytes: gloo does not support all dtypes.
         own = residuals.get(weight).detach().contiguous().cpu()
         told = data_parallel.gather(own.view(-1).view(torch.uint8), WHAT)
         if data_parallel.row == 0:
@@ -46,14 +49,14 @@ def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict
 
 @dataclass(frozen=True)
 class ResidualPlan:
-    """What is to be loaded of gradient hooks: for each parameter of this rank the full names of what is added up."""
+    """The residuals to load: for each parameter of this rank the full names of the tensors to add up and to divide."""
 
     names: Mapping[str, list[str]]
     divisor: int = 1
 
     @property
     def values(self) -> list[str]:
-        """The full names of all that is to be read."""
+        """The full names of all tensors to read."""
         return [full for names in self.names.values() for full in names]
 
 
@@ -66,10 +69,12 @@ def plan_residuals(
     *,
     trains: bool,
 ) -> ResidualPlan:
-    """Return what is to be loaded into the hooks of a pipeline; nothing has changed yet.
+    """Return the plan to load residuals into the hook of a pipeline; this changes nothing yet.
 
-    hook: that of the checkpoint, by its text. trains: whether an optimizer is loaded too, so that training goes on. It
-    warns where what was left out is lost then. Raises InputError for a tensor of another kind than its parameter.
+    hook: the text of the hook that the checkpoint was saved with.
+    trains: whether an optimizer is loaded too, so that training goes on. Then lost residuals give a warning.
+
+    Raises InputError for a tensor whose shape or dtype is not its parameter's.
     """
     rows = _list_rows(reader)
     residuals, own_hook = (
@@ -99,7 +104,7 @@ def plan_residuals(
 def give_residuals(
     model: nn.Module, compile_group: CompileGroup | None, plan: ResidualPlan, values: Mapping[str, Tensor]
 ) -> None:
-    """Let hooks have what was loaded; what they had left out before is gone."""
+    """Replace the residuals of the hook by the loaded ones."""
     residuals = _find_residuals(compile_group)
     if residuals is None:
         return
@@ -115,7 +120,7 @@ def _warn(text: str) -> None:
 
 
 def _find_residuals(compile_group: CompileGroup | None) -> ErrorFeedback | PowerErrors | None:
-    """Return what the hook of a mesh has left out on this rank, where there are several pipelines and such a hook."""
+    """Return the residuals of this rank; None if there is only one pipeline or its hook keeps none."""
     if compile_group is None or compile_group.reduction.data_parallel.n_pipelines == 1:
         return None
     return compile_group.reduction.data_parallel.reducer.left_out
@@ -128,7 +133,7 @@ def _list_own(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _list_rows(reader: FolderReader) -> set[int]:
-    """Return the numbers of the pipelines whose residuals a checkpoint holds."""
+    """Return the numbers of the pipelines that have residuals in a checkpoint."""
     found = set()
     for full in reader.kinds:
         if full.startswith(RESIDUAL):

@@ -1,7 +1,8 @@
-"""Where torch.distributed.checkpoint puts the tensors of a checkpoint, and finds them again: safetensors files.
+"""Storage for torch.distributed.checkpoint: it writes and reads tensors as safetensors files.
 
-torch's own storage keeps its table of contents as a pickle, which runs code of whoever wrote it, and its storage for
-safetensors has no word for bool."""
+torch's own storage keeps its table of contents as a pickle, which can run any code when it is read, and its storage for
+safetensors does not support bool.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +34,17 @@ from fxsplit.formats.weights.save_safetensors import NAMES, write_tensors
 from fxsplit.system.files import explain_unwritable, write_whole
 
 MODEL, OPTIMIZER, JSON, RANDOM = "model.", "optimizer.", "json.", "random."
-"""How names begin of weights, of tensors that an optimizer keeps, of its other values, and of random numbers' state."""
+"""Prefixes of names: weights, tensors of an optimizer, its other values, and the states of random numbers."""
 TYPED = "typed."
-"""How names begin of an optimizer's values that JSON alone would not give back: trees with notes of `typed_json`."""
+"""The prefix of an optimizer's values that plain JSON would change: trees with the notes of `typed_json`."""
 RESIDUAL = "residual."
-"""How names begin of what gradient hooks have left out; behind it is the number of the pipeline."""
+"""The prefix of residuals of gradient hooks; the number of the pipeline follows it."""
 
 
 class FolderWriter(StorageWriter):
-    """Writes the tensors of each rank to files of its own.
+    """Writes the tensors of each rank to the rank's own files.
 
-    complete: called by the first rank with the names of all files, and with the kind of each tensor of all ranks.
+    complete: called by the first rank with the names of all files, and with name -> kind of the tensors of all ranks.
     """
 
     def __init__(self, new: NewCheckpoint, n_ranks: int, complete: Callable[[list[str], dict[str, str]], None]) -> None:
@@ -53,10 +54,10 @@ class FolderWriter(StorageWriter):
         self._rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a checkpoint, which is known already."""
+        """Do nothing: the checkpoint is known already."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Let the first rank make the folder. The others have its plan before they write."""
+        """Make the folder, on the first rank. torch lets no rank write before that."""
         self._rank = int(kwargs.get("rank", 0))
         if is_coordinator:
             self._new.begin()
@@ -109,18 +110,18 @@ class FolderWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a folder by itself does not choose this storage."""
+        """Return False: torch must not choose this storage for a folder by itself."""
         return False
 
 
 class FolderReader(StorageReader):
-    """Reads tensors from the files of a checkpoint; each is open as long as it is needed."""
+    """Reads tensors from the files of a checkpoint; a file is open only while it is read."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder
         self._file_of: dict[str, str] = {}
         self.kinds: dict[str, Tensor] = {}
-        """For each tensor one without values, of its shape and dtype."""
+        """For each tensor, a tensor on the meta device with its shape and dtype."""
         for file in files:
             prefix = MODEL if file.startswith("model") else ""
             with TensorFile(folder / file) as opened:
@@ -135,7 +136,7 @@ class FolderReader(StorageReader):
                     self.kinds[prefix + name] = opened.read_kind(name)
 
     def read_all(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the checkpoint, in memory of their own."""
+        """Return tensors of the checkpoint, in new memory."""
         found: dict[str, Tensor] = {}
         wanted = set(names)
         for file in sorted({self._file_of[name] for name in wanted}):
@@ -144,14 +145,14 @@ class FolderReader(StorageReader):
         return found
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read a checkpoint, which is known already."""
+        """Do nothing: the checkpoint is known already."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what tensors there are."""
+        """Return the names, shapes and dtypes of all tensors."""
         return Metadata({name: _describe(kind) for name, kind in self.kinds.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Be ready to read."""
+        """Do nothing: the reader is ready."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return this rank's plan as it is."""
@@ -162,8 +163,8 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, file by file."""
-        # By file, as each is opened once.
+        """Read the tensors of a plan, file by file."""
+        # By file, so that each file is opened once.
         for file in sorted({self._file_of[item.storage_index.fqn] for item in plan.items}):
             with TensorFile(self._folder / file) as opened:
                 for item in plan.items:
@@ -182,12 +183,12 @@ class FolderReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a folder by itself does not choose this storage."""
+        """Return False: torch must not choose this storage for a folder by itself."""
         return False
 
 
 def _name_stored(name: str) -> str:
-    """Return the name of a tensor in its file: weights have those of the model."""
+    """Return the name of a tensor in its file: a weight has its name in the model."""
     return name.removeprefix(MODEL) if name.startswith(MODEL) else name
 
 
@@ -197,9 +198,9 @@ def name_kind(kind: Tensor) -> str:
 
 
 def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | None, where: str) -> None:
-    """Raise InputError unless the tensors beside the weights are those that were written, with dtypes and shapes.
+    """Raise InputError unless the tensors besides weights have the names, dtypes and shapes that were written.
 
-    written: these by name; an older checkpoint has none, and passes.
+    written: name -> kind from the manifest; None for an older checkpoint, which passes.
     """
     if written is None:
         return
@@ -213,22 +214,22 @@ def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | Non
 
 
 def _name_stored_kind(told: Any) -> str:
-    """Return the dtype and the shape of a tensor that torch has told of."""
+    """Return the dtype and the shape from torch's metadata of a tensor."""
     return name_kind(torch.empty(told.size, dtype=told.properties.dtype, device="meta"))
 
 
 def _describe(kind: Tensor) -> TensorStorageMetadata:
-    """Return what torch is to know of a tensor, which is stored in one piece."""
+    """Return torch's metadata for a tensor that is stored in one piece."""
     whole = ChunkStorageMetadata(torch.Size([0] * kind.ndim), kind.shape)
     return TensorStorageMetadata(TensorProperties(dtype=kind.dtype), kind.shape, [whole])
 
 
 def save_tensors(staged: dict[str, Any], writer: FolderWriter, group: Any = None) -> None:
-    """Save tensors by name, each rank of a process group those that it has; without a group this process does alone."""
+    """Save tensors by name: each rank of a process group its own; without a group only this process saves."""
     if group is not None:
         save(staged, storage_writer=writer, process_group=group)
         return
-    # What torch does for one process; its own function warns where there is no process group.
+    # The steps of torch's save() for one process, which warns if there is no process group.
     planner = DefaultSavePlanner()
     planner.set_up_planner(staged, is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -238,7 +239,7 @@ def save_tensors(staged: dict[str, Any], writer: FolderWriter, group: Any = None
 
 
 def load_tensors(targets: dict[str, Any], reader: FolderReader) -> None:
-    """Fill tensors with those that a checkpoint has by their names. Every rank reads by itself what it has."""
+    """Fill tensors with the checkpoint's tensors of the same names. Every rank reads its own tensors."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner(targets, reader.read_metadata(), is_coordinator=True)
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

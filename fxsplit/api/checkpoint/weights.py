@@ -1,6 +1,6 @@
-"""The weights that a checkpoint holds, by the names of the model's state_dict.
+"""Read the weights of a model for a checkpoint, and load them, under the names of the model's state_dict.
 
-On several ranks each of them has its own part, and the names of all.
+On several ranks each rank has its own part of the weights, and the names of all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from fxsplit.torch_internals.fake.fake_weights import dress_like
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 
 EXTRA_STATE = "_extra_state"
-"""The name under which torch's state_dict() has what get_extra_state() of a module returns."""
+"""The name in torch's state_dict() for the result of a module's get_extra_state()."""
 
 
 @dataclass
 class ModelState:
-    """The weights of a model: those of this rank, and which further names they have.
+    """The weights of a model: the values on this rank, and all names of each weight.
 
-    places: each weight's first name, for all names of all ranks. made: the names of what get_extra_state() of a module
-    makes anew in each call, and set_extra_state() takes.
+    own: the weights of this rank by first name.
+    made: the names of extra state, which get_extra_state() makes new in each call, and set_extra_state() takes.
+    places: name -> first name of the same weight, on all ranks.
+    kinds: the weights of all ranks by first name.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -39,19 +41,19 @@ class ModelState:
 
     @property
     def apart(self) -> list[str]:
-        """The names of what cannot be filled in place: extra state, and tensors whose memory repeats numbers."""
+        """The names of values that cannot be filled in place: extra state, and tensors that repeat numbers."""
         return [name for name, value in self.own.items() if name in self.made or _find_distinct(value) is not value]
 
     @property
     def tied(self) -> dict[str, str]:
-        """The first name of each weight, by each other one that it has."""
+        """Other name -> first name, for each weight with several names."""
         return {name: first for name, first in self.places.items() if name != first}
 
 
 def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
-    """Return the weights of a model; raises InputError for what is no tensor, or no plain one.
+    """Return the weights of a model. Raises InputError for values that are not plain tensors.
 
-    filled: whether weights without values are refused, as where they are saved.
+    filled: whether weights without values are refused, as in saving.
     """
     state, first_of = ModelState(), dict[int, str]()
     again = model.state_dict(keep_vars=True)
@@ -80,14 +82,14 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
 
 
 def _is_made(value: Tensor, again: Any) -> bool:
-    """Return whether two calls of state_dict() have made two tensors, so that neither is the model's own."""
+    """Return whether two calls of state_dict() made two tensors, so that neither is the model's own."""
     if value is again or is_remote(value) or value.is_meta:
         return False
     return not isinstance(again, Tensor) or get_storage_id(value) != get_storage_id(again)
 
 
 def _find_distinct(value: Tensor) -> Tensor:
-    """Return the part of a tensor that has each number once: one that was expanded repeats numbers in its memory."""
+    """Return the part of a tensor that has each number once: an expanded tensor repeats numbers in its memory."""
     repeated = [dim for dim, size in enumerate(value.shape) if size > 1 and value.stride(dim) == 0]
     for dim in repeated:
         value = value.narrow(dim, 0, 1)
@@ -95,12 +97,12 @@ def _find_distinct(value: Tensor) -> Tensor:
 
 
 def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> None:
-    """Raise InputError for a value that differs where its tensor in the model repeats one number."""
+    """Raise InputError for a value with different numbers if its tensor in the model repeats one number."""
     for name, value in values.items():
         if name in state.made:
             continue
         once = value[tuple(slice(n) for n in _find_distinct(state.own[name]).shape)].expand(value.shape)
-        # As bytes, since a number that is nan equals nothing.
+        # Compared as bytes, since NaN equals nothing.
         if not torch.equal(*(part.contiguous().view(torch.uint8) for part in (once, value))):
             raise InputError(
                 f"{name!r} repeats its numbers in the model, as expand() makes it, and does not in {where}: let it "
@@ -109,7 +111,7 @@ def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> 
 
 
 def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]) -> None:
-    """Let a model have the values that cannot be filled in place."""
+    """Give a model the values that cannot be filled in place."""
     for name, value in values.items():
         if name in state.made:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -119,7 +121,7 @@ def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]
 
 
 def refuse_remote(model: nn.Module, state: ModelState, verb: str) -> None:
-    """Raise ElsewhereError for a model of which other ranks have a part; only its pipeline can meet them.
+    """Raise ElsewhereError for a model that has weights on other ranks; only its pipeline can reach them.
 
     verb: "save" or "load".
     """
@@ -133,8 +135,8 @@ def refuse_remote(model: nn.Module, state: ModelState, verb: str) -> None:
 
 
 def check_plain(name: str, value: Tensor) -> None:
-    """Raise InputError for a tensor that is more than its numbers."""
-    # The class of a parameter may be the user's own.
+    """Raise InputError for a tensor that is more than its numbers: quantized, sparse or distributed."""
+    # The class is not checked: a parameter may be of the user's own class.
     distributed = hasattr(value, "device_mesh") or hasattr(value, "local_shards")
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_quantized or distributed:
         raise InputError(
@@ -144,9 +146,10 @@ def check_plain(name: str, value: Tensor) -> None:
 
 
 def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return, for the first name of each weight, the name that a checkpoint stores it by.
+    """Return first name of each weight in the model -> name in the checkpoint.
 
-    kinds: what the checkpoint holds, by full name. Raises InputError for what is missing, of another kind or too much.
+    kinds: the tensors of the checkpoint, by full name. Raises InputError for missing or extra tensors, or for another
+    shape or dtype.
     """
     stored = {name.removeprefix(MODEL): kind for name, kind in kinds.items() if name.startswith(MODEL)}
     found: dict[str, str] = {}
@@ -178,7 +181,7 @@ def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[st
 
 
 def make_room(state: ModelState, places: Mapping[int, torch.device]) -> None:
-    """Give weights of this rank memory that have none yet, on the device of their stage; they stay the same objects."""
+    """Give memory to weights of this rank that have none, on the device of their stage; they stay the same objects."""
     for name, weight in state.own.items():
         if weight.is_meta:
             device = places.get(id(weight), torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""From a model and a call to a program that runs, kept as long as it is right."""
+"""Compile a model for a call, and keep the program for as long as it is right."""

@@ -1,4 +1,4 @@
-"""Auto: where the schedule or the number of microbatches is "auto", lower every candidate and take the fastest."""
+"""If the schedule or the number of microbatches is "auto", lower every candidate and take the fastest."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from fxsplit.ir.graph import IR
 from fxsplit.runtime.microbatches import divide_rows
 
 CaptureRows = Callable[[Sequence[int]], IR]
-"""Captures the model for microbatches that have so many rows each."""
+"""Captures the model for microbatches with these numbers of rows."""
 
 
 def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
-    """Return the only candidate for a batch of `rows`, or the one whose simulated step is shortest.
+    """Return the only candidate for a batch of `rows`, or the one with the shortest simulated step, and its costs.
 
-    Returned beside it are the costs that were measured on the way, or else the user's own. The search ends at
-    microbatches that are too small for the model to run on.
-    Raises NoFit where no candidate's plan fits in memory; the error names the one that lacks least.
+    The costs are the ones measured for the candidate, or else the user's own. The search ends at microbatches that are
+    too small for the model to run on. Raises NoFit if no candidate's plan fits in memory; the error names the candidate
+    that lacks least.
     """
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
         return candidates[0], options.costs
-    # What a candidate lacks of memory, in bytes, for the error if none fits.
+    # The bytes of memory that a candidate lacks, for the error if none fits.
     refused: list[tuple[float, Candidate, PlanError]] = []
     fitting: list[tuple[float, Candidate, Costs | None]] = []
-    # One capture for each number: the size of a microbatch decides what operators cost. The largest come first.
+    # One capture for each number: the size of a microbatch decides the costs of operators. The largest come first.
     for count in sorted({candidate.n_microbatches for candidate in candidates}):
         try:
             captured = capture_rows(divide_rows(rows, count))
         except InputError:
-            # Batch norm, for example, trains on no single row.
+            # Batch norm, for example, does not train on a single row.
             if fitting or refused:
                 break
             raise
@@ -46,7 +46,7 @@ def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRo
                 final, costs = lower(options, captured, candidate, known)
                 known = costs or known
             except PlanError as error:
-                # GPipe, for example, holds all microbatches at once, where 1F1B may fit.
+                # GPipe, for example, holds all microbatches at once, and 1F1B may still fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue
             fitting.append((candidate.predict_step_ms(final[Plan]), candidate, known))

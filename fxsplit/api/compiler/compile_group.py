@@ -1,7 +1,11 @@
-"""Ranks: how the ranks of a pipeline come to one program; the first of them measures and plans for all.
+"""Let the ranks of a pipeline compile one program: the first rank measures, plans and sends out the plan.
 
-The others wait meanwhile, and do not load the machine that is measured. What the first rank has found goes to them as
-text: costs and plan as JSON, which are read as data.
+The other ranks wait meanwhile, so that they do not load the machine that is measured. Costs and plan travel as JSON,
+which is read as data.
+
+  rank 0         meet -> capture -> profile -> search -> lower -> end: compare graphs and programs
+                   |                             | SharedPlan       |
+  other ranks    meet -> wait .................. capture -> lower -> end
 """
 
 from __future__ import annotations
@@ -39,20 +43,20 @@ from fxsplit.torch_internals.user_lines import warn_user
 
 T = TypeVar("T")
 GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"
-"""What adds gradients over ranks: a name, or a state and a hook as torch's DDP takes them."""
+"""How gradients are added over ranks: a name, or a state and a hook as torch's DDP takes them."""
 SEARCH = ("augment", "order", "partition")
-"""The passes that search for a plan, which ranks that are told one need not run."""
+"""The passes that search for a plan. Ranks that receive a plan do not run them."""
 
 ALL_ALIKE = (
     "All pipelines of a mesh compile together, with the same code and options, for one shape on all ranks: where "
     "batches have other numbers of rows, pipe.eval().compile_for(x) compiles for one shape before the first of them"
 )
-"""What to look at where ranks of a mesh differ as they compile."""
+"""The advice in an error if ranks of a mesh differ as they compile."""
 
 
 @dataclass(frozen=True)
 class TakePlan:
-    """Learn the plan that the first rank has made."""
+    """A pass that takes the plan of the first rank in place of a search."""
 
     plan: Plan
 
@@ -66,9 +70,11 @@ class TakePlan:
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """What the first rank has found: a candidate with its costs and plan, or that the other mode's program serves.
+    """The result of the first rank: a candidate with its costs and plan.
 
-    costs: None where the chain measures nothing. moves_weights: as in `Compiled`.
+    shared: whether an earlier program serves this call.
+    costs: None if the chain measures nothing.
+    moves_weights: as in `Compiled`.
     """
 
     shared: bool
@@ -78,7 +84,7 @@ class SharedPlan:
     moves_weights: bool
 
     def to_text(self) -> str:
-        """Return it as JSON."""
+        """Return the plan and costs as JSON."""
         scheduler = self.candidate.scheduler
         return json.dumps(
             {
@@ -93,7 +99,7 @@ class SharedPlan:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> SharedPlan:
-        """Return what the first rank has told."""
+        """Return the plan and costs from the JSON of the first rank."""
         costs = data["costs"]
         return cls(
             shared=data["shared"],
@@ -104,13 +110,14 @@ class SharedPlan:
         )
 
     def apply(self, options: CompileOptions) -> CompileOptions:
-        """Return options with which a chain comes to this plan, and measures nothing."""
-        # The pass that compresses cuts stands before one that is skipped, and prices are compared with those it makes.
+        """Return options with a chain that takes this plan, and measures nothing."""
+        # The pass that compresses cuts is added first: it goes before `augment`, which is skipped below, and the
+        # received costs are compared with the costs after it.
         chain = options.compressing
         names = [name_pass(step) for step in chain]
         if "partition" in names:
             at = names.index("partition")
-            # A pass between them may read what the search knows.
+            # If the user put a pass between these, `augment` and `order` run here too: that pass may read their facts.
             skipped = set(SEARCH) if names[at - 2 : at + 1] == list(SEARCH) else {"partition"}
             kept = [TakePlan(self.plan) if n == "partition" else p for n, p in zip(names, chain, strict=True)]
             chain = Chain(tuple(p for n, p in zip(names, kept, strict=True) if n == "partition" or n not in skipped))
@@ -121,14 +128,14 @@ class SharedPlan:
 
 
 class CompileGroup:
-    """The ranks that compile one pipeline. `label` names it on all of them. summing: how they add gradients."""
+    """The ranks that compile one pipeline. `label` names it on all ranks; `reduction` adds their gradients."""
 
     def __init__(self, world: World, reduction: GradientReduction) -> None:
         self.world = world
         self.reduction = reduction
         self.label = world.begin_pipeline(self)
         self.placement = WeightPlacement(world, self.label)
-        # Of a mesh, the first rank of all plans for all pipelines.
+        # With a mesh, rank 0 of all ranks plans for all pipelines.
         self._whole = world.whole
         self._has_met = False
         self._agreement = Agreement(world.whole, ALIKE if len(world.rows) == 1 else ALL_ALIKE)
@@ -142,10 +149,10 @@ class CompileGroup:
     def meet(
         self, options: CompileOptions, model: torch.nn.Module, inputs: str, *, from_shapes: bool
     ) -> Iterator[None]:
-        """Let all ranks compile in the block; raises RanksDiffer where one has another model, options or versions.
+        """Compile in the block on all ranks. Raises RanksDiffer if a rank has another model, other options or versions.
 
-        Each rank has the values of all weights in the block, as it has in the first compile. from_shapes: it has those
-        of buffers only, as the weights may be more than a rank has memory for.
+        In the block each rank has the values of all weights, as in the first compile. With `from_shapes` it has only
+        the values of buffers, as all weights may be too much for the memory of one rank.
         """
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
@@ -168,9 +175,9 @@ class CompileGroup:
     def fit(self, model: torch.nn.Module, fit: Callable[[], T | None], *, from_shapes: bool) -> T | None:
         """Return the graph that `fit` returns, if it finds one on all ranks of the pipeline; None otherwise.
 
-        `fit` looks whether a graph that there is holds for other shapes, with the values of all weights (see `meet`).
-        Each rank compares the graph with the model by itself. Where rounding hides a difference from one of them, all
-        compile. Raises RanksDiffer where one makes another call.
+        `fit` checks whether an existing graph is right for other shapes, with the values of all weights (see `meet`).
+        Each rank compares the graph with the model by itself. Rounding may let only some ranks see a difference; then
+        all ranks compile. Raises RanksDiffer if a rank makes another call.
         """
         agreed = self.placement.agree("other shapes", limit_s=COMPILE_LIMIT_S)
         with agreed, self.world.stop_clock(), self.placement.lend(_list_lent(model, from_shapes=from_shapes)):
@@ -179,9 +186,10 @@ class CompileGroup:
         return found if all(map(int, there)) else None
 
     def tell(self, find: Callable[[], SharedPlan] | None) -> SharedPlan | None:
-        """Return what the first rank finds, on the others; None on the first one itself, which alone gives `find`.
+        """Send the plan of the first rank to the other ranks, and return it on them.
 
-        Raises RankError where it finds nothing, and the first rank its own error.
+        Only the first rank gives `find`, which returns the plan. The first rank returns None, or raises the error of
+        `find`; then the other ranks raise RankError.
         """
         what = "the plan"
         if find is not None:
@@ -198,22 +206,22 @@ class CompileGroup:
         return SharedPlan.parse(data)
 
     def end(self, error: BaseException | None, graph: str, program: str) -> None:
-        """End a compile on all ranks. Raises RanksDiffer where graphs or programs do, or the first error of any rank.
+        """End a compile on all ranks. Raises RanksDiffer if graphs or programs differ, or the first error of any rank.
 
-        graph, program: what must be alike; empty where a rank has none.
+        graph, program: texts that must be equal on all ranks; empty if a rank has none.
         """
-        # First: a rank with another graph may fail in many ways, which say less.
+        # First of all: a rank with another graph may fail in many ways, and its error explains less.
         self._compare(graph, "has captured the graph", error)
         if error is not None:
             raise error
         self._compare(program, "has compiled", None)
 
     def check_sums(self, plan: Plan, scheduler: Scheduler) -> None:
-        """Raise InputError for a hook that this plan is not for."""
+        """Raise InputError if the gradient hook cannot be used with this plan."""
         self.reduction.check_homes(find_replicas(plan) or scheduler.homes(len(plan.stages)))
 
     def _compare(self, own: str, sentence: str, error: BaseException | None) -> None:
-        """Raise RanksDiffer where a rank has another text than the first one; one without a text has failed."""
+        """Raise RanksDiffer if a rank's text differs from rank 0's. A rank without a text has failed."""
         texts = self._whole.gather_texts(own, "the end of a compile")
         odd = next((rank for rank, text in enumerate(texts) if text.strip() not in ("", texts[0].strip())), None)
         if odd is not None and texts[0].strip():
@@ -223,15 +231,15 @@ class CompileGroup:
             ) from error
 
     def _sum_weights(self, model: torch.nn.Module) -> str:
-        """Return what pipelines of a mesh have alike that begin with the same weights; nothing for one pipeline."""
-        # Later each rank has those of its stages, which may be all of them or none.
+        """Return a checksum of the initial weights, which must be equal in all pipelines of a mesh; "" for one."""
+        # Later a rank has only the weights of its stages.
         if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
             return ""
         return f" of checksum {sum_values([weight for _, weight in list_named(model)]):x}"
 
     def _warn_of_other_weights(self, model: torch.nn.Module) -> None:
-        """Warn where ranks of one pipeline begin with other weights: each stage keeps those of its own rank."""
-        # A rank without values is to get them, as from a checkpoint.
+        """Warn if ranks of one pipeline start with different weights: each stage keeps the weights of its own rank."""
+        # A rank without values will load them later, as from a checkpoint.
         sums = {} if lacks_values(model) else {name: sum_values(weight) for name, weight in list_named(model)}
         told = [json.loads(text) for text in self._whole.gather_texts(json.dumps(sums), "the start of a compile")]
         first = next((rank for rank, sums in enumerate(told) if sums), 0)
@@ -246,14 +254,14 @@ class CompileGroup:
 
 
 def _list_lent(model: torch.nn.Module, *, from_shapes: bool) -> dict[str, torch.Tensor]:
-    """Return the weights, by name, that ranks lend each other for a compile: buffers only of one `from_shapes`."""
+    """Return the weights, by name, that ranks lend each other for a compile: only buffers for a model `from_shapes`."""
     return dict(model.named_buffers() if from_shapes else list_named(model))
 
 
 def make_compile_group(world: World | None, options: CompileOptions) -> CompileGroup | None:
-    """Return the ranks that compile with these options, or None where this process runs everything.
+    """Return the ranks that compile with these options; None if this process runs everything.
 
-    Raises InputError for options that say how gradients are added over ranks where they are not.
+    Raises InputError for options about adding gradients over ranks if gradients are not added over ranks.
     """
     if world is None:
         given = {"gradient_hook": options.gradient_hook, "bucket_bytes": options.bucket_bytes}
@@ -274,26 +282,26 @@ def make_compile_group(world: World | None, options: CompileOptions) -> CompileG
 
 
 def describe_graph(captured: IR) -> str:
-    """Return what two ranks have alike if they captured the same graph: its number, and how many nodes it has."""
-    # Addresses of objects, and numbers of GPUs, are those of one process.
+    """Return a text that is equal on two ranks if they captured the same graph: its hash and its number of nodes."""
+    # Addresses of objects and numbers of GPUs differ between processes.
     modules = [repr(captured.gm.get_submodule(str(n.target))) for n in captured.gm.graph.find_nodes(op="call_module")]
-    # What a mask chooses has as many entries as it says, in the rows of one pipeline of a mesh.
+    # No shapes: the size of a boolean selection depends on the values in the rows of each pipeline.
     lines = [render_graph(captured.gm, shapes=False), *modules]
     text = re.sub(r"0x[0-9a-f]+|index=\d+|cuda:\d+", "", "\n".join(lines))
     return f"{hash_text(text):x} of {len(captured.gm.graph.nodes)} nodes"
 
 
 def describe_program(plan: Plan, options: CompileOptions) -> str:
-    """Return what two ranks have alike if they compiled the same graph to the same program."""
+    """Return a text that is equal on two ranks if they compiled the same graph to the same program."""
     return f"plan {hash_text(json.dumps(plan_to_dict(plan))):x}, recompute={options.recompute!r}"
 
 
 def make_machine(world: World) -> Machine:
-    """Return the machine whose devices are the ranks of a world, each as this rank's own device to torch."""
+    """Return a machine with a device for each rank, which every rank sees as its own device of torch."""
     memory = read_memory(world.device)
-    # Of a mesh, all pipelines have one plan: a place has the memory of the least of its column.
+    # All pipelines of a mesh have one plan, so a stage gets the smallest memory of the ranks that run it.
     with world.whole.watch():
-        # Others may have come to a call of a pipeline that there is already.
+        # Other ranks may instead be in a call of an existing pipeline: this check reports it.
         Agreement(world.whole).meet({"call": "the compile of another pipeline"}, 0)
         found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
     memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}

@@ -1,7 +1,7 @@
-"""Compiled: the compiler's record of one mode of a model, for one shape of its inputs: what was captured, what runs.
+"""The compiler's record of one mode of a model, one way of calling it and one shape of its inputs.
 
-Training and evaluation share one program where their graphs allow it. Otherwise the mode compiled second pins every
-weight to the stage that it has in the first one.
+Training and evaluation share one program if their graphs allow it. Otherwise the mode compiled second pins every weight
+to the stage that it has in the first.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
 
 
 def get_mode(model: nn.Module) -> Mode:
-    """Return the mode that a model is in."""
+    """Return the mode of a model."""
     return "train" if model.training else "eval"
 
 
 def read_versions(model: nn.Module) -> dict[str, tuple[int, int | None]]:
-    """Return the identity of each weight and how often it has been written to, by path."""
+    """Return path -> (identity, number of writes so far) for each weight."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {path: (id(w), count_writes(w)) for path, w in named}
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What runs for one mode, way of calling the model and shape, and what it was made from.
+    """A program for one mode, way of calling the model and shape, with the facts that it was made from.
 
-    `captured` is the graph, `final` the IR after the last pass, and `costs` what the rewriting into stages forgets.
-    `found_count` is the number of microbatches that a search has chosen, if there was one. `moves_weights` says that a
-    weight lies on another device than the other mode's program has it, so that mode must be compiled again. `versions`
-    are those of the model's weights, as `read_versions` returns them, where a pass has made weights of its own of them.
+    captured: the graph.
+    final: the IR after the last pass.
+    costs: the measured costs, which `final` no longer has.
+    found_count: the number of microbatches that a search chose; None without a search.
+    moves_weights: whether a weight lies on another device than in the other mode's program, so that the other mode must
+        be compiled again.
+    versions: the versions of the model's weights (see `read_versions`), if a pass made its own weights from them.
     """
 
     captured: IR
@@ -58,8 +61,8 @@ class Compiled:
     def adapt_candidate(self, options: CompileOptions, rows: int) -> Candidate:
         """Return this record's schedule, with the number of microbatches for a batch of `rows`.
 
-        A batch of fewer rows than microbatches gets the largest number, up to one a row, that the schedule is made for.
-        Where there is none, the number stays as it is, and the rows do not suffice.
+        A batch with fewer rows than microbatches gets the largest number, up to one microbatch a row, that the schedule
+        is made for. If there is no such number, the number stays as it is, and the caller finds too few rows.
         """
         scheduler = self.program.scheduler
         count = options.count_microbatches(scheduler, rows, self.found_count)
@@ -67,36 +70,35 @@ class Compiled:
         return Candidate(scheduler, fewer if fewer <= rows else count)
 
     def serves(self, captured: IR) -> bool:
-        """Return whether these stages are right for `captured` too, the graph of the other mode, or of other shapes.
+        """Return whether these stages are also right for `captured`, the graph of the other mode or of other shapes.
 
-        The graph may be the same and memory not: what dropout returns is its input in evaluation, and a copy in
-        training.
+        Equal graphs may use memory differently: dropout returns its own input in evaluation, but a copy in training.
         """
-        # Weights that a pass has made in one mode would train for nothing in the other.
+        # The other mode would train weights that only the pass knows, and not the model's.
         if self.program.detached is not None:
             return False
-        # Stages that copy no inputs, or keep no copies of buffers, would be wrong for a mode that writes to those.
+        # Stages that do not copy their inputs, or their buffers, would be wrong for a mode that writes to them.
         here, there = captured[CallEffects], self.captured[CallEffects]
         if here.writes_inputs > there.writes_inputs or not set(here.saved_buffers) <= set(there.saved_buffers):
             return False
         if not same_graph(captured.gm, self.captured.gm):
             return False
-        # The same nodes may share memory in that mode only, or draw in it only: the cuts must suit that as well.
+        # In the other mode other nodes may share memory or draw random numbers, and the cuts must suit that too.
         effects = find_effects(captured)
-        # Nodes that must stay together in that mode, and lie in two stages; or that would run in another order.
+        # Nodes that must stay together but lie in two stages, and nodes that would run in the wrong order.
         stage_of = self.program.plan.stage_of()
         parted = [c for c in effects.together if len({stage_of.get(name) for name in c}) > 1]
         crossed = [(a, b) for a, b in effects.ordered if stage_of.get(a, 0) > stage_of.get(b, 0)]
-        # A node that draws in that mode must have been wrapped to draw from a state of its own.
+        # A node that draws random numbers must already be wrapped to draw from its own generator state.
         seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)}
         return not parted and not crossed and effects.drawing <= seeded
 
     def share(self, model: nn.Module, captured: IR) -> Compiled:
-        """Return this record for the model's other mode too, in which `captured` was captured: the same graph."""
+        """Return this record for the other mode too, which was `captured` as the same graph."""
         effects = find_effects(captured)
         for draw in (m for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)):
             draw.note(drew=draw.key in effects.drew)
-        # Both modes then have the same program, with the same workers' copies of weights and the same schedules.
+        # Both modes then use one program, with the same copies of weights in the workers and the same schedules.
         return replace(
             self,
             captured=captured,
@@ -106,19 +108,20 @@ class Compiled:
         )
 
     def find_changed_weight(self, model: nn.Module) -> str | None:
-        """Return the path of a weight that has other values than when a pass made its own of it, or None."""
-        # Nearly all programs hold the model's own weights, and there is nothing to ask.
+        """Return the path of a weight that has changed since a pass made its own weights from the model's, or None."""
+        # Nearly all programs hold the model's own weights, and then there is nothing to compare.
         now = read_versions(model) if self.versions else {}
         return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 
     def place(self, model: nn.Module, compile_group: CompileGroup | None, others: Sequence[Program] = ()) -> None:
-        """Move the model's weights, as they are now, to the devices of their stages.
+        """Move the model's present weights to the devices of their stages.
 
-        Of the ranks of a team each lets go of the weights of the others. others: programs of the same model, whose
-        weights stay where they are.
+        Over ranks, each rank lets go of the weights of other stages.
+
+        others: further programs of the model, which keep their weights on this rank.
         """
         self.validity.relink()
-        # Before weights move: one that comes from another rank is not here yet.
+        # First of all: a weight that comes from another rank must arrive before it can move to a device.
         if compile_group is not None:
             compile_group.placement.hold(model, [self.program, *others])
         self.program.place_weights()

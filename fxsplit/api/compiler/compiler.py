@@ -1,7 +1,14 @@
-"""Compiler: gives the program that runs a call, compiled on the first call in its mode, and kept.
+"""Return the program that runs a call of a model: compile it on the first such call, and keep it.
 
-The way of a model: choose a candidate (auto); capture its graph, state the facts, run the chain of passes and build the
-program (lowering). Weights then move to the devices of their stages.
+A compile chooses a candidate ("auto"), captures the graph, states the facts, runs the chain of passes and builds the
+program (lowering.py). Then the weights move to the devices of their stages.
+
+  _kept: (mode, way, shapes) -> Compiled
+
+    ("train", 1, None)    first program of the mode and way; right for all shapes, unless the graph was exported
+    ("train", 1, shapes)  a program for other shapes of an exported graph
+    ("eval",  1, None)    often the same program as in training
+    ("train", 2, None)    another way of calling the model, such as with labels
 """
 
 from __future__ import annotations
@@ -53,21 +60,22 @@ from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_WAYS = 16
-"""So many ways of calling a model are kept, such as with labels and without."""
+"""The most ways of calling a model, such as with and without labels, that programs are kept for."""
 MOST_SHAPES = 16
-"""So many programs for other shapes are kept of a model that has to be exported for each shape anew."""
+"""The most programs for other shapes that are kept, if the model must be exported again for each shape."""
 MOST_FITTED = 1000
-"""So many shapes are remembered on which the first program is right."""
+"""The most shapes that are remembered as right for the first program."""
 MOST_OUTDATED = 4
-"""So many programs are kept for Python values that may return, as modes of torch do from training to evaluation."""
+"""The most programs kept for earlier Python values, which may return, as modes of torch do after an evaluation."""
 
 
 class Compiler:
     """Compiles one model with one set of options: a program for each mode and way of calling it, on one set of weights.
 
-    A way of calling is which arguments are tensors, which are None and how many there are: see `Inputs.is_way`. What
-    was compiled is kept by (mode, number of the way, shapes). Under (mode, way, None) is the first program of a mode,
-    which is right for all shapes unless its graph was exported. All programs have a weight on the same stage.
+    Two calls are made in the same way if the same arguments are tensors, the same are None, and there is the same
+    number of them: see `Inputs.is_way`. A record is kept under (mode, number of the way, shapes). The first program of
+    a mode has shapes=None: it is right for all shapes unless its graph was exported. Every weight is on the same stage
+    in all programs.
     """
 
     def __init__(
@@ -81,33 +89,33 @@ class Compiler:
     ) -> None:
         self.model = model
         self.options = options
-        self.weights = weights  # to be read when the first mode is compiled, and None then
+        self.weights = weights  # read when the first mode is compiled; None after that
         self._from_shapes = from_shapes
         self._kept: dict[tuple[Mode, int, Shapes | None], Compiled] = {}
-        self._ways: dict[int, Inputs] = {}  # by number; the last to be forgotten last
+        self._ways: dict[int, Inputs] = {}  # by number; a way that is known longer is forgotten first
         self._n_ways = 0
         self._signature: inspect.Signature | None = None
-        # Programs of values that forward() read and that are others now, such as modes of torch; the latest last.
+        # Programs for Python values that have changed since, such as modes of torch. The latest is last.
         self._outdated: deque[tuple[Mode, int, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules = ModuleWatch(model)
         self._said_fewer = False
         self._folder: DumpFolder | None = None
-        self.compile_group = compile_group  # the ranks that run the pipeline, where there are several
-        self._turn = CallerLock(lend_draws)  # the first calls of several threads must not compile twice
+        self.compile_group = compile_group  # the ranks that run the pipeline; None for one process
+        self._turn = CallerLock(lend_draws)  # the first calls of several threads must compile only once
         self.pin: Pin = lambda captured: captured
-        # Lets nothing run in a block. Until there are workers, nothing does.
+        # Returns a block in which no batch runs. Before the first batch there is nothing to stop.
         self.pause: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @restores_all
     def program(self, mode: Mode, call: Call) -> Program:
-        """Return the program that runs `call` in a mode, which the model must be in; compile it if there is none."""
+        """Return the program that runs `call` in `mode`, the model's present mode; compile it if there is none."""
         return self._find(mode, call, self._flatten(call)).program
 
     @restores_all
     def prepare(self, mode: Mode, call: Call) -> Batch:
-        """Return a call ready to run: its program, its tensors, and how many rows each microbatch has.
+        """Return a call ready to run: its program, its tensors, and the number of rows of each microbatch.
 
-        Raises InputError for a call that the program is not made for, or that has too few rows for its microbatches.
+        Raises InputError if the program cannot run the call, or if the batch has too few rows for its microbatches.
         """
         flat = self._flatten(call)
         compiled = self._find(mode, call, flat)
@@ -126,7 +134,7 @@ class Compiler:
         return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers(arguments))
 
     def _say_fewer(self, rows: int, count: int) -> None:
-        """Warn, once, of a batch whose rows do not suffice for the number of microbatches that the user stated."""
+        """Warn, once, if a batch has fewer rows than the number of microbatches that the user stated."""
         stated = self.options.n_microbatches
         if isinstance(stated, int) and count < stated and not self._said_fewer:
             self._said_fewer = True
@@ -136,9 +144,9 @@ class Compiler:
             )
 
     def get_compiled(self, mode: Mode) -> Compiled | None:
-        """Return what was compiled first in a mode, or in the other mode where only that is compiled.
+        """Return the first record of a mode, or of the other mode if only that is compiled.
 
-        Of several ways of calling the model it is the first.
+        If the model is called in several ways, return the record of the first.
         """
         for wanted in (mode, OTHER_MODE[mode]):
             ways = [way for known, way, shapes in self._kept if known == wanted and shapes is None]
@@ -147,7 +155,7 @@ class Compiler:
         return None
 
     def list_programs(self) -> list[Program]:
-        """Return all programs that there are, each once; they agree on where each weight is."""
+        """Return each program once. All programs have a weight on the same stage."""
         kept = [*self._kept.values(), *(compiled for *_, compiled in self._outdated)]
         return [*{id(compiled.program): compiled.program for compiled in kept}.values()]
 
@@ -158,25 +166,25 @@ class Compiler:
 
     @restores_all
     def place_all(self) -> None:
-        """Move the weights, which may be others now than before, to the devices of their stages."""
+        """Move the weights, which may have been replaced, to the devices of their stages."""
         for compiled in self._kept.values():
             self._place(compiled)
 
     def _place(self, compiled: Compiled) -> None:
-        """Move the weights of one record to the devices of their stages; over ranks others stay where they are."""
+        """Move the weights of one record to their devices; over ranks the weights of other programs stay."""
         others = [] if compiled.moves_weights else self.list_programs()
         compiled.place(self.model, self.compile_group, others)
 
     def recompile_like(self, model: nn.Module, options: CompileOptions) -> Compiler:
-        """Return a compiler for another model, which captures it by shapes alone where this one did."""
+        """Return a compiler for another model, which captures it by shapes only if this compiler did."""
         from_shapes = any(compiled.captured[Example].from_shapes for compiled in self._kept.values())
         world = self.compile_group.world if self.compile_group else None
         return Compiler(model, options, from_shapes=from_shapes, compile_group=make_compile_group(world, options))
 
     def _find(self, mode: Mode, call: Call, flat: FlatCall) -> Compiled:
-        """Return what is compiled for a call, after compiling it if need be; raises InputError for unusable hooks."""
+        """Return the record for a call, and compile it if there is none. Raises InputError for unusable hooks."""
         with self._turn.take():
-            # All that was compiled is of another model then.
+            # A submodule was replaced, so every program is of the old model.
             if self._modules.find_replaced():
                 self._kept.clear()
                 self._outdated.clear()
@@ -185,12 +193,12 @@ class Compiler:
             way = self._find_way(flat)
             first = self._kept.get((mode, way, None))
             if first is None or self._is_outdated(first, call):
-                # A compile runs the model, which then is what it was before: what batches under way write would be
-                # lost. And weights may move.
+                # A compile runs the model and then restores it, so buffers that a running batch writes meanwhile would
+                # be lost. The compile may also move weights.
                 with self.pause():
                     first = self._find_again(mode, way, call) or self._compile_way(mode, way, call, outdated=first)
         first.validity.check_hooks()
-        # Only an exported graph is for one shape; calls of other models are bound once, in `prepare`.
+        # Only an exported graph is for one shape. For other models `prepare` binds the call, once.
         scope = first.captured[Scope]
         if not scope.fixed:
             return first
@@ -198,13 +206,13 @@ class Compiler:
         return first if shapes is None else self._find_for_shapes(mode, way, call, shapes, first)
 
     def _flatten(self, call: Call) -> FlatCall:
-        """Return a call as one flat list of values, for what the model's forward() takes."""
+        """Return a call as one flat list of values, in the order of the parameters of forward()."""
         if self._signature is None:
             self._signature = inspect.signature(self.model.forward)
         return flatten_call(self._signature, *call)
 
     def _find_way(self, flat: FlatCall) -> int:
-        """Return the number of the way in which a call is made; a new one where there is none yet."""
+        """Return the number of the way in which a call is made, or a new number."""
         way = next((way for way, inputs in self._ways.items() if self._is_way(inputs, flat)), None)
         if way is not None:
             return way
@@ -215,7 +223,7 @@ class Compiler:
         return inputs.is_way(flat, self._read_dtype(), self._kinds)
 
     def _keep_way(self, way: int, compiled: Compiled) -> None:
-        """Remember how calls of a way are made; of many ways, those that were made last and the first one."""
+        """Remember how calls of a way are made. Beyond MOST_WAYS, forget the oldest, but keep the first."""
         self._ways.setdefault(way, compiled.captured[Example].inputs)
         forgotten = [*self._ways][1 : 1 + max(len(self._ways) - MOST_WAYS, 0)]
         if forgotten:
@@ -230,7 +238,7 @@ class Compiler:
             del self._ways[old]
 
     def _find_again(self, mode: Mode, way: int, call: Call) -> Compiled | None:
-        """Return what was compiled for the Python values that there are now, and make it the mode's first again."""
+        """Return a kept record for the present Python values, and make it the first again; None if there is none."""
         known = (c for c in self._outdated if c[:2] == (mode, way))
         found = next((c for c in known if not self._is_outdated(c[2], call)), None)
         if found is None:
@@ -240,39 +248,39 @@ class Compiler:
         return found[2]
 
     def _keep_first(self, mode: Mode, way: int, compiled: Compiled) -> None:
-        """Make a record the first of its mode and way; the one before may be right again, for values of then."""
-        # What was made after an interrupt that was lost may be another way through the model.
+        """Make a record the first of its mode and way. Keep the one before: its Python values may return."""
+        # An interrupt that was lost may have sent the capture another way through the model.
         raise_lost_interrupt()
         replaced = self._kept.get((mode, way, None))
         if compiled.moves_weights:
             self._outdated.clear()
         elif replaced is not None:
             self._outdated.append((mode, way, replaced))
-        # Programs of this mode for other shapes were made beside the one that was first, and are outdated with it.
+        # Programs for other shapes go too: they were compiled for the same Python values as the replaced program.
         self._kept = {k: c for k, c in self._kept.items() if k[:2] != (mode, way) and not compiled.moves_weights}
         self._place(compiled)
         self._kept[mode, way, None] = compiled
         self._keep_way(way, compiled)
 
     def _find_for_shapes(self, mode: Mode, way: int, call: Call, shapes: Shapes, first: Compiled) -> Compiled:
-        """Return what is compiled for other shapes than the example's: an exported graph is for its own alone."""
+        """Return the record for shapes other than the example's: an exported graph is right only for its own shapes."""
         with self._turn.take():
             kept = self._kept.get((mode, way, shapes))
-            # Other shapes may take another way through forward(), which reads other values. A record of the first
-            # program has no values of its own, and those have been looked at.
+            # With other shapes forward() may take another branch and read other values. A record that shares the first
+            # program shares its values, which `_find` has checked.
             if kept is not None and (kept.validity is first.validity or not self._is_outdated(kept, call)):
-                self._kept[mode, way, shapes] = self._kept.pop((mode, way, shapes))  # the last to be forgotten
+                self._kept[mode, way, shapes] = self._kept.pop((mode, way, shapes))  # now the last to be forgotten
                 return kept
-            # Modes that share the first program share those for other shapes as well.
+            # If both modes share the first program, they also share the programs for other shapes.
             other = self._kept.get((OTHER_MODE[mode], way, None))
             if other is not None and other.program is first.program and (OTHER_MODE[mode], way, shapes) in self._kept:
                 return self._kept[OTHER_MODE[mode], way, shapes]
-            # The model is run, and then is what it was before: what batches under way write would be lost.
+            # The model is run and then restored, so buffers that a running batch writes meanwhile would be lost.
             with self.pause():
                 compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
                 raise_lost_interrupt()
                 self._place(compiled)
-            # No other program finds its weights where it expects them then.
+            # The weights have moved, so all other programs would look for them on the wrong devices.
             if compiled.moves_weights:
                 self._kept = {(mode, way, None): compiled}
             else:
@@ -280,7 +288,7 @@ class Compiler:
             return compiled
 
     def _fit(self, call: Call, first: Compiled) -> Compiled | None:
-        """Return the record of a mode for the shapes of another call, where its graph is the model there as well."""
+        """Return a record for the shapes of another call; None if the captured graph is wrong for them."""
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
         count = first.adapt_candidate(self.options, inputs.count_rows(tensors)).n_microbatches
         rows = divide_rows(inputs.count_rows(tensors), count)
@@ -296,9 +304,9 @@ class Compiler:
         return None if captured is None else replace(first, captured=captured)
 
     def _keep_for_shapes(self, mode: Mode, way: int, shapes: Shapes, compiled: Compiled) -> None:
-        """Keep a record for shapes of its own; of many, those that were made last."""
+        """Keep a record for its shapes; beyond the limits, forget the oldest."""
         self._kept[mode, way, shapes] = compiled
-        # Records of one program cost little, and programs of their own hold stages and what was measured.
+        # A record that shares the first program is small. A program of its own holds stages and measurements.
         first = self._kept[mode, way, None].program
         known = [(key, c) for key, c in self._kept.items() if key[:2] == (mode, way) and key[2]]
         for most, own in ((MOST_SHAPES, True), (MOST_FITTED, False)):
@@ -309,19 +317,20 @@ class Compiler:
     def _compile_way(self, mode: Mode, way: int, call: Call, outdated: Compiled | None) -> Compiled:
         """Return a mode compiled for a call of a way, as `_compile_first` does.
 
-        Raises InputError where a tensor of another kind than in a way that there is makes the model fail.
+        Raises InputError if a tensor has another dtype or number of dimensions than in a known way, and the model fails
+        on it.
         """
         try:
             return self._compile_first(mode, way, call, outdated)
         except Exception as error:
-            # A tensor of another dtype is the usual reason, and a model's own error says less of it.
+            # A tensor of another dtype is the usual reason, and the model's own error says less about it.
             misfit = None if way in self._ways else self._find_misfit(call)
             if misfit is None:
                 raise
             raise misfit from error
 
     def _find_misfit(self, call: Call) -> InputError | None:
-        """Return what a call has otherwise than a known way, where it is the dtype or dimensions of a tensor alone."""
+        """Return an error for a call that differs from a known way only in the dtype or dimensions of a tensor."""
         flat = self._flatten(call)
         _, values, structure, _ = flat
         for inputs in self._ways.values():
@@ -336,7 +345,7 @@ class Compiler:
     def _compile_first(self, mode: Mode, way: int, call: Call, outdated: Compiled | None) -> Compiled:
         """Return a mode compiled for a call, with all weights on their devices; keep it as the first of mode and way.
 
-        Raises InputError where a Python value that forward() reads has another value while a graph is made.
+        Raises InputError if forward() reads a Python value that differs between this call and the capture of the graph.
         """
         hopeful = set() if outdated is None else name_candidates(outdated.captured, *call)
         said = outdated is None or self._announce(outdated, call, hopeful)
@@ -344,7 +353,7 @@ class Compiler:
         try:
             compiled = self._compile(call, like, outdated)
             if not self._kept:
-                # Submodules that forward() makes when it is first called are in the graph.
+                # Submodules that forward() makes on its first call are in the graph: take them as known.
                 self._modules.find_replaced()
         except NoFit as error:
             if mode == "eval" and self._wants_gradients(call):
@@ -359,7 +368,7 @@ class Compiler:
             )
         self._keep_first(mode, way, compiled)
         if self.weights is not None:
-            # The model was built without values; they are read once their places are known.
+            # The model was built without values, and they can be read now that each weight has a device.
             self.weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
             self.weights = None
         return compiled
@@ -367,13 +376,13 @@ class Compiler:
     def _compile(self, call: Call, like: Compiled | None, outdated: Compiled | None) -> Compiled:
         """Return the model's present mode, compiled for a call.
 
-        like: what the model was compiled to before, in the other mode, for other shapes or for another way of calling
-            it. Its stages are shared where the graph is the same; otherwise every weight stays on the stage that it has
-            in all programs that there are.
-        outdated: what was right for the call before something changed, which may be `like`.
+        like: an earlier record, for the other mode, other shapes or another way of calling the model. Its stages are
+            shared if the graph is the same. Otherwise every weight stays on the stage that it has in all existing
+            programs.
+        outdated: the record that was right for this call before something changed. It may be `like`.
         """
         inputs, tensors = Inputs.of(self.model, *call, self.options.chunks)
-        # Made before anything is measured: a folder that cannot be dumped to is refused.
+        # First of all: an unusable dump folder is refused before anything is measured.
         observers = self._make_observers(inputs, tensors)
         rows = inputs.count_rows(tensors)
         from_shapes = self._from_shapes or (like is not None and like.captured[Example].from_shapes)
@@ -402,7 +411,7 @@ class Compiler:
             if final is None:
                 assert like is not None, "what serves was compiled before"
                 return like.share(self.model, captured)
-        if like is None and "kept whole" not in captured[Scope].front_end:  # of those a warning has told already
+        if like is None and "kept whole" not in captured[Scope].front_end:  # "kept whole" has had a warning
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         if like is None and costs is not None and costs.noise is not None:
             warn_user(costs.noise, UnsteadyProfileWarning)
@@ -425,9 +434,9 @@ class Compiler:
         return None if self.compile_group is None else frozenset([self.compile_group.world.me])
 
     def _choose_options(self, call: Call, like: Compiled | None) -> tuple[CompileOptions, bool]:
-        """Return what to compile a call with, and whether `like` is for inference, and of no use to a call that trains.
+        """Return the options for a call, and whether `like` is useless because it is for inference and the call trains.
 
-        All weights are planned anew then: the stages of inference may lack the memory to train.
+        Then all weights are planned again, since the stages of inference may lack the memory to train.
         """
         if self._wants_gradients(call):
             return self.options, like is not None and like.program.inference
@@ -436,15 +445,15 @@ class Compiler:
 
     @contextmanager
     def _run_for_compile(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model run in the block in the modes that it will run in, and leave it as it was."""
+        """Run the model in the block in the modes it will run in, and restore it afterwards."""
         cast = cast_in_place(self._kinds, tensors, self._read_dtype())
         gradients = hide_gradients(self.model.parameters())
-        # What stays whole may count its runs.
+        # A module that stays whole may count its runs, so restore_model() puts its state back.
         with enable_gradients(), cast, leave_saved_hooks(), show_progress(), restore_model(self.model), gradients:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
-        """Return what watches the chain for the model's present mode and these tensors."""
+        """Return the observers that dump the chain for the model's present mode and these tensors."""
         if not self.options.observed:
             return []
         self._folder = self._folder or DumpFolder(self.options.dump)
@@ -453,31 +462,31 @@ class Compiler:
         return make_observers(folder, self.options.passes)
 
     def _is_outdated(self, compiled: Compiled, call: Call) -> bool:
-        """Return whether a record is of Python values, or of weights made by a pass, that are others now.
+        """Return whether Python values, or the weights that a pass made its own weights from, have changed.
 
-        So is one for inference where the call wants gradients.
+        A record for inference is also outdated if the call needs gradients.
         """
         if compiled.program.inference and self._wants_gradients(call):
             return True
         return bool(compiled.find_changed_weight(self.model) or self._find_changes(compiled, call))
 
     def _wants_gradients(self, call: Call) -> bool:
-        """Return whether outputs of a call are to be differentiable: gradients are on, and something requires one."""
+        """Return whether outputs need gradients: they are switched on, and a parameter or input requires them."""
         if self.options.inference or not torch.is_grad_enabled():
             return False
         given = (t for t in pytree.tree_leaves(call) if isinstance(t, Tensor))
         return any(t.requires_grad for t in (*self.model.parameters(), *given))
 
     def _find_changes(self, compiled: Compiled, call: Call) -> dict[str, tuple[str, str]]:
-        """Return the Python values that are others now, in words, and numbers among the arguments."""
+        """Return the Python values and number arguments that have changed, in words: name -> (then, now)."""
         arguments = compiled.captured[Example].inputs.find_changes(*call)
         found = compiled.validity.find_changes()
         return found | {name: (repr(then), repr(now)) for name, (then, now) in arguments.items()}
 
     def _announce(self, outdated: Compiled, call: Call, followed: set[str]) -> bool:
-        """Warn of what a record was made with and has changed since, which costs a compile; return whether it did.
+        """Warn of a change that makes a record outdated and costs a compile; return whether there was a warning.
 
-        `followed` are the names of changed numbers that are inputs of the next graph.
+        followed: the names of changed numbers that will be inputs of the next graph, which need no warning.
         """
         weight = outdated.find_changed_weight(self.model)
         if weight is not None:
@@ -487,7 +496,7 @@ class Compiler:
             )
             return True
         changes = self._find_changes(outdated, call)
-        # Modes are changed on purpose. A number may be a counter, which would cost a compile every call.
+        # A mode is changed on purpose. A number may be a counter, and each new value would cost a compile.
         modes = ("training' of the model", "is_grad_enabled()")
         silent = (name in followed or name.endswith(modes) for name in changes)
         name = next((name for name, quiet in zip(changes, silent, strict=True) if not quiet), None)
@@ -500,15 +509,15 @@ class Compiler:
         return name is not None
 
     def _bind(self, inputs: Inputs, flat: FlatCall) -> list[Tensor]:
-        """Return the tensors of a call, whose floating type may follow the model's; raises InputError for a misfit."""
+        """Return the tensors of a call, cast to the model's dtype if need be. Raises InputError for a misfit."""
         return inputs.bind_flat(flat, self._read_dtype(), self._kinds)
 
     def _read_dtype(self) -> torch.dtype | None:
-        """Return the floating type of the model's parameters, or None where it has no such parameters."""
+        """Return the dtype of the model's first floating-point parameter; None if it has none."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
 
     @cached_property
     def _kinds(self) -> tuple[str, ...]:
-        """The kinds of devices that stages run on."""
+        """The device types that stages run on, such as "cpu" and "cuda"."""
         devices = self.options.machine.devices
         return tuple(dict.fromkeys(d.torch_device.type for d in devices if d.torch_device is not None))

@@ -1,4 +1,4 @@
-"""World: what a user means by the devices of a pipeline, where these may be ranks of torch.distributed."""
+"""Turn the argument `devices` of compile() into a machine, and perhaps into ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Devices: TypeAlias = "int | DeviceLike | Sequence[DeviceLike | Device] | Machine | DeviceMesh"
-"""What compile() takes as devices."""
+"""The types that compile() takes as devices."""
 
 
 def read_devices(devices: Devices, model: nn.Module) -> tuple[Machine, World | None]:
-    """Return the machine that a user means, and the ranks that run on it, or None where this process does.
+    """Return the machine that a user means, and the ranks that run it; None if this process runs it.
 
-    Raises InputError for what means no devices.
+    Raises InputError if `devices` names no devices.
     """
     if isinstance(devices, str) and devices == "world":
         if is_launched():
@@ -42,7 +42,7 @@ def read_devices(devices: Devices, model: nn.Module) -> tuple[Machine, World | N
 
 
 def _make(world: World) -> tuple[Machine, World | None]:
-    """Return the machine of a world; one rank by itself is a device like any other."""
+    """Return the machine of a world. A single rank is a device like any other."""
     if len(world) == 1 and len(world.rows) == 1:
         return Machine.of([world.device]), None
     return make_machine(world), world

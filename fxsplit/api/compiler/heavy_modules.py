@@ -1,4 +1,4 @@
-"""Warn of a module that stays whole, takes most of the time, and could be cut if it were taken apart."""
+"""Warn of a module that stays whole, takes most of the time, and could be cut if it were traced into."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.user_lines import warn_user
 
 SHARE = 0.5
-"""A node with more than this share of the time is in the way of any plan."""
+"""The share of the time above which a single node spoils any plan."""
 
 
 def warn_of_heavy_module(captured: IR, costs: Costs | None, meant: Collection[str]) -> None:
-    """Warn where one call of a module takes over half of the measured time and has several parts inside.
+    """Warn if one call of a module takes over half of the measured time, and the module has several layers inside.
 
-    meant: paths of modules that the user keeps whole.
+    meant: paths of modules that the user keeps whole on purpose.
     """
     total = sum(node.forward_ms + node.backward_ms for node in costs.nodes) if costs else 0.0
     for node in costs.nodes if costs and total else ():
@@ -35,7 +35,7 @@ def warn_of_heavy_module(captured: IR, costs: Costs | None, meant: Collection[st
 
 
 def count_parts(module: nn.Module) -> int:
-    """Return the number of layers inside of a module: submodules with weights of their own, layers of an RNN."""
+    """Return the number of layers inside a module: submodules with weights of their own, or layers of an RNN."""
     if isinstance(module, nn.RNNBase):
         return module.num_layers
     return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())

@@ -1,6 +1,6 @@
-"""Lowering: from a model and a call to a program.
+"""Lower a model and a call to a program.
 
-The steps are: capture the graph, state the facts, run the chain of passes, and take from the result what runs.
+model + call --capture--> graph --state facts--> IR --chain of passes--> stages --build--> Program
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fxsplit.torch_internals.fx.interpret import get_storage_id
 
 
 def read_stated(options: CompileOptions) -> CaptureOptions:
-    """Return what the options state of the model."""
-    # Whether a submodule stays whole is decided by tracing, which comes before every pass.
+    """Return the options of compile() that capturing needs."""
+    # Tracing decides whether a submodule stays whole, and tracing comes before every pass.
     leaves = [step.path for step in options.chain if isinstance(step, standard.Leaf)]
     return CaptureOptions(options.chunks, leaves, joined=options.n_microbatches != 1 or options.side_by_side)
 
@@ -57,11 +57,14 @@ def capture_model(
     grad_enabled: bool = True,
     earlier: Sequence[IR] = (),
 ) -> IR:
-    """Return the graph of the model in its present mode, for microbatches of so many rows (see `capture`).
+    """Return the graph of the model in its present mode, for microbatches of `rows` rows (see `capture`).
 
-    `grad_enabled`: the caller's grad mode. `earlier`: what was captured before. `from_shapes`: nothing is
-    computed. A model that needs its values to be captured is captured with them where it has them on one device. Raises
-    TraceError for a model that no front end can follow.
+    grad_enabled: the caller's grad mode.
+    earlier: graphs captured before.
+    from_shapes: compute nothing. A model that can be captured only with values is captured with them, if it has values
+        and they are on one device.
+
+    Raises TraceError for a model that no front end can capture.
     """
     stated = read_stated(options)
     try:
@@ -83,15 +86,17 @@ def lower(
     others: Sequence[Program] = (),
     observers: Sequence[Observer] = (),
 ) -> tuple[IR, Costs | None]:
-    """Return the stages that the chain of passes makes of a captured graph, and the costs, which emitting forgets.
+    """Return the stages that the chain of passes makes of a captured graph, and the measured costs.
 
-    candidate: the schedule to plan for. known: costs measured before. others: programs of the model in its other mode,
-        for other shapes and ways of calling it; every weight stays on the stage that it has there.
+    candidate: the schedule to plan for.
+    known: costs measured before.
+    others: programs of the model for its other mode, other shapes and other ways of calling it. Every weight stays on
+        the stage that it has there.
 
-    Raises PlanError where no plan fits, MissingFact for a chain that learns no Plan.
+    Raises PlanError if no plan fits, MissingFact for a chain that learns no Plan.
     """
     keep = KeepCosts()
-    # `facts` describe the run, and outlive every rewrite of the graph.
+    # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)
     check = Rewrites(captured).check
     return run_chain(captured.learn(*facts), options.passes, [keep, *observers], check), keep.found
@@ -100,12 +105,12 @@ def lower(
 def list_facts(
     options: CompileOptions, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
 ) -> list[Fact]:
-    """Return what the chain starts from, besides the graph and its example."""
+    """Return the facts that the chain starts from, besides the graph and its example."""
     pins = captured.get(Pins)
     if others:
-        # In this order: a weight cannot move, and what is pinned besides was pinned where the weights are.
+        # In this order: a weight cannot move, and the user's pins held when the weights were placed.
         pins = Pins.join([pins or Pins({}), pin_weights(captured, others)])
-    # What `fxsplit.plan` plans for, too: so both come to the same plan.
+    # The same call as in `fxsplit.plan`, so that both return the same plan.
     machine, workload = candidate.scheduler.lay_out(
         options.machine, candidate.n_microbatches, may_idle=pins is not None
     )
@@ -115,8 +120,8 @@ def list_facts(
     if options.loss_fn is not None:
         facts.append(Loss(options.loss_fn))
     if known is not None:
-        # The user's own profile must cover the model. One that a search has just measured, or that of the other mode,
-        # serves where an operator is the same, and the rest is measured.
+        # The user's own profile must cover the model. A profile from a search or from the other mode serves for equal
+        # operators, and the rest is measured.
         facts.append(KnownCosts(known, complete=known is options.costs))
     return facts
 
@@ -124,14 +129,14 @@ def list_facts(
 def pin_weights(captured: IR, others: Sequence[Program]) -> Pins:
     """Return pins that keep every parameter and buffer of a graph on the stage it has in other programs.
 
-    A weight that several stages share, in one program or in two, may be anywhere.
+    A weight that several stages share, in one program or in two, is not pinned.
     """
-    # By memory, not by identity: one mode may call a module, and the other fetch its weight by itself.
+    # Compared by memory, not by identity: one mode may call a module, and the other may fetch its weight.
     homes: dict[int, set[int]] = {}
     for other in others:
         for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True):
             for weight in list_weights(stage.module):
-                # Pins name devices, which are numbered as stages are unless a stage has several.
+                # Pins name devices, which have the numbers of their stages unless a stage has several devices.
                 homes.setdefault(get_storage_id(weight), set()).add(planned.devices[0])
     only_home = {storage: next(iter(indices)) for storage, indices in homes.items() if len(indices) == 1}
     pinned = {
@@ -145,14 +150,14 @@ def pin_weights(captured: IR, others: Sequence[Program]) -> Pins:
 
 
 class KeepCosts(Observer):
-    """Keeps the costs that a chain learns: the rewriting into stages forgets them, as they are of another graph."""
+    """Keeps the costs that a chain learns. The rewrite into stages drops them, as they describe another graph."""
 
     found: Costs | None = None
     _constrained = False
 
     def after(self, name: str, ir: IR) -> None:
-        """Keep the latest costs, but for those with constraints of one plan."""
-        # Where one plan may cut is nothing that was measured.
+        """Keep the latest costs, but no costs with the constraints of one plan."""
+        # The constraints of one plan's cuts were not measured.
         self._constrained |= name == standard.Cut.name
         if not self._constrained:
             self.found = ir.get(Costs) or self.found
@@ -166,9 +171,10 @@ def build_program(
     final: IR,
     here: frozenset[int] | None = None,
 ) -> Program:
-    """Return what the runtime needs of a model that was `captured`, and `final` after the chain of passes.
+    """Return a program for the runtime, from a model, its `captured` graph and its `final` IR.
 
     here: the devices that run in this process (None: all of them).
+
     Raises MissingFact for a chain that emits no stages, ScheduleError for a plan that the schedule cannot run.
     """
     example, effects = captured[Example], captured[CallEffects]
@@ -191,28 +197,28 @@ def build_program(
         fingerprint=f"graph {describe_graph(captured)}, {describe_program(final[Plan], options)}" if here else "",
         sums_apart=here is not None and options.gradient_hook is not None,
     )
-    # Made now, so that a plan that no schedule can run is refused by compile(), and not by the first step.
+    # Made now, so that compile() refuses a plan that the schedule cannot run, and not the first step.
     program.schedule(candidate.n_microbatches)
     return program
 
 
 def list_joined(captured: IR, stages: Stages) -> tuple[OutputKind, ...]:
-    """Return, for each output of the last stage, what it means by microbatches."""
-    # The graph may return one value twice, and constants besides; the last stage gives each value once. Places and not
-    # names tell which is which, since a pass may have named a node anew.
+    """Return how the microbatches of each output of the last stage are joined."""
+    # The graph may return a value twice, and constants besides, but the last stage returns each value once. Positions
+    # tell them apart, not names, since a pass may have renamed a node.
     places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]
     meanings = dict(zip(places, captured[CallEffects].meanings, strict=True))
     return tuple(meanings.get(position, ROWS) for position in range(len(stages[-1].outputs)))
 
 
 def find_rewritten(model: nn.Module, stages: Stages, paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Return the stages' own names, (stage, path in its module), for buffers that the model has under `paths`."""
+    """Return (stage, path in its module) for the buffers that the model has under `paths`."""
 
     def list_buffers(module: nn.Module) -> dict[str, Tensor]:
         return dict(module.named_buffers(remove_duplicate=False))
 
     named = list_buffers(model)
-    # Buffers are compared by memory: a stage may hold a view, and reach a shared module by another path.
+    # Compared by memory: a stage may hold a view, or reach a shared module by another path.
     memory = {get_storage_id(named[path]) for path in paths}
     return tuple(
         (stage.index, path)

@@ -1,6 +1,6 @@
-"""Options: everything that compile() is told besides the model, checked once, the same for every mode and shape.
+"""The options of compile(), checked once, and the same for every mode and shape.
 
-A *candidate* is what the options leave to choose: a schedule with a number of microbatches, such as 1F1B with 4.
+A *candidate* is a choice that the options leave open: a schedule with a number of microbatches, such as 1F1B with 4.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Candidate:
     n_microbatches: int
 
     def predict_step_ms(self, plan: Plan) -> float:
-        """Return the simulated time of a training step by a plan that was made for this candidate, in milliseconds."""
+        """Return the simulated time of a training step with a plan for this candidate, in milliseconds."""
         schedule = build_schedule(plan, self.scheduler, self.n_microbatches)
         return simulate(schedule, read_times(plan, schedule)).step_ms
 
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompileOptions:
-    """How a model is compiled. Every field is an argument of compile(), whose docstring says what it means.
+    """The options that a model is compiled with. Fields have the names and meanings of compile()'s arguments.
 
     Raises InputError or ScheduleError for an option that no model could be compiled with.
     """
@@ -75,11 +75,11 @@ class CompileOptions:
     gradient_hook: object = None
     bucket_bytes: float | None = None
     dump: str | os.PathLike[str] | None = None
-    # Not an argument of compile(): what verify() compiles by itself is neither dumped nor printed.
+    # Not an argument of compile(). False for a pipeline that verify() compiles: it is neither dumped nor printed.
     observed: bool = True
-    # Nor is this: whether lengths that an exported graph has symbols for may be any, and are compiled for once.
+    # Not an argument either: whether one compile serves all lengths that an exported graph has symbols for.
     lengths_open: bool = False
-    # Nor this: whether other pipelines have other rows of the batch, as over a mesh of two dimensions.
+    # Not an argument either: whether other pipelines have other rows of the batch, as over a mesh of two dimensions.
     side_by_side: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class CompileOptions:
         # Saved costs are of one microbatch size, and a search looks at several.
         if self.n_microbatches == AUTO and self.costs is not None:
             raise InputError("n_microbatches='auto' measures microbatches of every size: leave costs= out")
-        # A loss class in place of its instance is a common slip, and a class is callable.
+        # It is easy to pass a loss class in place of its instance, and a class is callable.
         if self.loss_fn is not None and (not callable(self.loss_fn) or isinstance(self.loss_fn, type)):
             raise InputError(
                 f"loss_fn={self.loss_fn!r} is no function or module: give loss_fn(outputs, target) -> scalar"
@@ -113,10 +113,10 @@ class CompileOptions:
             )
         if self.stage_backend is not None:
             check_stage_backend(self.stage_backend, self.machine)
-        # "auto" tries only what can run, so that there is nothing to check.
+        # "auto" tries only schedules that can run, so there is nothing to check.
         if self.schedule != AUTO:
             find_schedule(self.schedule)
-            # A schedule says itself which numbers it is made for, and making one is quick.
+            # A schedule itself checks the numbers that it is made for, and making one is quick.
             self.schedulers[0].homes()
             if self.stated_count is not None:
                 self.schedulers[0].schedule(self.stated_count)
@@ -125,26 +125,26 @@ class CompileOptions:
     def planned_recompute(self) -> str:
         """Which stages a plan counts as recomputing: all, none, or those that the planner chooses.
 
-        A stage that recomputes all microbatches but the last counts as one that recomputes none: it holds no more.
+        With "except_last" a plan counts none: such a stage needs no more memory than one that keeps all activations.
         """
         return "never" if self.recompute == "except_last" else self.recompute
 
     @cached_property
     def schedulers(self) -> Sequence[Scheduler]:
-        """The schedule stated, or all that "auto" may choose among, on this machine; one of its own for inference."""
+        """The stated schedule, or all schedules that "auto" may choose from; a special one for inference."""
         if self.inference:
             return [Scheduler(INFERENCE, len(self.machine))]
         return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
 
     def for_inference(self) -> CompileOptions:
-        """Return the same options for a plan of forwards alone."""
+        """Return the same options for a plan without backwards."""
         return replace(self, inference=True, schedule="1F1B", stages_per_device=None)
 
     @cached_property
     def passes(self) -> Chain:
-        """The chain with batch-norm, put behind the last pass where `chain` lacks it, which defers if asked to.
+        """The chain, with the pass batch-norm at its end if `chain` lacks it, deferred if the options say so.
 
-        A user's chain need not name batch-norm, and replicas would write statistics in no order without it.
+        A user's chain need not name batch-norm, but without the pass replicas would write statistics in no order.
         """
         chain = self.compressing
         if BatchNorm.name not in [name_pass(step) for step in chain]:
@@ -153,12 +153,12 @@ class CompileOptions:
 
     @property
     def way_to_compress(self) -> str:
-        """How cuts are compressed, by the option or by a pass; empty where they are not."""
+        """How cuts are compressed, by the option or by a pass; "" if they are not."""
         return next((step.compress for step in self.passes if isinstance(step, Cut)), "")
 
     @property
     def compressing(self) -> Chain:
-        """The chain with a pass that compresses cuts, if that is asked for by an option."""
+        """The chain, with a pass that compresses cuts if the option `compress` is given."""
         if self.compress is None:
             return self.chain
         cuts = [step for step in self.chain if isinstance(step, Cut)]
@@ -170,16 +170,16 @@ class CompileOptions:
 
     @cached_property
     def ignores_mode(self) -> bool:
-        """Whether every pass states that it makes the same of the same graph, whichever mode the model is in."""
+        """Whether every pass states that it makes the same result of the same graph in both modes."""
         return all(ignores_mode(step) for step in self.passes)
 
     @property
     def stated_count(self) -> int | None:
-        """The number of microbatches that the user has stated; None where fxsplit chooses it."""
+        """The number of microbatches that the user stated; None if fxsplit chooses it."""
         return self.n_microbatches if isinstance(self.n_microbatches, int) else None
 
     def count_microbatches(self, scheduler: Scheduler, rows: int, found: int | None = None) -> int:
-        """Return how many microbatches a batch of `rows` is cut into; `found` is what a search has chosen before."""
+        """Return the number of microbatches for a batch of `rows`; `found` is the choice of an earlier search."""
         return choose_microbatch_count(
             len(self.machine), rows=rows, stated=self.stated_count, found=found, scheduler=scheduler
         )
@@ -191,20 +191,20 @@ class CompileOptions:
             counts = [self.count_microbatches(scheduler, rows)]
             if self.n_microbatches == AUTO:
                 counts = list_microbatch_counts(rows, len(self.machine))
-            # A number that the schedule would round is no candidate: the rounded one is tried by itself.
+            # A number that the schedule would round is no candidate: the rounded number is tried in its own turn.
             candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
         return candidates
 
 
 def check_stage_backend(backend: str, machine: Machine) -> None:
-    """Raise InputError for what is no backend of torch.compile's, or for one that records CUDA graphs."""
+    """Raise InputError if `backend` is not a backend of torch.compile, or if it records CUDA graphs."""
     if backend not in torch.compiler.list_backends(()):
         known = [name for name in torch.compiler.list_backends() if name != RECORDING]
         raise InputError(
             f"stage_backend={backend!r} is none of torch.compile's: give one of {', '.join(known)}"
             f"{suggest(backend, known)}"
         )
-    # On a CPU inductor records nothing, whatever is set; the other backend is of no use there.
+    # On a CPU inductor records nothing, whatever is set. The backend that only records is of no use there.
     on_gpu = any(d.torch_device is not None and d.torch_device.type != "cpu" for d in machine.devices)
     if records_cuda_graphs(backend) and (on_gpu or backend == RECORDING):
         raise InputError(
@@ -215,14 +215,14 @@ def check_stage_backend(backend: str, machine: Machine) -> None:
 
 
 def load_costs(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
-    """Return a profile, read from its file where `costs` is a path; raises InputError or ProfileError."""
+    """Return a profile, read from its file if `costs` is a path. Raises InputError or ProfileError."""
     if not (costs is None or isinstance(costs, (Costs, str, os.PathLike))):
         raise InputError(f"costs={costs!r}: give a profile (pipe.costs), or the path of a saved one")
     return Costs.load(costs) if isinstance(costs, (str, os.PathLike)) else costs
 
 
 def list_schedulers(schedule: str, n_devices: int, stages_per_device: int | None) -> Sequence[Scheduler]:
-    """Return the scheduler of the schedule stated; for "auto" all that run on so many devices and stages a device."""
+    """Return the scheduler for `schedule`, or for "auto" all that can run on these devices and stages a device."""
     if schedule != AUTO:
         return [Scheduler(schedule, n_devices, stages_per_device)]
     found = []

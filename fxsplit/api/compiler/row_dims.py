@@ -1,4 +1,4 @@
-"""Row dims: which sizes of the values between stages follow the number of rows; found on shapes alone."""
+"""Find the dimensions of values between stages that depend on the number of rows, by running stages on shapes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 
 REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
-"""What a stage raises that does not run on shapes, or not on those of other rows."""
+"""Errors of a stage that cannot run on shapes, or cannot run on another number of rows."""
 
 
 def find_row_dims(model: nn.Module, stages: Stages, example: Example) -> tuple[RowDims, ...]:
-    """Return, for each input of each stage, the dimensions whose sizes follow the rows; None for a number that does.
+    """Return, for each input of each stage, the dimensions that depend on the rows; None for a number that does.
 
-    Where the stages do not run on shapes alone, what is known of the model's own inputs is all that is found.
+    If the stages do not run on shapes, only the dimensions of the model's own inputs are found.
     """
     inputs, rows = example.inputs, max(example.rows, 2)
     try:
@@ -46,7 +46,7 @@ def find_row_dims(model: nn.Module, stages: Stages, example: Example) -> tuple[R
 
 
 def _resize(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return tensors without values of the same kind that have so many rows."""
+    """Return tensors of the same kind, without values, that have `rows` rows."""
     made = []
     for spec, tensor in zip(inputs.specs, tensors, strict=True):
         one = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -58,18 +58,18 @@ def _resize(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor
 
 
 class _Shapes(NamedTuple):
-    """What each stage is given, and what those modules give that may be called apart: tensors without values."""
+    """The inputs of each stage, and the outputs of modules that run uncompiled: tensors without values."""
 
     given: list[list[Any]]
     apart: dict[RunsUncompiled, Any]
 
 
 def _run_on_shapes(stages: Stages, tensors: Sequence[Tensor]) -> _Shapes:
-    """Return what goes through the stages for these inputs of the model."""
+    """Return the values that pass through the stages for these inputs of the model."""
     found = _Shapes([], {})
     values: list[Any] = list(tensors)
     for stage in stages.stages:
-        # Numbers that are inputs have defaults.
+        # Inputs that are numbers have defaults.
         defaults = [n.args[0] for n in stage.module.graph.find_nodes(op="placeholder")[len(values) :]]
         found.given.append([*values, *defaults])
         shapes = [v for v in values if isinstance(v, Tensor)]
@@ -85,7 +85,7 @@ def _run_on_shapes(stages: Stages, tensors: Sequence[Tensor]) -> _Shapes:
 
 @contextmanager
 def _keep_outputs(stage: Stage, kept: dict[RunsUncompiled, Any]) -> Iterator[None]:
-    """Keep what modules of a stage return that may be called apart."""
+    """Keep the outputs of modules of a stage that run uncompiled."""
 
     def keep(module: Any, args: Any, output: Any) -> None:
         kept[module] = _forget_values(output)
@@ -101,14 +101,14 @@ def _keep_outputs(stage: Stage, kept: dict[RunsUncompiled, Any]) -> Iterator[Non
 
 
 def _forget_values(value: Any) -> Any:
-    """Return a tensor without values for a fake tensor, with its shape and strides."""
+    """Return a tensor without values that has the shape and strides of a fake tensor; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _compare(a: Any, b: Any) -> tuple[int, ...] | None:
-    """Return where the sizes of two values differ; None for numbers that do."""
+    """Return the dimensions in which two tensors differ in size; None for two numbers that differ."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return tuple(d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
     return () if a == b else None

@@ -1,4 +1,4 @@
-"""StageSearch: what one call makes a compiler compile; alone, or together with the other ranks of a pipeline."""
+"""Find the stages for a call, in one process or together with the other ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Program
 
 Pin = Callable[[IR], IR]
-"""Adds Pins to what was captured, where nodes are to be on certain stages."""
+"""Adds Pins to a captured graph, for nodes that must be on certain stages."""
 
 
 @dataclass(frozen=True, eq=False)
 class FoundStages:
     """The stages of a call: the graph, the IR after the last pass, its costs, and whether weights must move.
 
-    final: None where what was compiled before serves this call too.
+    final: None if the record of an earlier compile serves this call too.
     """
 
     candidate: Candidate
@@ -41,12 +41,13 @@ class FoundStages:
 
 @dataclass(frozen=True, eq=False)
 class StageSearch:
-    """A model in its present mode, to be compiled for a call of so many rows.
+    """A model in its present mode, to be compiled for a call with `rows` rows.
 
     like: the record of an earlier compile, for the other mode, other shapes or another way of calling the model.
-    same_way: whether `like` is for calls of the same way. others: all programs that there are; their weights stay where
-    they are. moves_weights: whether `like` and `others` are of no use, and every weight may move. graphs: what ranks
-    compare of the captured graph.
+    same_way: whether `like` is for calls of the same way.
+    others: all existing programs; their weights stay on their stages.
+    moves_weights: whether `like` and `others` are of no use, so that every weight may move.
+    graphs: texts of the captured graphs, which ranks compare.
     """
 
     model: nn.Module
@@ -62,16 +63,16 @@ class StageSearch:
     graphs: list[str] = field(default_factory=list)
 
     def find(self) -> FoundStages:
-        """Return the stages that a search finds. Raises what `lower` raises."""
+        """Return the stages that a search finds. Raises the errors of `lower`."""
         like, options, moves_weights = self.like, self.options, self.moves_weights
-        # The second mode keeps the first one's schedule, whose devices hold the weights already.
+        # The second mode keeps the schedule of the first, as its devices hold the weights already.
         if like is None:
             candidate, known = choose_candidate(options, self.rows, self.capture_rows)
         else:
             candidate, known = like.adapt_candidate(options, self.rows), like.costs
         captured = self._capture(candidate)
-        # Most models have one graph for both modes: capturing it is all that the second mode costs then. A pass of
-        # the user's may do another thing to the same graph, since its mode or an attribute is another one now.
+        # Most models have one graph for both modes, so the second mode costs only its capture. But a pass of the user's
+        # may treat the same graph differently in the other mode.
         if like is not None and self.same_way and options.ignores_mode and like.serves(captured):
             return FoundStages(candidate, captured, None, like.costs, moves_weights)
         try:
@@ -81,15 +82,15 @@ class StageSearch:
                 raise
             if not self.same_way:
                 raise self._explain_other_order(captured, like, error) from error
-            # Memory is shared otherwise in this mode, and the weights' places do not suit it: plan anew.
+            # Nodes share memory differently in this mode, and the stages of the weights do not suit it: plan again.
             moves_weights = True
             final, costs = lower(options, captured, candidate, known, observers=self.observers)
         return FoundStages(candidate, captured, final, costs, moves_weights)
 
     def _explain_other_order(self, captured: IR, like: Compiled, error: PlanError) -> PlanError:
-        """Return what to do about another way of calling the model, for which no plan leaves weights where they are.
+        """Return the error for another way of calling the model, if no plan leaves the weights on their stages.
 
-        Weights would move back and forth with every other call.
+        Without an error the weights would move back and forth at every other call.
         """
         here, there = captured[Example].inputs, like.captured[Example].inputs
         return PlanError(
@@ -102,7 +103,7 @@ class StageSearch:
     def find_together(self, compile_group: CompileGroup) -> FoundStages:
         """Return the stages that the first rank finds, on every rank.
 
-        Raises RanksDiffer where a rank comes to another graph, and on all ranks what one of them raised.
+        Raises RanksDiffer if a rank captures another graph. The error of any rank is raised on all ranks.
         """
         found: FoundStages | None = None
         error: BaseException | None = None
@@ -124,7 +125,7 @@ class StageSearch:
         return found
 
     def _lead(self, compile_group: CompileGroup) -> FoundStages:
-        """Return what a search finds, and tell the other ranks."""
+        """Return the stages that a search finds, and send the plan to the other ranks."""
         made: list[FoundStages] = []
 
         def find() -> SharedPlan:
@@ -137,7 +138,7 @@ class StageSearch:
         return made[0]
 
     def _follow(self, told: SharedPlan) -> FoundStages:
-        """Return the stages that the first rank has found."""
+        """Return the stages for the plan of the first rank."""
         captured = self._capture(told.candidate)
         if told.shared:
             return FoundStages(told.candidate, captured, None, told.costs, told.moves_weights)

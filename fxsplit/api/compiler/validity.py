@@ -1,8 +1,8 @@
-"""Validity: whether what was compiled still is the model, whose attributes, hooks and weights may change between calls.
+"""Check whether a compiled graph still is the model: attributes, hooks and weights may change between calls.
 
-A graph holds as constants what forward() read of Python values, such as the model's attributes. It has no calls of the
-modules that were traced into, so it would run no hooks of theirs. It fetches some weights by their paths, under which
-the model may hold others by now.
+A graph holds Python values that forward() read, such as the model's attributes, as constants. It does not call the
+modules that were traced into, so it would not run their hooks. It fetches some weights by their paths, and the model
+may have other weights there by now.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxsplit.torch_internals.random.seeded_calls import is_dropout
 
 
 class Validity:
-    """What one mode was compiled from; `attributes` are the model's as they were when this was made."""
+    """Compares a model with the graph that was captured from it; `attributes` are the model's at that time."""
 
     def __init__(self, model: nn.Module, captured: IR, stages: Stages) -> None:
         self._model = model
@@ -33,12 +33,12 @@ class Validity:
         self._stages = stages
         self.attributes = self._read_attributes()
         self._held = [held for m in model.modules() for held in (m._parameters, m._buffers)]
-        # What attributes followed from when they were last read in full.
+        # The inputs of `_read_attributes` when its result was last known to be unchanged.
         self._seen: tuple[list[Any], ...] = ()
 
     def find_changes(self) -> dict[str, tuple[str, str]]:
-        """Return what has another value than when the graph was captured, in words: name -> (then, now)."""
-        # Asked before every call, and nearly always nothing has changed.
+        """Return the values that have changed since the graph was captured, in words: name -> (then, now)."""
+        # This runs before every call, and nearly always nothing has changed.
         found = self._captured[PythonState].find_changes()
         seen = self._look()
         if seen == self._seen:
@@ -52,7 +52,7 @@ class Validity:
         return {**named, **found}
 
     def _look(self) -> tuple[list[Any], ...]:
-        """Return all that `_read_attributes` reads, in a tenth of its time: what the same follows from is the same."""
+        """Return all inputs of `_read_attributes`, in a tenth of its time: equal inputs give equal attributes."""
         weights = [weight for held in self._held for weight in held.values()]
         return (
             [module.training for _, module in self._whole],
@@ -63,26 +63,28 @@ class Validity:
         )
 
     def _read_attributes(self) -> dict[str, str]:
-        """Return, by path, the values now of what a graph depends on though no code of the user's reads it."""
-        # The graph of one mode holds what a module does in it, also where only a part of the model changes its mode.
+        """Return path -> present value of module state that the graph depends on without reading it."""
+        # A graph holds the behaviour of a module in one mode, even if only a part of the model is in that mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
         # A dropout reads its rate itself. At 0 it returns its input, and not new memory.
         found |= {f"{path}.p": "more than 0" if m.p else repr(m.p) for path, m in self._whole if is_dropout(m)}
         first: dict[int, str] = {}
         parameters = self._model.named_parameters(remove_duplicate=False)
         for path, weight in (*parameters, *self._model.named_buffers(remove_duplicate=False)):
-            # One weight with two names is one in the graph: untied later, the graph would train only one of the two.
+            # A tied weight is one weight in the graph. If it is untied later, the graph would train only one of the
+            # two.
             if first.setdefault(id(weight), path) != path:
                 found[f"{path} as"] = first[id(weight)]
         if self._captured[Scope].fixed:
-            # An exported graph converts to the dtypes that there were.
+            # An exported graph has conversions for the dtypes at its capture.
             found |= {f"{path}.dtype": str(p.dtype) for path, p in self._model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}
 
     def check_hooks(self) -> None:
-        """Raise InputError for a hook on a module whose inside is cut into stages: nothing would call it.
+        """Raise InputError for a hook on a module that is cut into stages inside, since nothing would call the hook.
 
-        A hook of the library that a module around it comes from belongs to forward() there: its effect is in the graph.
+        A hook that the library of an enclosing module set is part of that module's forward(): its effect is in the
+        graph.
         """
         if self._traced_into and has_global_hooks():
             raise InputError(
@@ -101,12 +103,12 @@ class Validity:
                 )
 
     def _list_around(self, path: str) -> list[nn.Module]:
-        """Return the module at a path, with all modules around it."""
+        """Return the module at a path, with all modules that contain it."""
         parts = path.split(".")
         return [self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
 
     def check_weights(self) -> None:
-        """Raise InputError for a parameter or buffer without values, where the model was captured by shapes alone."""
+        """Raise InputError if a parameter or buffer of a model captured by its shapes still has no values."""
         if not self._captured[Example].from_shapes:
             return
         if any(w.is_meta for stage in self._stages.stages for w in list_weights(stage.module)):
@@ -118,7 +120,7 @@ class Validity:
             )
 
     def relink(self) -> None:
-        """Let stages that fetch a parameter or buffer by its path fetch what the model has under it now."""
+        """Update stages that fetch a parameter or buffer by its path, in case the model has another one there now."""
         for module, path in self._fetched:
             _relink(module, self._model, path)
 
@@ -135,7 +137,7 @@ class Validity:
 
     @cached_property
     def _traced_into(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose inside is in the graph, but for the model itself: calling the pipeline runs its hooks."""
+        """The modules that were traced into, without the model itself: the pipeline runs the model's own hooks."""
         whole = {path for path, _ in self._whole}
         inside = tuple(f"{path}." for path in whole)
         named = self._model.named_modules()
@@ -149,9 +151,9 @@ class Validity:
 
 
 def _is_from_library(hook: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
-    """Return whether a hook comes from the installed package that the class of one of the modules comes from."""
+    """Return whether a hook and the class of one of the modules come from the same installed package."""
     package = (getattr(hook, "__module__", None) or "").partition(".")[0]
-    # A user's own module is installed too, in an editable way, but not among the site packages.
+    # A user's own package may be installed too, in an editable way, but then its files are not in site-packages.
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     if "site-packages" not in file or package == "torch":
         return False
@@ -159,7 +161,7 @@ def _is_from_library(hook: Callable[..., Any], modules: Sequence[nn.Module]) -> 
 
 
 def _relink(module: nn.Module, model: nn.Module, path: str) -> None:
-    """Let `module` hold under `path` what `model` holds there; constants that only the graph has are kept."""
+    """Set `path` in `module` to the weight that `model` has there; constants that only the graph has are kept."""
     *parents, name = path.split(".")
     source, target = model, module
     for parent in parents:
@@ -167,7 +169,7 @@ def _relink(module: nn.Module, model: nn.Module, path: str) -> None:
         if parent not in source._modules:
             return
         source = getattr(source, parent)
-    # Set in the registries themselves: a stage's module would take an assignment for a new parameter.
+    # Written to the registries: a stage's module would take an assignment for a new parameter.
     for kind in ("_parameters", "_buffers"):
         held = getattr(source, kind)
         if name in held and name in getattr(target, kind):

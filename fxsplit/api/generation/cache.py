@@ -1,8 +1,12 @@
-"""Cache: what a Hugging Face model takes for its cache of keys and values while a step of it is captured.
+"""Make the cache object that a Hugging Face model needs while one of its steps is captured.
 
-A model hands each layer's new keys and values to its cache, and gets all there are back. Here that is an operator in
-the graph (see `torch_internals/fx/past.py`), so the cache itself holds nothing. transformers is imported when it is
-used.
+A model passes each layer's new keys and values to its cache, and gets all keys and values back. Here `update` is an
+operator in the graph (see `torch_internals/fx/past.py`), and the stages keep the tensors:
+
+  attention layer --new keys, values--> cache.update --> extend(keys, total, slot)  --> all keys
+                                                         extend(values, total, slot + 1) --> all values
+
+transformers is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -20,18 +24,18 @@ from fxsplit.torch_internals.fx.kv_cache import extend, recall
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 SLOTS = 4
-"""Slots of a layer: its keys and values, and those of its attention to the encoder's output."""
+"""Slots of a layer: its keys and values, and the keys and values of its attention to the encoder's output."""
 
 
 @dataclass
 class CacheShapes:
-    """What is known of slots that are only read: the heads, features and dtype, by slot; noted where they are made."""
+    """The heads, features and dtype of slots that later steps only read, by slot; the first step sets them."""
 
     known: dict[int, tuple[int, int, torch.dtype]] = field(default_factory=dict)
 
 
 def make_cache(config: Any, kv_cache: int | torch.SymInt) -> Any:
-    """Return the cache of a decoder which has seen `kv_cache` tokens before this step; `config` is the model's."""
+    """Return the cache of a decoder that has seen `kv_cache` tokens before this step; `config` is the model's."""
     caches: Any = import_module("transformers.cache_utils")
     count = config.get_text_config(decoder=True).num_hidden_layers
     return caches.Cache(layers=[_make_growing(SLOTS * i, kv_cache) for i in range(count)])
@@ -40,9 +44,9 @@ def make_cache(config: Any, kv_cache: int | torch.SymInt) -> Any:
 def make_two_caches(
     config: Any, kv_cache: int | torch.SymInt, mask: Tensor, shapes: CacheShapes, *, first: bool
 ) -> Any:
-    """Return the cache of a decoder that attends to an encoder's output too, of which `mask` (rows, length) tells.
+    """Return the cache of a decoder that also attends to an encoder's output, with `mask` (rows, length).
 
-    first: whether this step makes the keys and values of that output; later ones read them.
+    first: whether this step makes the keys and values of the encoder's output; later steps read them.
     """
     caches: Any = import_module("transformers.cache_utils")
     own = make_cache(config, kv_cache)
@@ -54,7 +58,7 @@ def make_two_caches(
 
 
 def _make_growing(slot: int, kv_cache: int | torch.SymInt) -> Any:
-    """Return a layer's part of the cache, whose keys are in `slot` and values in the next one."""
+    """Return a layer's part of the cache, with keys in `slot` and values in the next slot."""
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         total = kv_cache + keys.shape[2]
@@ -64,7 +68,7 @@ def _make_growing(slot: int, kv_cache: int | torch.SymInt) -> Any:
 
 
 def _make_cross(slot: int, mask: Tensor, shapes: CacheShapes, *, first: bool) -> Any:
-    """Return a layer's part of the cache for the encoder's output, made in the first step and read in all others."""
+    """Return a layer's part of the cache for the encoder's output, made in the first step and read in later steps."""
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         for i, made in enumerate((keys, values)):
@@ -84,14 +88,14 @@ def _make_cross(slot: int, mask: Tensor, shapes: CacheShapes, *, first: bool) ->
 
 
 def _make_layer(kv_cache: int | torch.SymInt, update: Change) -> Any:
-    """Return what transformers takes for one layer of a cache; `update` takes new keys and values, and returns all."""
+    """Return transformers' object for one layer of a cache; `update` takes new keys and values, and returns all."""
     base: Any = import_module("transformers.cache_utils").CacheLayerMixin
 
     def initialize(layer: Any, *_: Any) -> None:
         layer.is_initialized = True
 
     members = {
-        # A sliding window is in the mask of such a layer: nothing that has left it is forgotten.
+        # The mask of such a layer has its sliding window, so no keys and values need to be dropped.
         "is_sliding": False,
         "lazy_initialization": initialize,
         "update": lambda _, keys, values, *__, **___: update(keys, values),

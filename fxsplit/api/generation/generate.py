@@ -1,8 +1,15 @@
-"""Generate: `pipe.generate(...)`, the loop of Hugging Face's GenerationMixin with a pipeline for its model.
+"""`pipe.generate(...)`: run the loop of Hugging Face's GenerationMixin with a pipeline as its model.
 
-The loop asks its model for the logits behind a token, and draws the next token itself, for all rows at once and from
-the caller's generator. So what it draws is what it would draw without a pipeline. Of its cache it asks nothing but how
-long it is.
+The loop gets the logits of the last token from its model, and draws the next token itself, for all rows at once and
+from the caller's generator. So the tokens are the same as without a pipeline. The loop only needs the length of the
+cache, and the keys and values stay in the stages.
+
+  GenerationMixin.generate                           pipeline
+     input_ids  ------------------ run_first ---->   prompt through the stages, which keep its keys and values
+                <----------------- logits -------
+     next token ------------------ run_next ----->   one token through the stages, with the kept keys and values
+                <----------------- logits -------
+     ...
 """
 
 from __future__ import annotations
@@ -21,17 +28,17 @@ from fxsplit.errors import InputError
 from fxsplit.torch_internals.user_lines import warn_user
 
 MODES = ("greedy_search", "sample")
-"""What transformers calls the ways to generate that keep rows as they are."""
+"""The names in transformers of the ways to generate that keep rows as they are."""
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers whose memory of the past is keys and values alone."""
+"""Layers that remember earlier tokens only by keys and values."""
 IDLE = ("use_cache", "logits_to_keep", "return_dict", "cache_position")
-"""What the loop hands to its model besides tensors, and every step does anyway."""
+"""Arguments of the loop, besides tensors, that ask for the behaviour of every step."""
 
 
 class CachedTokens:
-    """What the loop holds for the keys and values that the stages keep: how many tokens they are of.
+    """The loop's cache in place of keys and values, which the stages keep: it only counts the tokens.
 
-    most: how many there may be.
+    most: the largest number of tokens.
     sampled: whether the loop draws tokens from the caller's generator.
     """
 
@@ -44,10 +51,10 @@ class CachedTokens:
         self.sampled = sampled
 
     is_linear = (False,)
-    """No layer is one of linear attention; transformers asks by this name, for each layer of its cache."""
+    """For each layer, whether it has linear attention; transformers reads this attribute of its cache."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens have been seen; transformers asks by this name."""
+        """Return the number of tokens that have been seen; transformers calls this method of its cache."""
         return self.length
 
 
@@ -57,7 +64,7 @@ def takes_generate(model: nn.Module) -> bool:
 
 
 def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the model's own generate() returns, computed by the programs.
+    """Return the result of the model's own generate(), computed by the programs.
 
     Raises InputError for a model or an argument with which stages cannot keep keys and values.
     """
@@ -97,9 +104,9 @@ def check_model(model: nn.Module) -> None:
 
 
 def make_driver(programs: Programs) -> Any:
-    """Return the model as the loop is to see it: each call of it runs a step on the pipeline."""
+    """Return a twin of the model for the loop: each call of the twin runs a step on the pipeline."""
     model: Any = programs.model
-    # A class is garbage that only the collector finds, and must not keep the weights until then.
+    # Only the collector frees a class, and until then this class must not keep the weights.
     find: Callable[[], Any] = weakref.ref(programs)
 
     names, cache = list_parameters(model)[1:], name_cache(model)
@@ -117,7 +124,7 @@ def make_driver(programs: Programs) -> Any:
         return make_encoder(find)
 
     members = {"forward": forward, "_prepare_cache_for_generation": prepare_cache}
-    # The loop asks for names of arguments, to hand on no others.
+    # The loop reads the names of arguments, and passes no others.
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     if model.config.is_encoder_decoder:
         members["get_encoder"] = get_encoder
@@ -125,7 +132,7 @@ def make_driver(programs: Programs) -> Any:
 
 
 def make_encoder(find: Callable[[], Any]) -> Any:
-    """Return the encoder as the loop is to see it; `find` returns the programs."""
+    """Return a twin of the encoder for the loop; `find` returns the programs."""
     encoder = find().model.get_encoder()
 
     def forward(self: Any, **arguments: Any) -> Any:
@@ -139,9 +146,9 @@ def make_encoder(find: Callable[[], Any]) -> Any:
 
 
 def check_request(model: nn.Module, config: Any, mode: str) -> None:
-    """Raise InputError for a way to generate, or a length, that stages with keys and values of their own cannot do.
+    """Raise InputError for a way to generate, or a length, that stages with their own keys and values cannot do.
 
-    config: the GenerationConfig as the loop has it.
+    config: the GenerationConfig of the loop.
     """
     if mode not in MODES:
         raise InputError(
@@ -170,9 +177,9 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
 
 
 def run_step(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
-    """Return a decoder's logits for the tokens of a call, and note that they have been seen.
+    """Return a decoder's logits for the tokens of a call, and count the tokens as seen.
 
-    cache: the name of the argument, and of the output, that has the cache.
+    cache: the name of the argument, and of the output, that holds the cache.
     """
     ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments, cache)
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
@@ -204,7 +211,7 @@ def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str)
 
 
 def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: CachedTokens) -> Tensor:
-    """Return the logits behind tokens, which are noted as seen once there are any."""
+    """Return the logits that follow the tokens, and then count the tokens as seen."""
     step = programs.run_next if seen.length else programs.run_first
     logits = step(tensors, seen.text)
     if seen.sampled and not seen.length and programs.draw():
@@ -217,8 +224,8 @@ def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Cache
 
 
 def make_mask(mask: Tensor | None, ids: Tensor, seen: CachedTokens) -> Tensor:
-    """Return which of all tokens, seen before or now, are to be attended to; all are unless a mask says otherwise."""
-    # How long the past is, a step learns from the length of its mask.
+    """Return the mask over all tokens, seen before or now; without a mask every token counts."""
+    # A step infers the number of earlier tokens from the length of its mask.
     shape = (len(ids), seen.length + ids.shape[1])
     if mask is None:
         return ids.new_ones(shape)
@@ -228,9 +235,9 @@ def make_mask(mask: Tensor | None, ids: Tensor, seen: CachedTokens) -> Tensor:
 
 
 def to_whole(numbers: Tensor) -> Tensor:
-    """Return tokens, or a mask of them, as int64, which the steps take: models take bool, int32 and others too.
+    """Return tokens, or their mask, as int64, the dtype of the steps: models also take bool, int32 and more.
 
-    Raises InputError where a number is not a whole one.
+    Raises InputError if a number is not whole.
     """
     whole = numbers.to(torch.int64)
     if numbers.is_floating_point() and not torch.equal(whole.to(numbers.dtype), numbers):
@@ -239,7 +246,7 @@ def to_whole(numbers: Tensor) -> Tensor:
 
 
 def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
-    """Take the cache, which has this name, out of the arguments of a call; raises InputError for a call without it."""
+    """Take the cache out of the arguments of a call, by its name. Raises InputError if it is missing."""
     seen = arguments.pop(name, None)
     if not isinstance(seen, CachedTokens):
         raise InputError(
@@ -250,7 +257,7 @@ def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
 
 
 def take(arguments: dict[str, Any], name: str) -> Any:
-    """Take an argument out of those of a call; raises InputError where it is missing."""
+    """Take an argument out of the arguments of a call. Raises InputError if it is missing."""
     if arguments.get(name) is None:
         given = " and ".join(sorted(f"{other}=" for other, value in arguments.items() if isinstance(value, Tensor)))
         raise InputError(
@@ -266,7 +273,7 @@ def take_ids(arguments: dict[str, Any], name: str) -> Tensor:
 
 
 def refuse_more(arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for an argument that no step takes, unless it says what every step does."""
+    """Raise InputError for an argument that no step takes, unless it asks for the behaviour of every step."""
     for name, value in arguments.items():
         if name not in IDLE and value is not None and value is not False:
             raise InputError(

@@ -1,7 +1,7 @@
-"""Programs: what a pipeline has compiled to generate with, and how a step runs on it.
+"""Compile the steps that a pipeline generates with, and run them.
 
-Each of the steps is captured, planned and run like any other model. Their programs agree on where weights lie, and on
-where keys and values do: what one keeps, the others find on the same device.
+Each step is captured, planned and run like any other model. All steps have a weight, and the keys and values of a
+layer, on the same device, so that each step finds the cache of the step before.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fxsplit.torch_internals.fx.kv_cache import KVCaches, find_slot
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 LEAST_LENGTH = 4
-"""So many tokens the example of a next step has seen at least: torch.export takes lengths near 1 for constants."""
+"""The fewest tokens in the example of a next step: torch.export treats lengths near 1 as constants."""
 
 
 class Generation:
-    """One call of generate(): what the stages keep of its rows, and the steps that were prepared for it.
+    """One call of generate(): the keys and values of its rows in the stages, and its prepared steps.
 
-    most: how many tokens a row may have at the end.
+    most: the largest number of tokens of a row.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,9 +54,9 @@ class Generation:
 
 
 class Programs:
-    """The steps of one model's generation, compiled as they are needed. `compiler` is that of the pipeline.
+    """The steps of one model's generation, compiled when they are needed. `compiler` is the pipeline's.
 
-    start: the pipeline's method that returns its engine for a program. It keeps no pipeline alive.
+    start: the pipeline's method that returns its engine for a program. It does not keep the pipeline alive.
     """
 
     def __init__(self, compiler: Compiler, start: Callable[[Program], Engine]) -> None:
@@ -70,15 +70,15 @@ class Programs:
         return self._compiler.model
 
     def list_programs(self) -> list[Program]:
-        """Return the programs of the steps that are compiled, in the order in which they were."""
+        """Return the programs of the compiled steps, in the order of their compiles."""
         found = [step.get_compiled("eval") for step in self._steps.values()]
         return [compiled.program for compiled in found if compiled is not None]
 
     def settle(self) -> None:
-        """See to it that weights lie where the programs want them, or forget programs that want them elsewhere.
+        """Move weights to the devices of the programs, or forget programs that need weights on other devices.
 
-        Raises InputError for a pipeline whose weights are read when it compiles, and for one whose devices have several
-        stages each.
+        Raises InputError for a pipeline that will read its weights when it compiles, and for one with several stages a
+        device.
         """
         if self._compiler.weights is not None:
             raise InputError(
@@ -107,25 +107,25 @@ class Programs:
         return self._run("encode", tensors, Generation(0))
 
     def run_first(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Return the logits (rows, 1, vocabulary) behind a prompt, after compiling what later steps need too."""
+        """Return the logits (rows, 1, vocabulary) that follow a prompt, after compiling both steps if need be."""
         if not self._steps.keys() & {"first", "next"}:
             try:
                 self._compile_steps(tensors, text.kv_caches.most)
             except BaseException:
-                # One of the two is of no use without the other, and the next call is to compile both again.
+                # One step is of no use without the other, and the next call must compile both again.
                 for name in ("first", "next"):
                     self._steps.pop(name, None)
                 raise
         return self._run("first", tensors, text)
 
     def run_next(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Return the logits (rows, 1, vocabulary) behind one more token."""
+        """Return the logits (rows, 1, vocabulary) that follow one more token."""
         return self._run("next", tensors, text)
 
     def _compile_steps(self, tensors: dict[str, Tensor], most: int) -> None:
-        """Compile the first step, and the next one for up to `most` tokens, each for the devices of the other."""
-        # A decoder is planned for its next steps, which are most of a generation. Behind an encoder the first one is of
-        # a single token as well, and has all the weights.
+        """Compile the first step, and the next step for up to `most` tokens, on the same devices."""
+        # A decoder is planned for its next step, which makes most of a text. After an encoder the first step also has a
+        # single token, and it has all the weights, so it is planned for.
         if "decoder_input_ids" in tensors:
             shapes = CacheShapes()
             self._add("first", lambda: make_first_after_encoder(self.model, shapes))
@@ -139,7 +139,7 @@ class Programs:
         self._check_lengths(make_example(tensors, max(most, LEAST_LENGTH) + 1))
 
     def _check_lengths(self, longer: dict[str, Tensor]) -> None:
-        """Raise TraceError for a next step that is for one length alone: each token would be compiled for."""
+        """Raise TraceError if the next step was exported for only one length: every token would need a compile."""
         compiled = self._steps["next"].get_compiled("eval")
         assert compiled is not None, "compiled just now"
         if compiled.captured[Scope].other_shapes(list(longer.values())) is not None:
@@ -154,20 +154,20 @@ class Programs:
         if name in self._steps:
             return
         options = self._compiler.options.for_inference()
-        # What the user has stated of the model's own arguments is of no other ones.
+        # The user's statements about arguments are for the model's own forward(), and a step has other arguments.
         options = replace(options, chunks=None, costs=None, dump=None, observed=False, lengths_open=True)
         if not isinstance(options.n_microbatches, int):
             options = replace(options, n_microbatches=None)
         known = self._compiler.get_compiled(get_mode(self.model))
         from_shapes = known is not None and known.captured[Example].from_shapes
         made = self._steps[name] = Compiler(make(), options, from_shapes=from_shapes)
-        # In neither does it refer to these programs, and so keep the pipeline's workers until a collection.
+        # Neither function refers to these programs, which would keep the pipeline's workers until a collection.
         find, compiler = weakref.WeakMethod(self._pin), self._compiler
         made.pin = lambda captured: pin(captured) if (pin := find()) is not None else captured
         made.pause = lambda: compiler.pause()
 
     def _compile(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Compile a step for tensors like these, unless it is compiled; forget a step that cannot be."""
+        """Compile a step for tensors like these, unless it is compiled; forget the step if that fails."""
         step = self._steps[name]
         stated = step.options.n_microbatches
         try:
@@ -177,12 +177,12 @@ class Programs:
             raise
 
     def _run(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Run a step on tensors, and return what it returns."""
+        """Run a step on tensors, and return its result."""
         start = self._start()
         assert start is not None, "the pipeline is there, as it generates"
         batch = self._prepare(name, tensors, text)
         program, engine = batch.program, start(batch.program)
-        # Weights are not written to while a text is made: copies on other devices are made anew for its first steps.
+        # Weights do not change during a text, so only its first steps refresh the copies on other devices.
         handle = engine.begin_forward(batch, refresh=name not in text.prepared)
         text.prepared[name] = batch
         with restore_after(partial(engine.give_up_forward, handle)):
@@ -190,7 +190,7 @@ class Programs:
         return found
 
     def _prepare(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Batch:
-        """Return a step ready to run. That its program still is the model is asked once for a text."""
+        """Return a step ready to run. Only once a text it is checked that the program still is the model."""
         if self._steps[name].get_compiled("eval") is None:
             self._compile(name, tensors)
         known, compiled = text.prepared.get(name), self._steps[name].get_compiled("eval")
@@ -201,23 +201,23 @@ class Programs:
         return self._steps[name].prepare("eval", Call((), tensors))._replace(kv_caches=text.kv_caches)
 
     def draw(self) -> bool:
-        """Return whether a step draws random numbers, as a forward() may in evaluation too."""
+        """Return whether a step draws random numbers: some models draw even in evaluation."""
         return any(program.draws() for program in self.list_programs())
 
     def _pin(self, captured: IR) -> IR:
-        """Return a captured step with its weights, and what it keeps, where the programs that there are have them."""
+        """Return a captured step with pins for its weights, keys and values to the stages of existing programs."""
         programs = [*self.list_programs(), *self._compiler.list_programs()]
         pins = [pin_read_weights(captured, programs), *(pin_kv_caches(captured, program) for program in programs)]
         return captured.learn(Pins.join(pins)) if programs else captured
 
     def _find_placed(self) -> Program | None:
-        """Return the pipeline's own program, where it has one: its weights stay where that has them."""
+        """Return the pipeline's own program, which keeps its weights in place; None if there is none."""
         compiled = self._compiler.get_compiled(get_mode(self.model))
         return None if compiled is None else compiled.program
 
 
 def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
-    """Return the tensors of a next step, the one that sees `most` tokens, from those of the first step."""
+    """Return example tensors for the next step, with `most` tokens seen, from the tensors of the first step."""
     made = {name: t for name, t in tensors.items() if name != "encoded"}
     prefix = "decoder_" if "encoded" in tensors else ""
     ids, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
@@ -230,7 +230,7 @@ def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
 
 
 def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
-    """Return tensors of at least so many rows: an example is to have a row for each microbatch, and a text may not."""
+    """Return tensors of at least `least` rows: an example needs a row for each microbatch."""
     rows = next(iter(tensors.values())).shape[0]
     if rows >= least:
         return tensors
@@ -239,9 +239,9 @@ def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
 
 
 def pin_read_weights(captured: IR, others: Sequence[Program]) -> Pins:
-    """Return pins that keep weights where other programs have them, but those that this graph reads more often.
+    """Return pins that keep weights on the stages of other programs, except weights that this graph reads more often.
 
-    An embedding that is the last layer too, for example, is read in two places by a decoder, and in one by an encoder.
+    An embedding that is also the last layer, for example, is read twice by a decoder, but once by an encoder.
     """
     here = count_readers([captured.gm])
     counts = [count_readers([stage.module for stage in other.stages.stages]) for other in others]
@@ -262,7 +262,7 @@ def count_readers(graphs: Sequence[fx.GraphModule]) -> Counter[int]:
 
 
 def pin_kv_caches(captured: IR, other: Program) -> Pins:
-    """Return pins for what stages keep from call to call, where another program has it."""
+    """Return pins that keep the keys and values of a layer on the stage that another program has them on."""
     homes = {
         node.args[at]: planned.devices[0]
         for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True)

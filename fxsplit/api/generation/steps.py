@@ -1,8 +1,11 @@
-"""Steps: the calls of a model that a generation is made of, each as a module that can be compiled.
+"""Make a module for each step of a generation, which can be compiled like any model.
 
-The *first* step sees the prompt, and every *next* one the token before. A model with an encoder *encodes* once before
-that. A step is the model itself, with the same weights, and another forward(): one of tensors alone, whose cache is
-operators in the graph.
+The *first* step sees the prompt, and every *next* step the token before. A model with an encoder *encodes* once before
+the first step. A step is the model itself, with the same weights, but with another forward(). This takes only tensors,
+and its cache is operators in the graph.
+
+  decoder:               first(prompt) -> next(token) -> next(token) ...
+  encoder and decoder:   encode(input) -> first(start, encoded) -> next(token) ...
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ from fxsplit.api.generation.cache import CacheShapes, make_cache, make_two_cache
 
 
 def make_twin(model: nn.Module, **members: Any) -> Any:
-    """Return a module that shares everything with a model, of a class with other `members` than the model's."""
+    """Return a module that shares everything with a model, but has a class with other `members`."""
     kind = type(model)
     twin: Any = object.__new__(type(kind.__name__, (kind,), {"__module__": kind.__module__, **members}))
-    # The very dictionary: whoever sets an attribute, a mode or a hook on one of the two, does so on both.
+    # The same dictionary: an attribute, a mode or a hook that is set on either module is on both.
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin
 
 
 def make_output(name: str, **values: Any) -> Any:
-    """Return what a model of transformers returns: an object of the class of that name."""
+    """Return an output object of transformers, of the class with this name."""
     return getattr(import_module("transformers.modeling_outputs"), name)(**values)
 
 
@@ -37,9 +40,9 @@ def list_parameters(model: nn.Module) -> list[str]:
 
 
 def name_cache(model: nn.Module) -> str:
-    """Return the name of the argument, and of the output, in which a model of transformers has its cache.
+    """Return the name of the argument, and of the output, that holds the cache of a model of transformers.
 
-    From transformers 5.24 on it is `cache`; earlier it was `past_key_values`.
+    The name is `cache` since transformers 5.24; earlier it was `past_key_values`.
     """
     return "cache" if "cache" in list_parameters(model) else "past_key_values"
 
@@ -71,7 +74,7 @@ def make_encode(model: nn.Module) -> Any:
 
 
 def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
-    """Return the first step behind an encoder, which keeps keys and values of the encoder's output too.
+    """Return the first step after an encoder, which also keeps keys and values of the encoder's output.
 
     (decoder_input_ids, decoder_attention_mask, attention_mask, encoded) -> logits of the last token. The masks are
     (rows, all tokens seen) and (rows, length of the encoder's input).
@@ -94,7 +97,7 @@ def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
 
 
 def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
-    """Return a later step behind an encoder: (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits."""
+    """Return a later step after an encoder: (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits."""
     run = _make_run(model)
 
     def forward(self: Any, decoder_input_ids: Tensor, decoder_attention_mask: Tensor, attention_mask: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             attention_mask=attention_mask,
-            # Only its length and dtype are asked for: keys and values were made of the values in the first step.
+            # Only its length and dtype are read: the first step made keys and values from its numbers.
             encoder_outputs=make_output(
                 "BaseModelOutput", last_hidden_state=attention_mask.unsqueeze(-1).to(self.dtype)
             ),
@@ -117,7 +120,7 @@ def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
 def _make_run(model: nn.Module) -> Callable[..., Tensor]:
     """Return a function that runs the model's own forward() and returns the logits of the last token."""
     own: Any = type(model).forward
-    # Of a prompt only the last token is asked for, and a vocabulary is long.
+    # Only the last token of a prompt needs logits, and a vocabulary is long.
     fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
     if "logits_to_keep" in list_parameters(model):
         fixed["logits_to_keep"] = 1

@@ -1,4 +1,4 @@
-"""A pipeline as others take it: the stages and the schedule for torch's own pipeline runtime."""
+"""Export the stages and the schedule of a pipeline to torch's own pipeline runtime."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class WithExports(WithWeights):
 
     @property
     def gradient_traffic(self) -> BytesSent | None:
-        """How many bytes of gradients this rank has sent to add them up, and how many were saved; print it.
+        """The bytes of gradients that this rank has sent to add them up, and the bytes that were saved; print it.
 
-        None where gradients are not added over ranks: see compile(gradient_hook=).
+        None if gradients are not added over ranks: see compile(gradient_hook=).
         """
         compile_group = self.compiler.compile_group
         return None if compile_group is None or not compile_group.reduction.adds else compile_group.reduction.traffic
@@ -37,11 +37,11 @@ class WithExports(WithWeights):
         and gradients are added to their `.grad`. Shapes are those of the example inputs. All ranks need the same plan:
         compile for "world", or with `costs=` from a file.
 
-        Raises NotExportable for what torch's runtime has no word for: replicas, versions of weights, weights tied over
-        stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that cross
-        stages and follow from no shape.
+        Raises NotExportable for features that torch's runtime does not have: replicas, versions of weights, weights
+        tied over stages, batches that do not divide evenly, dropout, recomputation, and values other than tensors that
+        cross stages and do not follow from a shape.
         """
-        # Loaded where it is asked for: torch's pipelining takes a second.
+        # Imported only here: torch's pipelining takes a second to load.
         from fxsplit.api.to_torch import export_stages
 
         compiler = self.compiler

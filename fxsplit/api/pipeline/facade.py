@@ -1,7 +1,7 @@
-"""Facade: a module that is another module in all but its forward().
+"""Facade: a module that behaves as another module in everything but its forward().
 
-Loops, wrappers and libraries ask a model for much besides a call: its signature, its configuration, its weights by
-name. A pipeline is asked the same, and hands the question to its model.
+Training loops, wrappers and libraries read more from a model than its outputs: its signature, its configuration, its
+weights by name. A pipeline answers with the values of its model.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import nn
 from fxsplit.errors import FxsplitError
 
 OWN = frozenset(nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"})
-"""What torch keeps in a module: dictionaries, which the facade shares with its model."""
+"""Attributes that torch sets in every module: dictionaries, which the facade shares with its model."""
 EXTRA = ("get_extra_state", "set_extra_state")
-"""Methods that torch calls only where the class of a module defines them."""
+"""Methods that torch calls only if the class of a module defines them."""
 
 
 class Facade(nn.Module):
     """A module with the parameters, buffers, submodules, hooks, mode and attributes of `model`.
 
-    Each facade is of a class of its own, whose forward() has the model's signature: some libraries ask the class.
+    Each facade has its own class, whose forward() has the model's signature: some libraries look at the class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an object of a class derived from `cls`, to which __init__ adds what is the model's."""
+        """Return an object of a new class derived from `cls`, to which __init__ adds methods of the model."""
         return super().__new__(type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__}))
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.__dict__["_model"] = model
-        # Whoever registers a hook or sets a parameter here does so on the model, and the other way round.
+        # A hook or parameter that is registered on the facade is on the model too, and the reverse.
         for key in OWN:
             self.__dict__[key] = model.__dict__[key]
         kind: Any = type(self)
@@ -44,7 +44,7 @@ class Facade(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The unsplit model, whose parameters, buffers, modules and hooks are this pipeline's."""
+        """The unsplit model, which shares its parameters, buffers, modules and hooks with this pipeline."""
         model: nn.Module = self.__dict__["_model"]
         return model
 
@@ -60,7 +60,7 @@ class Facade(nn.Module):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hooks the model itself has; torch asks the module that is called."""
+        """The kind of backward hooks that the model has; torch looks for it on the module that is called."""
         return self.model._is_full_backward_hook
 
     @_is_full_backward_hook.setter
@@ -69,12 +69,12 @@ class Facade(nn.Module):
             self.model._is_full_backward_hook = full
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode as the model itself does, which may keep parts of it in evaluation."""
+        """Set the mode with the model's own train(), which may keep parts of the model in evaluation."""
         self.model.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
-        """Call `fn` with every submodule and the model itself, as initialisers want; return the facade."""
+        """Call `fn` with every submodule and the model itself, as initialisers expect; return the facade."""
         self.model.apply(fn)
         return self
 
@@ -83,7 +83,7 @@ class Facade(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load what the model itself holds, for a module around that loads the state_dict of all its parts."""
+        """Load the values that the model itself holds, for an outer module that loads all of its parts."""
         self.model._load_from_state_dict(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -99,14 +99,14 @@ class Facade(nn.Module):
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that is the pipeline's own; any other on the model, whose forward() may read it."""
+        """Set an attribute of the pipeline if it has this one; any other on the model, as forward() may read it."""
         if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute, of the model where the pipeline has none of its own."""
+        """Delete an attribute of the pipeline if it has this one, otherwise of the model."""
         if name in self.__dict__:
             super().__delattr__(name)
         else:
@@ -114,7 +114,7 @@ class Facade(nn.Module):
 
 
 def _sign(forward: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Return a forward() for a class, which shows the signature of the model's."""
+    """Return a forward() for a class, with the signature of the model's forward()."""
 
     def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a pipeline has found out of the loss of its steps, for each of its programs."""
+"""Remember, for each program of a pipeline, how the losses of microbatches make the loss of the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxsplit.runtime.program import Batch, Program
 
 
 class LossMeanings:
-    """What is known of a loss function of one model, or of the loss that the model returns where `loss_fn` is None.
+    """Finds the meaning of a loss function for one model, or of the model's own loss if `loss_fn` is None.
 
     side_by_side: whether other pipelines have other rows of the batch.
     """
@@ -23,13 +23,13 @@ class LossMeanings:
         self._known: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
 
     def find(self, batch: Batch) -> LossMeaning:
-        """Return what is known of the loss of a step; raises InputError for one that microbatches do not make."""
+        """Return how the loss of a step follows from its microbatches. Raises InputError if it does not."""
         program = batch.program
         if self._loss_fn is None:
             return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)
         if len(batch.rows) == 1 and not self._side_by_side:  # any loss is right for a batch that stays whole
             return LossMeaning(self._loss_fn, find_reduction(self._loss_fn), looks=False)
-        # The same function may mean something else of the outputs of another program, and once it states otherwise.
+        # The meaning may differ for the outputs of another program, or after `loss_fn.reduction` has changed.
         stated = find_reduction(self._loss_fn)
         meaning = self._known.get(program)
         if meaning is None or meaning.stated != stated:

@@ -1,6 +1,12 @@
-"""Pipeline: the module that compile() returns; it is the user's model with another way of running.
+"""Pipeline: the module that compile() returns, which runs the user's model in stages.
 
-A call goes to the compiler, which gives the program that runs it, and then with the program to the engine.
+pipe(x)                          pipe.step(x, target=y)
+   |                                |
+Compiler.prepare -> Batch        Compiler.prepare -> Batch, then find the meaning of the loss
+   |                                |
+Engine.forward                   Engine.step: forwards, losses and backwards in the order of the schedule
+   |                                |
+outputs of the whole batch       the loss, detached; gradients are added to .grad
 """
 
 from __future__ import annotations
@@ -66,9 +72,9 @@ class Pipeline(Shown, WithExports):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
-    parameters(), train(), eval() and optimizers see the unsplit model. Calling it equals calling the model on each
-    microbatch and joining the outputs; `step` also runs loss and backward, in the schedule chosen. `compiler` is what
-    compiles the pipeline, with its options.
+    parameters(), train(), eval() and optimizers see the unsplit model. A call equals calling the model on each
+    microbatch and joining the outputs; `step` also runs loss and backward, in the chosen schedule. `compiler` holds the
+    options and compiles the programs.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -76,7 +82,7 @@ class Pipeline(Shown, WithExports):
         if path is not None:
             what = f"submodule {path!r} of the model" if path else "model"
             raise InputError(f"{what} is a pipeline already: compile the model it was made from, its .model")
-        # Methods that keep torch.compile out make torch load the compiler when the first of them is called.
+        # A method with leave_uncompiled makes torch load its compiler at the method's first call: load it now.
         load_torch()
         super().__init__(compiler.model)
         self.__dict__["compiler"] = compiler
@@ -88,11 +94,11 @@ class Pipeline(Shown, WithExports):
         self._closed = False
         self._process = os.getpid()
 
-    # What the module is
+    # The module
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present mode (or of the other, where only that is compiled); print it."""
+        """The plan of the present mode, or of the other mode if only that is compiled; print it."""
         return self._present().program.plan
 
     @property
@@ -124,21 +130,21 @@ class Pipeline(Shown, WithExports):
         return self.traced[Scope].front_end
 
     def summarise(self) -> str:
-        """Return what the pipeline is of, and how it runs."""
+        """Return the name of the model and a summary of the plan."""
         name = type(self.model).__name__
         if self.compiler.get_compiled(get_mode(self.model)) is None:
             return f"{name}, compiles on its first call"
         return f"{name}, {self.plan.summarise()}"
 
     def show(self) -> Parts:
-        """Return what the pipeline is of, and its plan if there is one."""
+        """Yield the representation of the pipeline, and its plan if there is one."""
         yield repr(self)
         if self.compiler.get_compiled(get_mode(self.model)) is not None:
             yield from self.plan.show()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""
-        # A dump is of one compile.
+        # A dump folder is for one compile.
         options = replace(self.compiler.options, dump=None)
         made = memo[id(self)] = Pipeline(self.compiler.recompile_like(copy_module(self.model, memo), options))
         return made
@@ -153,11 +159,11 @@ class Pipeline(Shown, WithExports):
         raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode as the model itself does, after waiting for batches that are under way; others begin later."""
+        """Wait for batches under way, then set the mode with the model's own train(). Later batches wait meanwhile."""
         with self.keep_idle():
             return super().train(mode)
 
-    # What it does
+    # Running it
 
     @leave_uncompiled
     @act_together
@@ -170,7 +176,7 @@ class Pipeline(Shown, WithExports):
     @act_together
     @restores_all
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, computed microbatch by microbatch; differentiable."""
+        """Return the model's outputs, computed microbatch by microbatch; differentiable."""
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
@@ -179,14 +185,16 @@ class Pipeline(Shown, WithExports):
 
     @leave_uncompiled
     def stream(self, batches: Iterable[Any]) -> Stream:
-        """Return an iterator over the outputs for `batches`, in order and without gradients; stages never run empty.
+        """Return an iterator over the outputs for `batches`, without gradients, that keeps all stages busy.
 
-        batches: an iterable, such as a DataLoader, of what `compile` takes as example_inputs: tensors, tuples of
-            arguments or dicts of keyword arguments, which are read ahead by as many as keep all stages busy.
+        batches: an iterable, such as a DataLoader, of batches as `compile` takes example_inputs: tensors, tuples of
+            arguments or dicts of keyword arguments. Enough batches are read ahead to keep all stages busy, and outputs
+            come in the same order.
 
-        Weights are to stay as they are meanwhile. What a batch raises, comes in its place; the stream is over then, as
-        it is after `close()`, or when nobody refers to it any more. Over ranks each batch runs by itself.
-        Raises InputError for what is no such iterable.
+        Do not change weights meanwhile. The error of a batch comes in its place, and ends the stream. The stream also
+        ends after `close()`, or with the last reference to it. Over ranks each batch runs by itself.
+
+        Raises InputError if `batches` is no such iterable.
         """
         self._refuse_own_hooks("stream()")
         check_has_batches(batches)
@@ -197,16 +205,16 @@ class Pipeline(Shown, WithExports):
     @lose_no_interrupt
     @restores_all
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model's own generate() returns, for a Hugging Face model that generates text.
+        """Return the result of the model's own generate(), for a Hugging Face model that generates text.
 
         The arguments are those of transformers' `GenerationMixin.generate`, such as `input_ids`, `attention_mask` and
-        `max_new_tokens`; greedy and sampled. Tokens are the model's own, and so is what torch.manual_seed() rules. Rows
-        are cut into microbatches, and each stage keeps their keys and values on its device, for this call. The first
-        call compiles two steps, or three with an encoder, and later ones none, however long they are.
+        `max_new_tokens`; greedy and sampled. The tokens equal the model's own; torch.manual_seed() sets them as it does
+        there. Rows are cut into microbatches, and each stage keeps their keys and values on its device, for this call.
+        The first call compiles two steps, or three with an encoder, and later calls compile none, at any length.
 
         Raises InputError for a model that keeps more than keys and values or is in training mode, and for beam search
-        and other ways to generate in which rows exchange theirs. A model with a generate() of its own class runs it
-        unsplit.
+        and other ways to generate in which rows exchange their keys and values. If the model's class has its own
+        generate(), that runs the model unsplit.
         """
         if not takes_generate(self.model) and hasattr(self.model, "generate"):
             own: Any = self.model
@@ -255,24 +263,27 @@ class Pipeline(Shown, WithExports):
     ) -> Any:
         """Run one training step in the pipeline's schedule; add gradients to `.grad`; return the loss, detached.
 
-        `target` is a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
-        loss is the one that the model itself returns, as Hugging Face's models do for `labels=`. The loss is that of
-        the whole batch: microbatches are weighted by their rows where it is a mean, by their counts where it is divided
-        by a count of labels, and summed where it is a sum, as `loss_fn.reduction` says or the first step finds out,
-        which computes the loss on pieces of each microbatch for it. A loss that is none of these, as one that compares
-        rows, is averaged by rows with a warning; one that the model returns is refused then. With `return_outputs` the
-        result is (loss, outputs), both detached. No `.grad` changes when a step fails, in a gradient hook of yours too.
-        Buffers, such as batch norm's statistics, may have changed. An interrupt that comes when all gradients have been
-        added says so in a note. Raises StepTimeout, which says what each worker does, where forwards and backwards take
-        longer than `timeout_s` seconds.
+        target: a tensor, or tuple or dict of tensors, with one row for each row of the input. Without a loss_fn the
+            loss is the one that the model itself returns, as Hugging Face's models do for `labels=`.
+        return_outputs: return (loss, outputs), both detached.
+        losses: a list to which the loss of each microbatch is appended, detached and before weighting.
+        optimizer: for PipeDream and PipeDream-2BW only. Their batch is a stream, and `optimizer` steps as its
+            microbatches come back: after each microbatch, or after each n_devices microbatches, with their mean loss.
+            The step starts by setting every `.grad` to None. If it fails, the optimizer has stepped for the
+            microbatches before.
+        timeout_s: the time limit of forwards and backwards, in seconds.
+        atomic: with False, gradients are added to an existing `.grad` while the step runs. That saves the memory of one
+            set of gradients, but a step that fails has changed some of them.
 
-        `losses` is a list to which the loss of each microbatch is appended, detached and as it is before weighting.
-        `atomic=False` adds to each `.grad` that is there already while the step runs. That saves the memory of a set of
-        gradients, and a step that fails has changed some of them then.
+        The loss is that of the whole batch. If the loss function is a mean, microbatches are weighted by their rows; if
+        it divides by a count of labels, by their counts; if it is a sum, they are added. `loss_fn.reduction` says
+        which, or the first step finds it out by computing the loss on pieces of each microbatch. Any other loss, such
+        as one that compares rows, is averaged by rows with a warning, or refused if the model returns it.
 
-        Under PipeDream and PipeDream-2BW the batch is a stream, and `optimizer` steps as its microbatches come back:
-        after each of them, or after each n_devices of them, whose mean loss is then what that step minimises. It
-        starts by setting every `.grad` to None. One that fails has stepped as far as it came.
+        No `.grad` changes if a step fails, not even in your own gradient hook, but buffers such as batch norm's
+        statistics may have changed. If an interrupt comes after all gradients were added, a note on it says so.
+
+        Raises StepTimeout, with the present operation of each worker, if the step takes longer than `timeout_s`.
         """
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
@@ -289,17 +300,17 @@ class Pipeline(Shown, WithExports):
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> tuple[Timeline, Timeline]:
-        """Run one training step as `step` does; return what every device did when, and what the plan predicts.
+        """Run one training step as `step` does; return two timelines: the predicted one and the measured one.
 
-        Both are timelines for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for
-        Perfetto, `draw` for the terminal. The first steps are slower than later ones: trace one of those.
+        They are for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for Perfetto,
+        `draw` for the terminal. The first steps are slower than later ones: trace a later step.
         """
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         program = batch.program
         schedule = program.schedule(len(batch.rows))
         watch = Stopwatch(schedule)
         self._start_engine(program).step(batch, loss, keep_outputs=False, stepper=stepper, watch=watch)
-        # Simulated with the costs that were planned with, to lay beside what was measured just now.
+        # Simulated with the costs of the plan, to compare with the measured step.
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
         places = name_places(program.plan, schedule)
@@ -320,7 +331,7 @@ class Pipeline(Shown, WithExports):
         losses: list[Tensor] | None,
         timeout_s: float | None,
     ) -> Any:
-        """Run one training step; `commit` says whether its gradients were added, whatever this raises."""
+        """Run one training step. Whatever is raised, `commit` says whether the gradients were added."""
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
@@ -334,14 +345,14 @@ class Pipeline(Shown, WithExports):
     def _prepare_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None
     ) -> tuple[Batch, BatchLoss, Stepper | None]:
-        """Return what a training step is run with; raises InputError for arguments that no step can be made of."""
+        """Return the batch, loss and stepper of a training step. Raises InputError for unusable arguments."""
         loss_fn = self.compiler.options.loss_fn
         if loss_fn is None and target is not None:
             raise InputError(
                 "step() needs a loss: compile with loss_fn=, for example "
                 "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
             )
-        # All positional arguments are the model's, so a forgotten target would be found by nobody else.
+        # All positional arguments are the model's, so nothing else would notice a forgotten target.
         if loss_fn is not None and target is None:
             misspelt = "".join(f", and not {name}=" for name in get_close_matches("target", kwargs, n=1))
             raise InputError(f"step() needs the target of its loss by name: pipe.step(x, target=y){misspelt}")
@@ -350,7 +361,8 @@ class Pipeline(Shown, WithExports):
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         self._refuse_own_hooks("step()")
-        # Looking for what is around a pipeline takes long, and it is seldom put into something later.
+        # A search for an object that encloses the pipeline takes long, and such objects rarely come later: once is
+        # enough.
         if not self._stepped and self.compiler.compile_group is None:
             warn_of_lone_step(self)
         self._stepped = True
@@ -364,7 +376,7 @@ class Pipeline(Shown, WithExports):
             raise InputError(
                 "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
             )
-        # An asynchronous schedule lets the optimizer step between microbatches: their losses have weights of their own.
+        # With an asynchronous schedule the optimizer steps between microbatches: `schedule.steps` groups their losses.
         schedule = batch.program.schedule(len(batch.rows))
         stepper = make_stepper(schedule, optimizer)
         targets = None
@@ -379,43 +391,46 @@ class Pipeline(Shown, WithExports):
         )
 
     def status(self) -> Status:
-        """Return what each worker does now; call it from another thread, or after an interrupt."""
+        """Return the present operation of each worker; call it from another thread, or after an interrupt."""
         return Status() if self._engine is None else self._engine.get_status()
 
     def close(self) -> None:
-        """End, once all checkpoints of it are written. Threads also end with the last reference to the pipeline."""
+        """Wait for all checkpoints of the pipeline to be written, then end its threads.
+
+        The threads also end with the last reference to the pipeline.
+        """
         self._closed = True
         self.finish_saving()
         if self._engine is not None:
             self._engine.close()
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """Return a call ready to run, compiled for if need be."""
+        """Return a call ready to run; compile for it if need be."""
         self._check_open()
         refuse_foreign_modes()
-        # What comes next may wait until nothing runs.
+        # The next line may wait until nothing runs.
         if self._engine is not None:
             self._engine.refuse_own_callers()
         return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
     def _prepare_forward(self, call: Call) -> tuple[Batch, Engine]:
-        """Return a call whose outputs can be joined, ready to run, and the engine to run it."""
+        """Return a call ready to run, after a check that its outputs can be joined, and the engine to run it."""
         batch = self._prepare(*call)
         batch.program.check_joinable(len(batch.rows))
         return batch, self._start_engine(batch.program)
 
     def _refuse_own_hooks(self, what: str) -> None:
-        """Raise InputError where the model itself has hooks: `what` is no call of the module, around which they run."""
+        """Raise InputError if the model itself has hooks: they run only in calls of the module, and `what` is none."""
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
 
     def keep_idle(self) -> AbstractContextManager[None]:
-        """Return a block in which no batch runs, after waiting for those that are under way."""
+        """Wait for the batches under way, and return a block in which no batch runs."""
         return nullcontext() if self._engine is None else self._engine.keep_idle()
 
     def _check_open(self) -> None:
-        """Raise ClosedError where the pipeline's threads have ended, or are in another process."""
-        # torch aborts where tensors are made then, as by a step in a __del__.
+        """Raise ClosedError if the pipeline's threads have ended, or are in another process."""
+        # While Python ends, torch aborts if tensors are made, as by a step in a __del__.
         if sys.is_finalizing():
             raise ClosedError("Python is about to end: run the pipeline before")
         if self._closed:
@@ -426,8 +441,8 @@ class Pipeline(Shown, WithExports):
 
     @restores_all
     def _start_engine(self, program: Program) -> Engine:
-        """Return the engine, started for the first batch; both modes run on the same machine."""
-        # Threads are started as late as this: a pipeline that is only planned and looked at needs none.
+        """Return the engine, which the first batch starts; both modes run on the same machine."""
+        # Threads start only now: a pipeline that is only planned and printed needs none.
         with self._starting.take():
             if self._engine is None:
                 self._engine = Engine(_make_backend(program.machine, self.compiler.compile_group))
@@ -435,7 +450,7 @@ class Pipeline(Shown, WithExports):
             return self._engine
 
     def _present(self) -> Compiled:
-        """Return what is compiled for the present mode, or for the other one, to look at."""
+        """Return the record of the present mode, or of the other mode, to show it."""
         compiled = self.compiler.get_compiled(get_mode(self.model))
         if compiled is None:
             raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
@@ -443,7 +458,7 @@ class Pipeline(Shown, WithExports):
 
 
 def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:
-    """Return threads for all devices of a machine, or this process beside the other ranks of its group."""
+    """Return threads for all devices of a machine, or this process as one rank of its group."""
     if compile_group is not None:
         return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
     return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])
@@ -451,7 +466,7 @@ def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backe
 
 @contextmanager
 def _give_no_gradients(model: nn.Module, reason: str | None = None) -> Iterator[None]:
-    """Switch gradients off in the block; with a `reason`, warn if the caller may count on them."""
+    """Switch gradients off in the block; with a `reason`, warn if the caller may expect gradients."""
     if reason is not None and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         warn_user(f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()")
     with keep_modes():

@@ -1,4 +1,4 @@
-"""Saving: a checkpoint that is written while training goes on. One after the other, whichever threads save."""
+"""Write checkpoints in threads while training goes on, in the order in which they were begun."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from torch import nn
 from fxsplit.errors import FxsplitWarning
 
 SHORT_S = 1.0
-"""How long a process waits for a checkpoint of ranks after an exception has ended it: other ranks may be gone."""
+"""How long a process that an exception has ended waits for a checkpoint of ranks, as other ranks may be gone."""
 
 
 class Saving:
-    """A checkpoint that is being written: `path` is where it will be, once `wait()` has returned.
+    """A checkpoint that is being written. It is at `path` after `wait()` has returned.
 
     The end of the process waits for it, and so does `close()` of its pipeline. `wait()` raises the error that stopped
-    it. Unless `wait()` has done so, `close()` or the next save of the same thread raises that error.
+    it. If `wait()` did not raise it, `close()` or the next save of the same thread does.
 
-    model: the pipeline or module that is saved. over_ranks: whether other ranks write a part of it.
+    model: the pipeline or module that is saved.
+    over_ranks: whether other ranks write parts of the checkpoint.
     """
 
     def __init__(self, path: Path, write: Callable[[], None], model: nn.Module, *, over_ranks: bool = False) -> None:
@@ -43,7 +44,7 @@ class Saving:
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
         self._heard = False
-        # A daemon: what waits for ranks that are lost must not keep the process.
+        # A daemon: a thread that waits for lost ranks must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="fxsplit-saving", daemon=True)
 
     def _run(self) -> None:
@@ -55,11 +56,11 @@ class Saving:
         except BaseException as error:
             self._error, self._trace = error, error.__traceback__
         finally:
-            # It holds the copies of all values.
+            # Free the copies of all values.
             self._before, self._write = (), None
 
     def start(self) -> None:
-        """Begin to write, after those that were begun before."""
+        """Begin to write, after the checkpoints that were begun before."""
         _register(os.getpid())
         with _changing:
             self._before = [one for one in _known if one.goes_before(self.model(), over_ranks=self.over_ranks)]
@@ -68,8 +69,8 @@ class Saving:
 
     def goes_before(self, model: nn.Module | None, *, over_ranks: bool) -> bool:
         """Return whether the next checkpoint of a model waits for this one."""
-        # Threads of two ranks may save two pipelines in different orders. With one turn for both pipelines each rank
-        # would wait for the other one for ever.
+        # Two ranks may save two pipelines in different orders. A single order for both would make each rank wait for
+        # the other for ever.
         return self.model() is model if over_ranks else not self.over_ranks
 
     @property
@@ -83,18 +84,18 @@ class Saving:
         return self.done and self._error is None
 
     def join(self, limit_s: float | None = None) -> None:
-        """Return when it is written or has failed, or after so many seconds."""
+        """Return when the checkpoint is written or has failed, or after `limit_s` seconds."""
         self._thread.join(limit_s)
 
     def wait(self) -> Path:
-        """Return the path of the checkpoint once it is complete; raises what stopped it, such as FileError."""
+        """Return the path of the checkpoint, once complete. Raises the error that stopped it, such as FileError."""
         self.join()
         self._heard = True
-        # Its error has a traceback, and with it the caller's variables.
+        # Its error has a traceback, which keeps the caller's variables alive.
         _forget(self)
         if self._error is None:
             return self.path
-        # Without the frames of those who have called this before.
+        # Without the frames of callers that have raised it before.
         raise self._error.with_traceback(self._trace)
 
     def hear(self) -> None:
@@ -104,7 +105,7 @@ class Saving:
             self.wait()
 
     def warn(self) -> None:
-        """Warn of the error that stopped it, unless `wait()` has raised it."""
+        """Warn of the error that stopped the checkpoint, unless `wait()` has raised it."""
         if self._error is not None and not self._heard:
             self._heard = True
             warnings.warn(
@@ -114,7 +115,7 @@ class Saving:
 
 _changing = threading.Lock()
 _known: list[Saving] = []
-"""The checkpoints of this process that nobody has waited for yet, in the order in which they are written."""
+"""The checkpoints of this process that `wait()` has not returned yet, in the order in which they are written."""
 
 
 def _forget(saving: Saving) -> None:
@@ -136,7 +137,7 @@ def wait_for_saving(model: nn.Module, *, over_ranks: bool) -> None:
 
 
 def finish_saving(model: nn.Module) -> None:
-    """Wait for all checkpoints of a model; raises the error that stopped one of them, once."""
+    """Wait for all checkpoints of a model. Raises the error that stopped one of them, once."""
     for one in list(_known):
         if one.model() is model:
             one.hear()
@@ -144,10 +145,10 @@ def finish_saving(model: nn.Module) -> None:
 
 @cache
 def _register(process: int) -> None:
-    """Wait for all checkpoints where the process ends."""
+    """Wait for all checkpoints at the end of the process."""
     if parent_process() is None:
         atexit.register(_finish)
-    else:  # a process that multiprocessing has started calls nothing else at its end
+    else:  # multiprocessing calls only its own finalizers at the end of a process that it started
         Finalize(None, _finish, exitpriority=10)
 
 
@@ -163,7 +164,7 @@ def _finish() -> None:
 
 
 def _forget_all() -> None:
-    """Forget the checkpoints of the process that this one was forked from, whose threads are not here."""
+    """Forget the checkpoints of the process that this one was forked from: their threads are not here."""
     global _changing
     _changing = threading.Lock()
     _known.clear()

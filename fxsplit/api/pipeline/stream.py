@@ -1,7 +1,10 @@
-"""Stream: outputs of batch after batch, without gradients, while the pipeline never runs empty.
+"""Stream: return the outputs of batch after batch, without gradients, and keep all stages busy.
 
 A call of the pipeline fills the stages and drains them again. A stream begins the next batches before it waits for the
-outputs of one, so that every stage goes straight on with the next batch.
+outputs of the oldest, so that every stage goes straight on with the next batch.
+
+  calls     stage 0  AAAA....BBBB....          stream    stage 0  AAAABBBBCCCC
+            stage 1  ....AAAA....BBBB                    stage 1  ....AAAABBBBCCCC
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ Prepare = Callable[[Call], tuple[Batch, Engine]]
 
 
 _END = object()
-"""What comes after the last batch."""
+"""The value after the last batch."""
 
 
 class _Begun(NamedTuple):
-    """A batch that the workers have been given.
+    """A batch that the workers have.
 
-    `writes` says how often each of its tensors had been written to when it was begun.
+    writes: for each of its tensors, how often it had been written to when the batch was begun.
     """
 
     engine: Engine
@@ -44,9 +47,9 @@ class _Begun(NamedTuple):
     writes: list[int | None]
 
     def finish(self) -> Any:
-        """Return the outputs once they are there; raises InputError where the batch was written to meanwhile."""
+        """Return the outputs once they are there. Raises InputError if the batch was written to meanwhile."""
         outputs = self.engine.finish_forward(self.batch, self.handle)
-        # An iterable that fills one tensor again and again, as some loaders do, has made one batch of two.
+        # Some loaders fill one tensor again and again, and would mix two batches.
         if self.writes != list(map(count_writes, self.batch.tensors)):
             raise InputError(
                 "a batch of stream() was written to before its outputs were there, as batches are read ahead: let the "
@@ -55,16 +58,16 @@ class _Begun(NamedTuple):
         return self.batch.program.build_result(outputs)
 
     def give_up(self) -> None:
-        """Stop what is under way, and wait a moment for it."""
+        """Stop the batch, and wait a moment for it."""
         self.engine.give_up_forward(self.handle)
 
     def stop(self) -> None:
-        """Stop what is under way, and do not wait."""
+        """Stop the batch, and do not wait."""
         self.handle.give_up(grace_s=0.0)
 
 
 class _Waiting(NamedTuple):
-    """A batch that runs while the caller waits for its outputs, and that is not begun before."""
+    """A batch that begins only when the caller waits for its outputs."""
 
     run: Callable[..., Any]
     call: Call
@@ -83,15 +86,17 @@ class _Waiting(NamedTuple):
 class Stream(Iterator[Any]):
     """The outputs of a pipeline for `batches`, in their order; see Pipeline.stream.
 
-    prepare: the pipeline's; None where each batch is to run by itself. run: the pipeline's forward. Threads that share
-    a stream take turns.
+    prepare: the pipeline's; None if each batch runs by itself.
+    run: the pipeline's forward.
+
+    Threads that share a stream take turns.
     """
 
     def __init__(self, prepare: Prepare | None, run: Callable[..., Any], batches: Iterable[Any]) -> None:
         self._prepare, self._run = prepare, run
         self._batches: Iterator[Any] = iter(batches)
         self._begun: deque[_Begun | _Waiting] = deque()
-        # What reading or beginning a batch has raised, which comes after the outputs of the batches before it.
+        # An error in reading or beginning a batch, which comes after the outputs of the batches before it.
         self._error: Exception | None = None
         self._ended = self._closed = self._returns = False
         self._modes = OwnModes()
@@ -108,7 +113,7 @@ class Stream(Iterator[Any]):
         """Return the next outputs."""
         with self._turn.take():
             self._returns = False
-            # Whatever else happens in the block, an interrupt too, ends the stream.
+            # Anything else in the block, including an interrupt, ends the stream.
             with restore_after(self._end_unless_returning), keep_modes():
                 self._begin_more()
                 if self._closed or not self._begun:
@@ -120,9 +125,9 @@ class Stream(Iterator[Any]):
             return result
 
     def close(self) -> None:
-        """End the stream: what is under way is stopped, after the node that each worker is in."""
+        """End the stream: each worker stops after its present node."""
         self._stop()
-        # All were told to stop before any is waited for. Another thread may do the same.
+        # All batches have been stopped before the first wait. Another thread may close the stream at the same time.
         with suppress(IndexError):
             while True:
                 self._begun.popleft().give_up()
@@ -151,13 +156,13 @@ class Stream(Iterator[Any]):
             self._drop_batches()
 
     def _stop(self) -> None:
-        """Stop all that is under way, and do not wait for it: the garbage collector may call this from a worker."""
+        """Stop all that is under way, and do not wait: the garbage collector may call this from a worker."""
         self._closed = True
         for begun in list(self._begun):
             begun.stop()
 
     def _drop_batches(self) -> None:
-        """Let go of the iterable, which ends if nobody else refers to it, as a loop over it would have it."""
+        """Let go of the iterable, which then ends if nobody else refers to it, as it would after a loop."""
         with self._modes.enter():
             self._batches = iter(())
 
@@ -167,13 +172,14 @@ class Stream(Iterator[Any]):
             self.close()
 
     def _pop_end(self) -> Exception:
-        """Return what ends the stream, and forget it."""
-        # No variable of a frame that the error comes through may refer to it: a cycle would keep stream and pipeline.
+        """Return the error that ends the stream, and forget it."""
+        # No variable in a frame of its traceback may refer to the error: the cycle would keep stream and pipeline
+        # alive.
         error, self._error = self._error, None
         return StopIteration() if error is None or self._closed else error
 
     def _finish(self, begun: _Begun | _Waiting) -> Any:
-        """Return the outputs of a batch; raises StopIteration where the stream was closed meanwhile."""
+        """Return the outputs of a batch. Raises StopIteration if the stream was closed meanwhile."""
         try:
             with _give_no_gradients():
                 return begun.finish()
@@ -186,7 +192,7 @@ class Stream(Iterator[Any]):
             raise
 
     def _begin_more(self) -> None:
-        """Begin the next batches, as many as keep every stage busy until outputs of the oldest one are there."""
+        """Begin enough batches to keep every stage busy until the outputs of the oldest are there."""
         while not self._ended and not self._closed and self._error is None and self._has_room():
             try:
                 # In the caller's modes, as in a loop over the iterable.
@@ -206,14 +212,14 @@ class Stream(Iterator[Any]):
                     self._error = _leave_frame(error)
 
     def _has_room(self) -> bool:
-        """Return whether another batch is to be begun."""
+        """Return whether another batch should begin."""
         if not self._begun:
             return True
         under_way = [begun.batch for begun in self._begun if isinstance(begun, _Begun)]
         if len(under_way) < len(self._begun):
             return False
-        # While the last stage ends the oldest batch, the first stage needs a microbatch for each stage, and one more
-        # for the time that the caller takes until the next call.
+        # While the last stage finishes the oldest batch, the first stage needs a microbatch for each stage, and one
+        # more for the time until the caller's next call.
         needed = len(under_way[0].rows) + len(under_way[0].program.stages) + 1
         return sum(len(batch.rows) for batch in under_way) < needed
 
@@ -226,7 +232,7 @@ def _give_no_gradients() -> Iterator[None]:
         yield
 
 
-# No method: an error in here must not know the stream, which keeps it for a while.
+# A function, not a method: its frame is kept with an error, and must not keep the stream.
 def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, first: bool) -> _Begun | _Waiting:
     """Give a batch to the workers; `first` says that no other batch of the stream is under way."""
     call = parse_example_inputs(inputs, "a batch of stream()")
@@ -242,34 +248,34 @@ def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, fir
 
 
 def _copy_uncounted(batch: Batch) -> Batch:
-    """Return the batch with copies of tensors that may be written to while it is under way without anyone knowing."""
+    """Return the batch with copies of the tensors that count no writes, as a write would go unnoticed."""
     copies = {id(t): t.clone() for t in batch.tensors if not are_writes_counted(t)}
     return batch._replace(tensors=[copies.get(id(t), t) for t in batch.tensors])
 
 
 def _leave_frame(error: Exception) -> Exception:
-    """Return an error without the frame that caught it, which is a stream's: the stream keeps the error for a while."""
+    """Return an error without the frame that caught it: the frame refers to the stream, which keeps the error."""
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def _explain_stop(error: StopIteration) -> FxsplitError:
-    """Return what to raise in place of StopIteration, which would end a loop over the stream as if all were well."""
+    """Return the error to raise in place of StopIteration, which would end a loop over the stream without an error."""
     made = FxsplitError("a batch of stream() raised StopIteration, which is no end of the batches: see the cause")
     made.__cause__ = _leave_frame(error)
     return made
 
 
 def _runs_alone(program: Program) -> bool:
-    """Return whether a batch is to run while the caller waits, and no other batch does.
+    """Return whether a batch runs only while the caller waits, with no other batch.
 
     Deferred statistics of batch norm are those of one batch at a time. Workers that draw random numbers change the
-    state of torch's generators for a while, from which the caller would draw meanwhile.
+    state of torch's generators for a while, and the caller must not draw from them meanwhile.
     """
     return bool(program.noted) or program.draws()
 
 
 def check_has_batches(batches: Any) -> None:
-    """Raise InputError for what is no iterable of batches, or is one batch."""
+    """Raise InputError if `batches` is not an iterable of batches, or is one batch."""
     if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise InputError(
             f"stream() takes an iterable of batches, such as a DataLoader, and not a {type(batches).__name__}: for one "

@@ -1,4 +1,4 @@
-"""Together: the methods of a pipeline that all of its ranks call, and out of which all of them raise the same error."""
+"""Wrap methods of a pipeline that all of its ranks call, so that all of them raise the same error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def act_together(method: Callable[P, R]) -> Callable[P, R]:
-    """Return a method of a pipeline, in which no interrupt is lost, and every rank raises the first error of any."""
+    """Return the method so that it loses no interrupt, and every rank raises the first error of any rank."""
 
     @wraps(method)
     def acting(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -21,7 +21,7 @@ def act_together(method: Callable[P, R]) -> Callable[P, R]:
         compile_group = pipeline.compiler.compile_group
         if compile_group is None:
             return method(*args, **kwargs)
-        # A step says how long it may take, with all that it waits for.
+        # A step limits its time, with all its waiting for other ranks.
         timeout_s: Any = kwargs.get("timeout_s")
         with compile_group.world.watch(timeout_s, firm=timeout_s is not None):
             return method(*args, **kwargs)

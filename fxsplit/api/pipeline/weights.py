@@ -1,4 +1,4 @@
-"""The weights of a pipeline: loaded, converted and saved as those of its model, each on the device of its stage."""
+"""Load, convert and save the weights of a pipeline like its model's, each on the device of its stage."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fxsplit.torch_internals.scopes.undo import restores_all
 
 
 class WithWeights(Facade):
-    """A facade whose weights lie where a compiler says; `compiler` is that of the pipeline."""
+    """A facade whose weights are on the devices that the pipeline's `compiler` says."""
 
     compiler: Compiler
     _parted: bool = False
-    """Whether an exception has ended the block of the pipeline: ranks that it has parted never write a checkpoint."""
+    """Whether an exception has left the `with` block: then ranks may never finish a checkpoint together."""
 
     def finish_saving(self) -> None:
-        """Return when all checkpoints of the pipeline are written; raises what stopped one."""
+        """Wait until all checkpoints of the pipeline are written. Raises the error that stopped one."""
         if not self._parted:
             finish_saving(self)
 
     @abstractmethod
     def close(self) -> None:
-        """End, once all checkpoints are written."""
+        """End, after all checkpoints are written."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,18 +49,18 @@ class WithWeights(Facade):
         self.close()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters whose values this process has, in the model's order: over ranks those of its stages."""
+        """Yield the parameters with values in this process, in the model's order; over ranks those of its stages."""
         return (weight for weight in self.model.parameters() if not is_remote(weight))
 
     @abstractmethod
     def keep_idle(self) -> AbstractContextManager[None]:
-        """Return a block in which no batch runs, which would read some weights of before and some of afterwards."""
+        """Return a block in which no batch runs, so that no batch sees weights that are only partly changed."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unsplit model's state_dict; over ranks that of all of them, which all call this.
+        """Return the unsplit model's state_dict. Over ranks all of them call this, and each gets all weights.
 
-        Weights of other ranks come in host memory. With keep_vars=True the parameters themselves are returned, those of
-        other ranks without values.
+        Weights of other ranks come in host memory. With keep_vars=True the parameters themselves are returned;
+        parameters of other ranks then have no values.
         """
         found = self.model.state_dict(*args, **kwargs)
         compile_group = self.compiler.compile_group
@@ -72,10 +72,10 @@ class WithWeights(Facade):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict of the unsplit model, after waiting for batches that are under way; others begin later."""
+        """Wait for batches under way, then load a state_dict of the unsplit model. Later batches wait meanwhile."""
         with self.keep_idle():
             result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-            # With assign=True the model holds other tensors now, which may lie on other devices.
+            # With assign=True the model holds other tensors now, which may be on other devices.
             self.compiler.place_all()
         return result
 
@@ -93,18 +93,17 @@ class WithWeights(Facade):
     ) -> None:
         """Load a safetensors checkpoint, each tensor straight to the device of its stage, one after another.
 
-        path: a .safetensors file, an index (.safetensors.index.json) beside its files, or the folder of either, with
-        the names and dtypes of the model's state_dict. Parameters stay the same objects, those on the meta device too.
-        dtype: that of the model's weights, such as torch.float32: tensors of the checkpoint that have another
+        path: a .safetensors file, an index (.safetensors.index.json) next to its files, or the folder of either, with
+            the names and dtypes of the model's state_dict. Parameters stay the same objects, even on the meta device.
+        dtype: the dtype of the model's weights, such as torch.float32: tensors of the checkpoint that have another
             floating-point dtype are converted to it as they are read (default: they are refused).
+        strict: refuse tensors that the model does not have and does not say to ignore; with False they are left out.
 
-        strict: refuse tensors that the model does not have, and does not say to ignore; with False they are left out.
-
-        Raises InputError, before anything is loaded, for what is missing, of another shape or dtype, or, if `strict`,
-        too much.
+        Raises InputError, before anything is loaded, for missing tensors, other shapes or dtypes, or, if `strict`,
+        extra tensors.
         """
         files = WeightFiles(path, dtype)
-        # Each tensor goes to the device of its stage, which only a plan can tell.
+        # Each tensor goes to the device of its stage, so there must be a plan.
         if self.compiler.get_compiled(get_mode(self.model)) is None:
             raise InputError(
                 "this pipeline compiles on its first call, and its weights have no places yet: compile with "
@@ -118,13 +117,13 @@ class WithWeights(Facade):
     def save_weights(self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Write the model's state_dict as a safetensors checkpoint, as Hugging Face's `from_pretrained` reads it.
 
-        folder: where `model.safetensors` is written, or, if the tensors have more than `max_shard_bytes`,
-        `model-00001-of-0000N.safetensors` and so on with their index. They take the place of an earlier checkpoint in
-        the folder; other files there, such as config.json, stay. A tied weight is written once, under its first name.
+        folder: gets `model.safetensors`, or, if the tensors have more than `max_shard_bytes`,
+            `model-00001-of-0000N.safetensors` and so on with their index. They replace an earlier checkpoint in the
+            folder; other files there, such as config.json, stay. A tied weight is written once, under its first name.
 
-        The checkpoint is written whole, or the folder is as it was. One tensor at a time is in host memory, besides
-        weights that live there. Over ranks all of them call this, and the first one writes. Raises InputError for
-        weights without values and for what is no tensor, and FileError.
+        The checkpoint is written whole, or the folder is as it was. One tensor at a time is copied to host memory. Over
+        ranks all of them call this, and the first rank writes. Raises InputError for weights without values and for
+        values that are not tensors, and FileError.
         """
         compile_group = self.compiler.compile_group
         if compile_group is None:

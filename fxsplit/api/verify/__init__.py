@@ -1,1 +1,1 @@
-"""verify(): a pipeline held against its model, and how each difference is explained."""
+"""verify(): compare a pipeline with its model, and explain each difference."""

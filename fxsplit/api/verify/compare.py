@@ -1,6 +1,6 @@
 """Compare a pipeline with the unsplit model, run microbatch by microbatch: outputs, gradients, buffers.
 
-verify() proves a pipeline with these functions, and so do the tests and the benchmarks.
+verify(), the tests and the benchmarks prove a pipeline with these functions.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.tensors.differences import Difference, measure_difference, widen
 
 ROUNDING = 1e-5
-"""A tensor this much smaller than the largest of its kind is compared on the scale of this share of that one: the
-gradient of a bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
+"""The smallest scale of a comparison, as a share of the largest tensor of the same kind.
+
+The gradient of a bias before batch norm, for example, is zero, and its computed value is only the rounding of larger
+numbers.
+"""
 AMPLIFIED = 10.0
-"""A pipeline may differ this many times as much as rounding the model's weights does. Batch norm over two values, for
-example, makes 1e-8 of 1e-16."""
+"""A pipeline may differ this many times as much as a model with rounded weights.
+
+Batch norm over two values, for example, turns 1e-16 into 1e-8.
+"""
 MOST = 1e-3
-"""No rounding excuses more than this, which is far less than a gradient that is lost or doubled."""
+"""The most that rounding excuses, far less than a gradient that is lost or doubled."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest relative differences, and the name each was found at."""
+    """The largest relative difference of each kind. `worst` is kind -> name of the tensor with that difference."""
 
     output: float
     gradient: float
@@ -52,7 +57,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training step leaves behind: outputs, gradients and buffers, by name."""
+    """The outputs, gradients and buffers after one training step, by name."""
 
     outputs: Mapping[str, Tensor | None]
     gradients: Mapping[str, Tensor | None]
@@ -61,11 +66,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Joined:
-    """How outputs and losses of microbatches make those of the batch.
+    """How outputs and losses of microbatches make the output and loss of the batch.
 
-    meanings: what each output means (None: rows on the first dimension, and the mean of numbers). weights: those of
-        the losses of microbatches (None: as the loss function states). first: whether one loss is computed of the
-        outputs that are joined, as a loop around the model does.
+    meanings: how each output is joined (None: rows on the first dimension, and the mean of numbers).
+    weights: the weights of the losses of microbatches (None: as the loss function states).
+    first: whether outputs are joined first and then give one loss, as in a training loop around the model.
     """
 
     meanings: Sequence[OutputKind] | None = None
@@ -84,7 +89,7 @@ def run_pipeline_step(
 def run_pipeline_loop(
     pipe: Pipeline, args: Sequence[Any], loss_fn: Callable[..., Tensor], kwargs: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Call a pipeline and run a loss of its joined outputs backward, as a loop around any model does."""
+    """Call a pipeline and run a loss of its joined outputs backward, as in a training loop around any model."""
     outputs = pipe(*args, **(kwargs or {}))
     loss_fn(outputs).backward()
     return _read_outcome(pipe, outputs)
@@ -102,10 +107,11 @@ def run_unsplit_step(
 ) -> Outcome:
     """Run the unsplit model forward and backward on one microbatch after another.
 
-    n_microbatches: their number, or the rows of each. inputs: how the model is called (default: every tensor is cut on
-        its first dimension). joined: how outputs and losses of microbatches make those of the batch.
+    n_microbatches: their number, or the rows of each.
+    inputs: how the model is called (default: every tensor is cut on its first dimension).
+    joined: how outputs and losses of microbatches make the output and loss of the batch.
 
-    Without a target, `loss_fn` is called with the outputs alone. Gradients are added to `.grad`.
+    Without a target, `loss_fn` is called with only the outputs. Gradients are added to `.grad`.
     """
     joined = joined or Joined()
     inputs = inputs or Inputs.of(model, args, kwargs or {})[0]
@@ -121,7 +127,7 @@ def run_unsplit_step(
         output = model(*call.args, **call.kwargs)
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         if not joined.first:
-            # A microbatch without anything to count has no loss, and no weight.
+            # A microbatch with a count of zero has no loss, and its weight is 0.
             if weight:
                 (loss_fn(output, *targets[m]) * weight).backward()
             output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output))
@@ -133,9 +139,9 @@ def run_unsplit_step(
 
 
 def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[OutputKind] | None) -> Any:
-    """Return the outputs of all microbatches as those of one batch.
+    """Return the outputs of all microbatches as outputs of one batch.
 
-    `meanings` has one for each tensor (None: rows on the first dimension, and the mean of numbers).
+    `meanings` has one entry for each tensor (None: rows on the first dimension, and the mean of numbers).
     """
     if meanings is None:
         meanings = [ROWS if t.ndim else MEAN for t in pytree.tree_leaves(outputs[0]) if isinstance(t, Tensor)]
@@ -147,27 +153,27 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequenc
 
 
 def limit_difference(tolerance: float, rounding: float, coarse: float = 0.0) -> float:
-    """Return how much may differ if rounding makes so much. coarse: the rounding of the coarsest dtype, if any."""
+    """Return the largest allowed difference. coarse: the rounding of the coarsest dtype, if any."""
     return max(tolerance, min(AMPLIFIED * rounding, _find_most(coarse)))
 
 
 def _find_most(coarse: float) -> float:
-    """Return what rounding excuses at most: bfloat16 rounds by more than MOST, a lost gradient by still more."""
+    """Return the most that rounding excuses. bfloat16 rounds by more than MOST, but by less than a lost gradient."""
     return max(MOST, 16.0 * coarse)
 
 
 def list_differences(found: Outcome, expected: Outcome, coarse: float = 0.0) -> list[Difference]:
     """Return the difference of every output, gradient and buffer between two steps.
 
-    coarse: the rounding of the coarsest dtype that the model computes in, if that is coarser than what is compared.
-        Numbers that cancel to zero in that dtype leave so much of the largest tensor of their kind.
+    coarse: the rounding of the coarsest dtype that the model computes in, if that is coarser than the compared dtype.
+    Numbers that cancel to zero in it leave about this share of the largest tensor of their kind.
     """
     share = max(ROUNDING, min(1.0, AMPLIFIED * coarse / _find_most(coarse)))
     made = []
     for kind in ("outputs", "gradients", "buffers"):
         a, b = getattr(found, kind), getattr(expected, kind)
         sizes = [float(widen(t).abs().nan_to_num(posinf=0.0).max()) for t in b.values() if t is not None and t.numel()]
-        # A tensor of zeros but for rounding is compared on the scale of the largest tensor of its kind.
+        # A tensor of zeros with rounding errors is compared on the scale of the largest tensor of its kind.
         scale = share * max(sizes, default=0.0)
         for name in {**a, **b}:
             # A name that only one side has is a lost gradient or buffer, which no tolerance excuses.
@@ -186,7 +192,7 @@ def compare(found: Outcome, expected: Outcome) -> Differences:
 
 
 def _read_outcome(module: nn.Module, outputs: Any) -> Outcome:
-    """Return what a step that gave `outputs` left in `module`."""
+    """Return the outputs, with the gradients and buffers that the step left in `module`."""
     leaves = enumerate(pytree.tree_leaves(to_plain_outputs(outputs)))
     return Outcome(
         outputs={str(i): t.detach() for i, t in leaves if isinstance(t, Tensor)},

@@ -1,4 +1,4 @@
-"""Measure what compressed cuts change: a step of a pipeline with them beside the same step of the unsplit model."""
+"""Measure the error of compressed cuts, against the same training step of the unsplit model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fxsplit.torch_internals.tensors.squares import divide_all, find_worst, squa
 
 @dataclass(frozen=True)
 class Compression:
-    """The error of outputs and gradients: |found - exact| / |exact|, as lengths of vectors of all their elements.
+    """The error of outputs and gradients: |found - exact| / |exact|, as norms over all elements.
 
-    `worst` is the error of the parameter whose gradient is furthest off, and `worst_name` its name. `loss` is the loss
-    that the gradients are of, in words.
+    `worst` is the error of the parameter with the largest relative error in its gradient, and `worst_name` its name.
+    `loss` describes the loss of the step.
     """
 
     how: str
@@ -32,7 +32,7 @@ class Compression:
 
 
 def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) -> Compression:
-    """Return how far a step with compressed cuts is from the exact one; each rank has the gradients of its stages."""
+    """Return the error of a step with compressed cuts; each rank has the gradients of its stages."""
     ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
     gradients = ranks.merge_squares(square_differences(found.gradients, exact.gradients))

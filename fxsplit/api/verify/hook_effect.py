@@ -1,4 +1,4 @@
-"""Measure what a gradient hook changes: sums of gradients by the hook beside exact ones, in one step."""
+"""Measure the error of a gradient hook, against exact sums of gradients in the same training step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fxsplit.torch_internals.tensors.squares import divide_all, find_worst, squa
 
 @dataclass(frozen=True)
 class HookEffect:
-    """The error of summed gradients: |found - exact| / |exact|, as lengths of vectors of all their elements.
+    """The error of summed gradients: |found - exact| / |exact|, as norms over all elements.
 
-    `worst` is the error of the parameter whose gradient is furthest off, and `worst_name` its name. `left` is what the
-    hook keeps for later steps, relative to the exact sums; None for a hook that keeps nothing. `lost` is what is
-    neither applied nor kept: |found + left - exact| / |exact|. Where nothing is kept that is the error again.
-    `loss` is the loss that the gradients are of, in words.
+    worst: the error of the parameter with the largest relative error in its gradient; `worst_name` is its name.
+    left: the norm of the gradients that the hook keeps for later steps, over |exact|; None if the hook keeps nothing.
+    lost: the error that later steps will not correct: |found + left - exact| / |exact|.
+    loss: the loss of the step, in words.
     """
 
     how: str
@@ -41,26 +41,23 @@ class HookEffect:
 
 
 def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -> HookEffect:
-    """Return how far gradients that `pipe` has summed by its hook in one step are from exact ones.
-
-    Each rank has the gradients of its stages.
-    """
+    """Return the error of the gradients that the hook of `pipe` summed in one step, on all ranks."""
     ranks = trial.ranks
     reduction = ranks.find_reduction(pipe)
     compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
     assert compiled is not None, "it has run a step"
     left = reduction.find_left_out(compiled.program, trial.weight)
-    # Names that this rank has none of come from others.
+    # Gradients of other stages come from other ranks.
     squares = square_differences(found.gradients, exact.gradients)
     kept = _name_left(pipe, left)
     for name, one in squares.items():
         mine, other = found.gradients[name], exact.gradients[name]
         assert mine is not None and other is not None
-        # Between the difference and what is exact: what is kept, and what is lost, all of it where nothing is kept.
+        # Insert kept and lost between difference and exact. If nothing is kept, all of the difference is lost.
         one[1:1] = [0.0, one[0]]
         if name in kept:
             one[1:3] = [square(kept[name]), square(mine + kept[name] - other)]
-    # A rank without parameters keeps nothing, and does not know whether others do.
+    # A rank without parameters keeps nothing, and does not know whether other ranks do.
     merged = ranks.merge_squares(squares)
     keeps = ranks.any(left is not None)
     return HookEffect(
@@ -74,5 +71,5 @@ def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -
 
 
 def _name_left(pipe: Pipeline, left: Mapping[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Return what was left out by the names of parameters."""
+    """Return name of a parameter -> the gradient that the hook keeps for later steps."""
     return {name: left[weight] for name, weight in pipe.model.named_parameters() if left and weight in left}

@@ -1,4 +1,4 @@
-"""The loss that verify() trains copies with: the pipeline's own, the model's own, or the sum of squares of outputs."""
+"""Choose the loss that verify() trains copies with: the pipeline's, the model's own, or the sum of squares."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.copies import copy_module
 
 RUNS = 3
-"""Runs after the first in which a model must give the same outputs, to be believed to draw no random numbers."""
+"""The number of further runs in which a model must repeat its outputs, to count as drawing no random numbers."""
 SQUARES = "the sum of squares of the outputs"
 OWN = "the model's own loss"
 
 
 class RefusedDtype(Exception):
-    """The model does not run, or its loss is not computed, in one dtype for all weights and inputs."""
+    """The model or its loss cannot be computed in one dtype for all weights and inputs."""
 
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What verify() is asked to train with: the pipeline's `loss_fn` and the target of the batch; None for neither."""
+    """The loss for verify() to train with: the pipeline's `loss_fn` and the target of the batch; None for neither."""
 
     loss_fn: LossFn | None = None
     target: Any = None
 
     def check(self, ranks: Ranks) -> None:
-        """Raise InputError for a target without a loss function, and for one that only some ranks have."""
+        """Raise InputError for a target without a loss function, or a target that only some ranks have."""
         if self.target is not None and self.loss_fn is None:
             raise InputError(
                 "verify() was given a target, and the pipeline has no loss_fn to take it: compile with loss_fn=, for "
@@ -54,13 +54,13 @@ class TrainingRequest:
             raise InputError("verify() was given a target on some ranks and none on others: give target= on all")
 
     def check_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> None:
-        """Raise InputError for a target that has not one row for each row of the batch."""
+        """Raise InputError unless the target has one row for each row of the batch."""
         if self.target is not None:
             inputs, tensors = Inputs.of(model, *call, chunks)
             find_target_cuts(pytree.tree_leaves(self.target), inputs.count_rows(tensors), inputs)
 
     def convert(self, convert: Callable[[Tensor], Tensor]) -> TrainingRequest:
-        """Return the same with converted tensors: a target of floats is in the dtype of the outputs."""
+        """Return the request with converted tensors: a floating-point target gets the dtype of the outputs."""
         if self.target is None or self.loss_fn is None:
             return self
         target = pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), self.target)
@@ -69,7 +69,7 @@ class TrainingRequest:
 
 @contextmanager
 def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]:
-    """Raise InputError if weights of `model` itself get gradients in the block; put back those from before."""
+    """Raise InputError if weights of `model` itself get gradients in the block; restore their earlier gradients."""
     with hide_gradients(model.parameters()):
         yield
         reached = [name for name, weight in model.named_parameters() if weight.grad is not None]
@@ -81,7 +81,7 @@ def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]
 
 
 def _convert_function(function: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return a loss function whose tensors are converted, such as weights of classes: those of a module or a partial.
+    """Return a loss function with converted tensors of its module or partial, such as weights of classes.
 
     Tensors that any other function refers to stay as they are.
     """
@@ -97,9 +97,10 @@ def _convert_function(function: Any, convert: Callable[[Tensor], Tensor]) -> Any
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What a step minimises: `loss_fn` of the outputs and a target, or of the outputs alone; None for the model's own.
+    """The loss of a step: `loss_fn` of the outputs and perhaps a target; None for the model's own loss.
 
-    text: the loss in words. outputs: those of the unsplit model for the whole batch.
+    text: the loss in words.
+    outputs: the outputs of the unsplit model for the whole batch.
     """
 
     loss_fn: LossFn | None
@@ -113,18 +114,18 @@ class Objective:
         return self.target is not None
 
     def compute(self, program: Program, outputs: Any, target: Any) -> Tensor:
-        """Return the loss of outputs of the unsplit model, in the containers that the model returns, and a target."""
+        """Return the loss for outputs of the unsplit model, in the containers that the model returns, and a target."""
         assert self.loss_fn is not None, "the model does not compute it"
         leaves = list_tensors(outputs)
         return self.loss_fn(program.build_result(leaves), self.place(target, leaves))
 
     def clone_target(self) -> Any:
-        """Return a copy of the target, which a loss may write to."""
+        """Return a copy of the target, as a loss may write to it."""
         return pytree.tree_map_only(Tensor, torch.clone, self.target)
 
     @staticmethod
     def place(target: Any, leaves: list[Tensor]) -> Any:
-        """Return a target where the outputs are."""
+        """Return the target on the device of the outputs."""
         return Targets([target]).place(0, leaves[0].device) if leaves else target
 
 
@@ -134,10 +135,12 @@ def list_tensors(outputs: Any) -> list[Tensor]:
 
 
 def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks: Ranks, *, finite: bool) -> Objective:
-    """Return what to train for, after running the model on the whole batch; leaves no trace on it.
+    """Return the loss to train with, after running the model on the whole batch; the model is left as it was.
 
-    finite: whether outputs that are no numbers are a reason to try another dtype. Raises RefusedDtype, or InputError
-    for a model without a float output, and for one that draws random numbers, or whose loss does.
+    finite: whether to refuse the dtype if outputs are NaN or infinite.
+
+    Raises RefusedDtype, or InputError for a model without a floating-point output, or if the model or its loss draws
+    random numbers.
     """
     refused: RefusedDtype | None = None
     first = None
@@ -147,7 +150,7 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
             _compute_loss(model, asked, first)
     except RefusedDtype as error:
         refused = error
-    # Ranks have other batches, and go on in one dtype.
+    # Ranks have different batches, and must all use one dtype.
     if ranks.any(refused is not None):
         raise refused or RefusedDtype
     if not all(_are_equal(first, _run_without_trace(model, call, finite=finite)) for _ in range(RUNS)):
@@ -171,24 +174,24 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
 
 
 def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
-    """Return what the model returns, without a trace on it; raises RefusedDtype if it does not run."""
+    """Return the model's outputs, and leave the model as it was. Raises RefusedDtype if the model does not run."""
     try:
         with torch.no_grad(), preserve(model):
-            # A new seed each time, or a model that draws would draw the same. preserve() restores the generator.
+            # A new seed each time, or random draws would be equal in all runs. preserve() restores the generator.
             torch.manual_seed(torch.seed())
             own, named = pytree.tree_map_only(Tensor, torch.clone, call)
             outputs = model(*own, **named)
     except Exception as error:
         raise RefusedDtype from error
     numbers = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
-    # Constants made for float32, such as a mask of its least number, may give no numbers in float64.
+    # Constants made for float32, such as a mask of its smallest number, may give NaN in float64.
     if finite and not numbers:
         raise RefusedDtype
     return outputs
 
 
 def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any:
-    """Return the loss of the whole batch's outputs, without a trace on the model; raises RefusedDtype if it fails."""
+    """Return the loss of the whole batch, and leave the model as it was. Raises RefusedDtype if the loss fails."""
     assert asked.loss_fn is not None, "a target was given"
     try:
         with torch.no_grad(), preserve(model):
@@ -201,6 +204,6 @@ def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Return whether two outputs are equal; a value that is no number equals another one."""
+    """Return whether two outputs are equal; NaN equals NaN."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))

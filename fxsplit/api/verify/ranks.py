@@ -1,7 +1,7 @@
-"""Ranks that verify one pipeline together: each compares what it has, and all of them come to the same result.
+"""Let ranks verify one pipeline together: each rank compares its own stages, and all get the same result.
 
-Every rank runs the unsplit model, on the batch of its pipeline, and so has all weights while it verifies. Gradients of
-pipelines side by side are added without any hook, one tensor after another. A process by itself shares nothing.
+Every rank runs the unsplit model, on the batch of its pipeline, and so it has all weights meanwhile. Gradients of
+pipelines side by side are added exactly, without any hook. For a pipeline in one process nothing is shared.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WHAT = "verify()"
 
 
 class Ranks:
-    """The ranks of a team, which all make the same calls in the same order; without a team this process alone."""
+    """The ranks of one pipeline, which all make the same calls in the same order; or this process by itself."""
 
     def __init__(self, compile_group: CompileGroup | None) -> None:
         self._compile_group = compile_group
 
     @contextmanager
     def meet(self) -> Iterator[None]:
-        """Let all ranks verify in the block; raises RanksDiffer where one makes another call."""
+        """Verify in the block on all ranks. Raises RanksDiffer if a rank makes another call."""
         if self._compile_group is None:
             yield
             return
@@ -51,10 +51,10 @@ class Ranks:
             yield
 
     def copy_whole(self, model: nn.Module) -> nn.Module:
-        """Return a model with all weights: the model itself, or a copy with those of other ranks."""
+        """Return a model with all weights: the model itself, or over ranks a copy with the weights of other ranks."""
         if self._compile_group is None:
             return model
-        # The pipeline's own model keeps to the weights of this rank.
+        # A copy: the pipeline's own model keeps only the weights of this rank.
         copied = copy_module(model)
         named = dict(list_named(copied))
         for name, value in self._compile_group.placement.gather_values(named):
@@ -64,7 +64,7 @@ class Ranks:
 
     @contextmanager
     def lend_counted(self, pipe: Pipeline, program: Program) -> Iterator[None]:
-        """Let all ranks have the buffers by which losses of a program of `pipe` are counted, for the block."""
+        """For the block, give all ranks the buffers by which losses of a program of `pipe` are counted."""
         compile_group = pipe.compiler.compile_group
         counted = {} if compile_group is None else program.list_counted()
         with compile_group.placement.lend(counted) if compile_group is not None and counted else nullcontext():
@@ -77,10 +77,10 @@ class Ranks:
         return any(map(int, self._compile_group.world.whole.gather(torch.tensor([int(flag)]), WHAT)))
 
     def merge(self, found: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-        """Return the largest value of any rank by key."""
+        """Return, for each key, the largest value of any rank."""
         if self._compile_group is None:
             return dict(found)
-        # Each rank has compared the gradients of its stages, and outputs are compared by all.
+        # Each rank has compared the gradients of its stages, and all ranks have compared outputs.
         merged: dict[tuple[str, str], float] = {}
         own = json.dumps([[*key, value] for key, value in found.items()])
         for text in self._compile_group.world.whole.gather_texts(own, WHAT):
@@ -89,16 +89,16 @@ class Ranks:
         return merged
 
     def merge_squares(self, squares: Squares) -> Squares:
-        """Return the squares of all names, of which each rank of the pipeline has some."""
+        """Return the squares of all names; each rank has a part of them."""
         if self._compile_group is None:
             return squares
         told = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)
         return {name: one for text in told for name, one in json.loads(text).items()}
 
-    # What a pipeline has of what its model has
+    # The part of the model that this rank's pipeline has
 
     def keep_own(self, outcome: Outcome, pipe: Pipeline) -> Outcome:
-        """Return of what a step leaves what `pipe` has of it on this rank."""
+        """Return the outcome of a step without the weights that `pipe` has on other ranks."""
         if self._compile_group is None:
             return outcome
         away = {name for name, weight in list_named(pipe.model) if is_remote(weight)}
@@ -121,17 +121,17 @@ class Ranks:
         return self._compile_group is not None and len(self._compile_group.world.rows) > 1
 
     def take_common_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> Call:
-        """Return the first rows of a call, as many as there are on every rank: all ranks compile for one shape."""
+        """Return the first rows of a call, with the least rows of any rank: all ranks compile for one shape."""
         if self._compile_group is None or not self._are_side_by_side:
             return call
-        # A program is for any number of rows, but what it is compiled with is compared.
+        # The program runs any number of rows, but ranks compare the shapes that they compile with.
         inputs, tensors = Inputs.of(model, *call, chunks)
         rows = inputs.count_rows(tensors)
         least = min(map(int, self._compile_group.world.whole.gather(torch.tensor([rows]), WHAT)))
         return call if least == rows else inputs.make_call(inputs.take_rows(tensors, least))
 
     def weigh(self, pipe: Pipeline, find_batch_share: Callable[[], BatchShare]) -> float:
-        """Return what the loss of this pipeline weighs in that of all; `find_batch_share` finds what it has of that."""
+        """Return the weight of this pipeline's loss in that of all pipelines; `find_batch_share` finds its share."""
         if not self._are_side_by_side:
             return 1.0
         weight, _ = self.find_reduction(pipe).data_parallel.weigh(WHAT, find_batch_share())
@@ -139,10 +139,10 @@ class Ranks:
         return weight
 
     def add(self, model: nn.Module, outcome: Outcome, weight: float) -> Outcome:
-        """Let gradients be the sums of those of all pipelines, each times its weight; also in `.grad`."""
+        """Replace gradients by the sums over all pipelines, each times the pipeline's weight; also in `.grad`."""
         if self._compile_group is None or not self._are_side_by_side:
             return outcome
-        # Which parameters have a gradient may follow from the rows that a pipeline was given.
+        # Which parameters have a gradient may depend on the rows of a pipeline.
         flags = torch.tensor([int(g is not None) for g in outcome.gradients.values()], dtype=torch.uint8)
         self._all_reduce(flags, dist.ReduceOp.MAX)
         weights = dict(model.named_parameters())
@@ -154,7 +154,7 @@ class Ranks:
 
     def _add(self, like: Tensor, own: Tensor | None, weight: float) -> Tensor:
         """Return the sum of a gradient over all pipelines."""
-        # What weighs nothing may be no number.
+        # With weight 0 the gradient may be NaN, so it is left out.
         total = widen(torch.zeros_like(like)) if own is None or not weight else widen(own) * weight
         # gloo adds no complex numbers.
         plain: Any = torch.view_as_real(total) if total.is_complex() else total
@@ -162,7 +162,7 @@ class Ranks:
         return total.to(like.device, like.dtype)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        """Reduce a tensor of host memory over the ranks at this rank's place of all pipelines."""
+        """Reduce a tensor in host memory over the ranks that run the same stages in other pipelines."""
         assert self._compile_group is not None, "there are several pipelines"
         world = self._compile_group.world
         options = dist.AllreduceOptions()

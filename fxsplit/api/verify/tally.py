@@ -1,4 +1,4 @@
-"""Tally: the differences that verify() finds over its steps, and how much of each is rounding."""
+"""Collect the differences that verify() finds over its steps, and the part of each that is rounding."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.tensors.differences import Difference
 
 SAME_ARITHMETIC = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""How far a tensor of a dtype may be from that of the same operators in one piece: only sums may have another order."""
+"""The largest difference, by dtype, between two runs of the same operators if only the order of sums differs."""
 COARSE_ARITHMETIC = 4e-3
-"""The same for coarser dtypes: half of the rounding of bfloat16."""
+"""The same limit for coarser dtypes: half of the rounding of bfloat16."""
 
 
 class Tally:
-    """The largest differences between a pipeline and its model by kind and name, and those that rounding makes."""
+    """The largest differences between a pipeline and its model by kind and name, and the part that is rounding."""
 
     def __init__(self, trial: Trial, split: Pipeline, tolerance: float) -> None:
         self.coarse = 0.0
@@ -29,7 +29,7 @@ class Tally:
         self._tolerance = tolerance
         self._found: dict[Key, float] = {}
         self._rounding: dict[Key, float] = {}
-        # What the same operators in one piece make another number of: rounding excuses none of it.
+        # Tensors that differ from a run of the same operators in one piece: rounding excuses none of them.
         self._broken: dict[Key, float] = {}
         self._natural: dict[Key, float] = {}
 
@@ -38,16 +38,17 @@ class Tally:
         self._neutral = Neutral(self._trial, model, 1e3 * self._tolerance)
 
     def measure_rounding(self, by_shaken: Outcome, by_pieces: Outcome, coarse: float) -> None:
-        """Note what rounding makes of every tensor. coarse: the rounding of the coarsest dtype that was met."""
+        """Keep the rounding error of every tensor. coarse: the rounding of the coarsest dtype in the model."""
         self.coarse = max(self.coarse, *self._trial.ranks.merge({("rounding", "coarse"): coarse}).values())
         _keep_largest(
             self._rounding, {(d.kind, d.name): d for d in list_differences(by_shaken, by_pieces, self.coarse)}
         )
 
     def compare(self, by_pipeline: Outcome, by_pieces: Outcome, by_whole: Outcome) -> None:
-        """Note how a step of the pipeline differs from the model's on microbatches, or on the whole batch.
+        """Keep the differences of a step of the pipeline from the model's step on microbatches, or on the whole batch.
 
-        What microbatches leave as it is must be that of the whole batch, which the model has without fxsplit.
+        A tensor that microbatches should not change is compared with the whole batch, which the model runs without
+        fxsplit.
         """
         apart = self._neutral.find_apart(by_pieces, by_whole, self._rounding, self.coarse)
         wrong = {key for key, why in apart.items() if why == "wrong"}
@@ -58,20 +59,20 @@ class Tally:
         self._find_broken(by_pipeline, by_pieces)
 
     def _compare(self, by_pipeline: Outcome, by_model: Outcome) -> dict[Key, Difference]:
-        """Return the difference of every tensor that the pipeline has here."""
+        """Return the difference of every tensor that the pipeline has on this rank."""
         found = list_differences(by_pipeline, self._trial.ranks.keep_own(by_model, self._split), self.coarse)
         return {(d.kind, d.name): d for d in found}
 
     def _find_broken(self, by_pipeline: Outcome, by_pieces: Outcome) -> None:
-        """Note the tensors that rounding would excuse, and that are not those of the captured graph in one piece.
+        """Keep the tensors that rounding would excuse, but that differ from the captured graph run in one piece.
 
-        Rounding in a coarse dtype is as large as a gradient that is wrong by a hundredth. But the pipeline computes
-        what its graph computes, operator by operator, and so makes the same rounding.
+        Rounding in a coarse dtype is as large as a gradient that is wrong by a hundredth. But the pipeline runs the
+        operators of its graph, so its rounding is equal to the graph's.
         """
         ranks = self._trial.ranks
         suspects = _list_apart(by_pipeline, ranks.keep_own(by_pieces, self._split))
         excused = {key for key in suspects if self._found.get(key, 0.0) <= self._limit(key)}
-        # A graph that is made for one number of rows runs on no other one.
+        # A graph for a fixed number of rows runs on no other number.
         if self._split.traced[Scope].rows_fixed and len(set(self._trial.batch.rows)) > 1:
             excused = set()
         if not ranks.any(bool(excused)):  # ranks run the graph together
@@ -81,7 +82,7 @@ class Tally:
             self._broken[key] = 1.0
 
     def _limit(self, key: Key) -> float:
-        """Return how much of a difference is excused."""
+        """Return the largest difference that is excused."""
         return limit_difference(self._tolerance, self._rounding.get(key, 0.0), self.coarse)
 
     def list_differences(self) -> tuple[Difference, ...]:
@@ -93,19 +94,19 @@ class Tally:
         )
 
     def list_natural(self) -> tuple[str, ...]:
-        """Return the names of what microbatches change by nature."""
+        """Return the names of values that microbatches change by nature."""
         natural = self._trial.ranks.merge(self._natural)
         return tuple(f"output {name}" if kind == "output" else name for kind, name in natural)
 
 
 def _keep_largest(found: dict[Key, float], more: Mapping[Key, Difference]) -> None:
-    """Keep the largest difference found of each name."""
+    """Keep the largest difference for each name."""
     for key, difference in more.items():
         found[key] = max(found.get(key, 0.0), difference.value)
 
 
 def _list_apart(found: Outcome, expected: Outcome) -> set[Key]:
-    """Return the tensors that differ by more than sums in another order make."""
+    """Return the tensors that differ by more than the order of sums explains."""
     apart = set()
     for d in list_differences(found, expected):
         tensors = {"output": found.outputs, "gradient": found.gradients, "buffer": found.buffers}[d.kind]

@@ -1,4 +1,4 @@
-"""Trials: one step of the unsplit model, and of a pipeline, on one batch, to be compared by verify()."""
+"""Run one step of the unsplit model, and of a pipeline, on one batch, so that verify() can compare them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.nn.expectations import normalise_rows_alone
 
 Key = tuple[str, str]
-"""The kind and name of what is compared."""
+"""The kind and name of a compared tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One call of a model, and how its loss and outputs follow from those of microbatches.
+    """One call of a model, and how its loss and outputs follow from its microbatches.
 
-    `weight` is what the loss of this pipeline weighs beside others.
+    `weight` is the weight of this pipeline's loss among pipelines side by side.
     """
 
     call: Call
@@ -61,9 +61,9 @@ class Trial:
 
     @classmethod
     def of(cls, call: Call, batch: Batch, split: Pipeline, objective: Objective, ranks: Ranks) -> Trial:
-        """Return the trial of a call, of which `split` has made a batch.
+        """Return the trial of a call, from which `split` has made `batch`.
 
-        Raises InputError for a target that has not one row for each row of the batch.
+        Raises InputError unless the target has one row for each row of the batch.
         """
         if objective.takes_target:
             split_target(objective.target, batch.rows, batch.program.inputs)
@@ -71,7 +71,7 @@ class Trial:
         return replace(made, weight=ranks.weigh(split, made._find_batch_share))
 
     def _find_batch_share(self) -> BatchShare:
-        """Return what this pipeline has of the loss of pipelines side by side."""
+        """Return this pipeline's share of the loss of all pipelines side by side."""
         batch = self.batch
         found = BatchShare(
             sum(batch.rows), len(batch.rows), LossReduction.MEAN if self.joins_first else LossReduction.SUM
@@ -85,7 +85,7 @@ class Trial:
 
     @cached_property
     def _batch_loss(self) -> BatchLoss:
-        """The pipeline's own loss of the batch, which has seen the outputs of the unsplit model and no microbatch."""
+        """The pipeline's own loss of the batch, with its meaning found from the unsplit model's outputs."""
         objective, batch = self.objective, self.batch
         assert objective.loss_fn is not None, "a target was given"
         leaves = list_tensors(objective.outputs)
@@ -96,7 +96,7 @@ class Trial:
 
     @cached_property
     def _loss_weights(self) -> list[float]:
-        """What the losses of microbatches weigh in the pipeline's own loss of the batch."""
+        """The weights of the microbatches' losses in the pipeline's own loss of the batch."""
         loss = self._batch_loss
         targets = Targets(loss.given_targets, loss.target)
         weights = find_weights(self.batch, targets, loss.meaning)(0, len(self.batch.rows), torch.device("cpu"))
@@ -104,15 +104,15 @@ class Trial:
 
     @cached_property
     def joins_first(self) -> bool:
-        """Whether the loss is of joined outputs: the squares of means and sums do not add up over microbatches."""
+        """Whether outputs are joined before the loss: squares of means and of sums do not add up over microbatches."""
         summed = self.objective.loss_fn is sum_squares
         return summed and any(meaning.kind != "rows" for meaning in self.meanings)
 
     def run(self, model: nn.Module, rows: Sequence[int], *, cuts_loss: bool = False) -> Outcome:
-        """Return what a step of the unsplit model leaves, on microbatches of so many rows; gradients of all ranks.
+        """Return the outcome of a step of the unsplit model on microbatches of `rows` rows; gradients of all ranks.
 
         cuts_loss: whether the pipeline's own loss is computed for each microbatch, as the pipeline does. Otherwise it
-            is computed once, of the outputs of all microbatches, and no weight of theirs matters.
+        is computed once, from the outputs of all microbatches, and needs no weights.
         """
         args, kwargs = clone_call(self.call)
         objective, batch = self.objective, self.batch._replace(rows=rows)
@@ -129,9 +129,9 @@ class Trial:
         return self.ranks.add(model, found, self.weight)
 
     def run_graph(self, split: Pipeline, model: nn.Module) -> Outcome:
-        """Return what a step of the captured graph leaves, run unsplit over a copy of `model`, with what `split` has.
+        """Return the outcome of a step of the captured graph, run unsplit over a copy of `model`.
 
-        That is the same arithmetic as the pipeline's, in one piece.
+        It does the pipeline's arithmetic in one piece. The outcome has only the tensors that `split` has on this rank.
         """
         copied = copy_module(model)
         pairs = ((split.model.modules(), copied.modules()), (split.model.parameters(), copied.parameters()),
@@ -143,13 +143,13 @@ class Trial:
         return self.ranks.keep_own(self.run(copied, self.batch.rows, cuts_loss=True), split)
 
     def run_pipeline(self, split: Pipeline) -> Outcome:
-        """Return what a step of the pipeline leaves on this rank."""
+        """Return the outcome of a step of the pipeline on this rank."""
         args, kwargs = clone_call(self.call)
         if self.joins_first:
             found = run_pipeline_loop(split, args, sum_squares, kwargs)
         else:
             objective = self.objective
-            # A loss of the outputs alone takes a target too, which is nothing.
+            # A loss of outputs only is called with an empty target.
             nothing = None if objective.loss_fn is None else ()
             target = objective.clone_target() if objective.takes_target else nothing
             found = run_pipeline_step(split, args, target, kwargs)
@@ -157,10 +157,11 @@ class Trial:
 
 
 class Neutral:
-    """Tells what microbatches change by nature: batch norm, buffers that calls write, and means by other counts.
+    """Decides which values microbatches change by nature, through batch norm, buffers or counts.
 
-    A copy of the model, as it is before a step, is run with batch norms that normalise each row by itself, and buffers
-    that every microbatch finds as they were. What still differs between microbatches and the whole batch is a fault.
+    It runs a copy of the model as it was before a step. In the copy batch norms normalise each row by itself, and
+    buffers are reset before every microbatch. A difference that remains between microbatches and the whole batch is an
+    error.
     """
 
     def __init__(self, trial: Trial, model: nn.Module, tolerance: float) -> None:
@@ -173,14 +174,14 @@ class Neutral:
     ) -> dict[Key, str]:
         """Return the tensors that differ between microbatches and the whole batch, each as "nature" or "wrong".
 
-        rounding: the difference that rounding makes, by name. It counts only if the model computes in a coarser dtype.
+        rounding: the rounding error of each tensor. It counts only if the model computes in a coarser dtype.
         coarse: the rounding of that dtype, 0.0 without one.
         """
         excused = rounding if coarse else {}
         apart = self._list_apart(by_pieces, by_whole, excused, coarse)
-        # An output that is averaged by other counts is named when the model is compiled.
+        # The compile has warned of an output that is averaged by other counts.
         counted = [str(i) for i, meaning in enumerate(self._trial.meanings) if meaning.kind == "counted"]
-        # Ranks run it together, and one of them may find nothing in its batch.
+        # Ranks run the copy together, even if one of them finds no difference in its own batch.
         if not self._trial.ranks.any(bool(apart)) or (counted and self._trial.objective.loss_fn is None):
             return dict.fromkeys(apart, "nature")
         rows = self._trial.batch.rows
@@ -189,7 +190,7 @@ class Neutral:
         return {key: "wrong" if key in wrong and key[0] != "buffer" else "nature" for key in apart}
 
     def _run(self, rows: Sequence[int]) -> Outcome:
-        """Return what a step leaves of a copy whose buffers are as before for every microbatch."""
+        """Return the outcome of a step of a copy, with its buffers reset before every microbatch."""
         model = copy_module(self.model)
         before = Snapshot(model.buffers())
         model.register_forward_pre_hook(lambda *_: before.restore())
@@ -202,6 +203,6 @@ class Neutral:
 
 
 def clone_call(call: Call) -> Call:
-    """Return a call with copies of its tensors, which a model may write to."""
+    """Return a call with copies of its tensors, as a model may write to them."""
     cloned: Call = pytree.tree_map_only(Tensor, torch.clone, call)
     return cloned

@@ -1,7 +1,12 @@
 """verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer.
 
-Both train for two steps on one batch. A difference counts if it is larger than what a change of the model's weights by
-their own rounding makes. Parts that compute in a coarser dtype are off by the rounding of that dtype besides.
+The pipeline and the model train for two steps on one batch. A difference counts as one if it is larger than the effect
+of rounding the model's weights. If parts of the model compute in a coarser dtype, its rounding is allowed too.
+
+  model --copy--> unsplit    on the whole batch             \
+          copy--> unsplit    on microbatches                 > outputs, gradients, buffers -> Tally -> Verification
+          copy--> shaken     on microbatches: the rounding  /
+          copy--> pipeline   on microbatches               /
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from fxsplit.torch_internals.tensors.differences import Difference, widen_dtype
 from fxsplit.torch_internals.thread_modes import enable_gradients
 
 STEPS = 2
-"""The second step starts from weights and buffers that the first one has changed."""
+"""The second step starts from the weights and buffers that the first step has changed."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}
 """Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
 FEW = 10
@@ -55,19 +60,17 @@ STEP_SIZE = 0.01
 
 @dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """What was compared, the largest relative difference of each over all steps, and what the pipeline is.
+    """The result of verify(): the largest relative difference of each value, and facts about the pipeline.
 
-    `by_nature` are names of outputs, gradients and buffers in which the unsplit model itself, run on microbatches,
-    differs from its run on the whole batch for a reason that lies in the model: batch norm, buffers that every call
-    writes, or a loss that divides by a count that its graph does not show. They are compared with the model on
-    microbatches, and all others with the model on the whole batch.
-
-    Where cuts are compressed, or a gradient hook adds gradients over ranks, all this is of the same pipeline with exact
-    cuts and sums. `compression` and `gradient_hook` are what these change in one step.
-
-    `dtype` is that of the copies; of a model that was compared in the dtypes that it has, it is the finest one.
-    `coarse` is the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
-    `loss` is the loss that the copies were trained with, in words.
+    by_nature: names of outputs, gradients and buffers in which the unsplit model itself differs between microbatches
+        and the whole batch, for a reason in the model: batch norm, buffers that every call writes, or a loss that
+        divides by a count that its graph does not show. These are compared with the model on microbatches, and the rest
+        with the model on the whole batch.
+    dtype: the dtype of the copies; for a model that was compared in its own dtypes, the finest of them.
+    compression, gradient_hook: the errors of compressed cuts and of the gradient hook, each in one step. All other
+        results are for the same pipeline with exact cuts and sums.
+    coarse: the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
+    loss: the loss that the copies were trained with, in words.
     """
 
     differences: tuple[Difference, ...]
@@ -84,14 +87,14 @@ class Verification(Shown):
 
     @property
     def offending(self) -> tuple[Difference, ...]:
-        """What differs by more than rounding."""
+        """The values that differ by more than rounding."""
         allowed = TOLERANCE[self.dtype]
         limits = [limit_difference(allowed, d.rounding, self.coarse) for d in self.differences]
         return tuple(d for d, limit in zip(self.differences, limits, strict=True) if d.broken or not d.value <= limit)
 
     @property
     def equal(self) -> bool:
-        """Whether the pipeline is the model on the whole batch, or on microbatches in what is named `by_nature`."""
+        """Whether the pipeline is the model on the whole batch, or on microbatches for the values in `by_nature`."""
         return not self.offending
 
     @property
@@ -104,7 +107,7 @@ class Verification(Shown):
         return f"{self._judge()}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
 
     def show(self) -> Parts:
-        """Return a row for each output, gradient and buffer, the largest differences first, and the verdict."""
+        """Yield a row for each output, gradient and buffer, the largest differences first, and the verdict."""
         ordered = sorted(self.differences, key=lambda d: -d.value)
         # If something differs, the whole list shows where it begins.
         listed = ordered if self.offending else ordered[:FEW]
@@ -134,19 +137,21 @@ class Verification(Shown):
 @restores_all
 @enable_gradients()
 def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *, target: Any = None) -> Verification:
-    """Train copies of a pipeline and of its model for two steps on one batch, and compare all they leave behind.
+    """Train copies of a pipeline and of its model for two steps on one batch, and compare the results.
 
-    inputs: one whole batch, as `compile` takes it; `more` are keyword arguments besides.
-    target: that of the batch, as `pipe.step` takes it. With a target the loss is the pipeline's own `loss_fn`. Without
-        one it is the model's own if it returns one, else the sum of squares of all float outputs. `loss` of the result
-        says which.
+    inputs: one whole batch, as `compile` takes it; `more` are further keyword arguments.
+    target: the target of the batch, as `pipe.step` takes it. With a target the loss is the pipeline's own `loss_fn`.
+        Without one it is the model's own if it returns one, else the sum of squares of all float outputs. `loss` of the
+        result says which.
 
-    The copies are in float64 and drop nothing. A model that refuses float64 is compared in float32, and one that
-    refuses both in the dtypes that it has. A model that is frozen as a whole is thawed, and batch norm is not deferred.
-    Neither the pipeline nor its model are changed. Over ranks all of them call this, each with the batch of its
-    pipeline, and all return the same. Raises InputError for a model or a loss that draws random numbers otherwise, for
-    asynchronous schedules, and for a target that does not fit. Raises CallError, as compile does, for arguments that do
-    not fit the model's forward(), and what the model raises in its own dtypes.
+    The copies are in float64, without dropout. A model that refuses float64 is compared in float32, and a model that
+    refuses both in its own dtypes. If all weights of a model are frozen, its copies train anyway. Batch norm is not
+    deferred. The pipeline and its model stay as they are. Over ranks all of them call this, each with the batch of its
+    pipeline, and all return the same result.
+
+    Raises InputError for a model or a loss that draws random numbers besides dropout, for asynchronous schedules, and
+    for a target that does not fit. Raises CallError, as compile does, for arguments that do not fit the model's
+    forward(), and the model's own errors in its own dtypes.
     """
     if not isinstance(pipe, Pipeline):
         raise InputError(f"verify() is given a {type(pipe).__name__}: give a pipeline, as fxsplit.compile returns it")
@@ -154,7 +159,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
     call.kwargs.update(more or {})
     ranks = Ranks(pipe.compiler.compile_group)
     with ranks.meet():
-        # The unsplit model would raise a TypeError of its own.
+        # Checked here, as the unsplit model would raise a TypeError.
         flatten_call(inspect.signature(pipe.model.forward), *call)
         if any(w.is_meta for w in (*pipe.model.parameters(), *pipe.model.buffers())):
             raise InputError(
@@ -163,7 +168,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
         asked = TrainingRequest(pipe.compiler.options.loss_fn, target)
         asked.check(ranks)
         model = ranks.copy_whole(pipe.model)
-        # float64 keeps rounding some eight digits below any gradient that is lost; some models know float32 alone.
+        # float64 keeps rounding some eight digits below any lost gradient; some models run only in float32.
         with disable_dropout(), keep_torch_generators(), refuse_gradients(pipe.model, asked):
             for dtype in (torch.float64, torch.float32):
                 try:
@@ -174,7 +179,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
                 return _train_copies(pipe, *_convert(None, model, call, asked), _find_finest_dtype(model), ranks)
             except RefusedDtype as refused:
                 asked.check_rows(model, call, pipe.compiler.options.chunks)
-                # The model's own error, or that of the loss, if it is this rank that refuses.
+                # The model's own error, or the loss's, if it is this rank that refuses.
                 raise refused.__cause__ or InputError("verify() was refused on another rank, which says why") from None
 
 
@@ -187,11 +192,11 @@ def _find_finest_dtype(model: nn.Module) -> torch.dtype:
 def _train_copies(
     pipe: Pipeline, model: nn.Module, call: Call, asked: TrainingRequest, dtype: torch.dtype, ranks: Ranks
 ) -> Verification:
-    """Train copies of `model` side by side, and return how they differ; `dtype` is the finest one of model and call.
+    """Train copies of `model` side by side, and return how they differ; `dtype` is the finest dtype of model and call.
 
     Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
     """
-    # The copies of `model` run unsplit, and one has weights off by rounding, to tell what rounding makes.
+    # Both copies run unsplit. The weights of `shaken` are off by rounding, to measure its effect.
     unsplit, shaken = copy_module(model), copy_module(model)
     _shake_weights(shaken)
     # Constants that are made for float32 may be too large a power for float64.
@@ -232,7 +237,7 @@ def _train_copies(
 
 
 class _Effects(NamedTuple):
-    """What is asked for by options changes in one step."""
+    """The errors that approximations in the options make in one step."""
 
     compression: Compression | None = None
     gradient_hook: HookEffect | None = None
@@ -240,23 +245,23 @@ class _Effects(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """Compiles copies of a model as `pipe` is compiled, for one example: exactly, and in the ways that approximate."""
+    """Compiles copies of a model for one example with the options of `pipe`: exactly, and with its approximations."""
 
     pipe: Pipeline
     loss_fn: LossFn | None
     example: Call
 
     def compile(self, model: nn.Module, *, compress: str | None = None, hook: GradientHook | None = None) -> Pipeline:
-        """Return a copy of the model as a pipeline, whose cuts and sums are exact unless they are to be otherwise."""
+        """Return a copy of the model as a pipeline, with exact cuts and sums unless an approximation is given."""
         made = recompile_like(self.pipe, model, self.loss_fn, compress, hook)
-        # Of a hook that begins later the first step would say nothing.
+        # The first step would show nothing of a hook that begins later.
         if hook is not None and made.compiler.compile_group is not None:
             made.compiler.compile_group.reduction.choice.skip_warm_up()
         made.compiler.program(get_mode(model), self.example)
         return made
 
     def measure(self, model: nn.Module, trial: Trial) -> _Effects:
-        """Return what compressed cuts and a gradient hook change in one step, each where it is asked for."""
+        """Return the errors that compressed cuts and a gradient hook make in one step, if the options have them."""
         compression = effect = None
         options = self.pipe.compiler.options
         if not options.way_to_compress and options.gradient_hook is None:
@@ -284,9 +289,9 @@ def _shake_weights(model: nn.Module) -> None:
 def _convert(
     dtype: torch.dtype | None, model: nn.Module, call: Call, asked: TrainingRequest
 ) -> tuple[nn.Module, Call, TrainingRequest]:
-    """Return a copy of the model, the call and what is asked for, in a dtype (None: in the dtypes that they have).
+    """Return a copy of the model, the call and the request in a dtype (None: in their own dtypes).
 
-    They are in host memory if the model cannot run where it is, as its stages have its weights on several devices.
+    They are in host memory if the weights are on several devices, as a model split into stages cannot run unsplit.
     """
     given = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
     runs_here = are_together([*model.parameters(), *model.buffers()], given)
@@ -295,13 +300,13 @@ def _convert(
         tensor = tensor if runs_here else tensor.cpu()
         if dtype is None:
             return tensor
-        # Floating and complex numbers alone have gradients, and are what a dtype is for.
+        # Only floating and complex numbers have gradients, and so a dtype to choose.
         return tensor.to(widen_dtype(tensor, dtype)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
     copied = copy_module(model)._apply(convert)
     for module in copied.modules():
         if isinstance(module, RNNBase):
-            # Its dropout happens inside one kernel, where `disable_dropout` does not reach.
+            # Its dropout happens inside one kernel, out of reach of `disable_dropout`.
             module.dropout = 0.0
     frozen = not any(parameter.requires_grad for parameter in copied.parameters())
     for parameter in copied.parameters():
@@ -314,7 +319,7 @@ def _convert(
 
 
 def _load(model: nn.Module, like: nn.Module) -> None:
-    """Give the weights of a model the values of another one, and no gradient; other ranks have some of them."""
+    """Copy the values of another model's weights, and clear gradients; weights of other ranks are left out."""
     others = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
@@ -324,13 +329,13 @@ def _load(model: nn.Module, like: nn.Module) -> None:
 
 
 def _take_step(model: nn.Module) -> None:
-    """Take a step down the gradients and forget them."""
+    """Take a step down the gradients, then clear them."""
     trained = [(w, w.grad) for w in model.parameters() if w.grad is not None and w.numel()]
     trained = [(w, gradient.to_dense() if gradient.is_sparse else gradient) for w, gradient in trained]
     with torch.no_grad():
         steepest = max((float(gradient.abs().max()) for _, gradient in trained), default=0.0)
         largest = max((float(w.abs().max()) for w, _ in trained), default=0.0)
-        # One rate for all weights: a gradient that is rounding alone moves its weight by rounding alone.
+        # One rate for all weights: a gradient that is only rounding then moves its weight only by rounding.
         for weight, gradient in trained:
             if steepest > 0.0:
                 weight.sub_(gradient * (STEP_SIZE * largest / steepest))
