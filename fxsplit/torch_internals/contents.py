@@ -1,7 +1,7 @@
-"""What tensors and arrays hold at one moment, to be compared with what they hold later.
+"""Snapshots of the values of tensors and arrays, to detect later writes.
 
-A graph keeps what forward() computed of `self.table` while it was traced. A later write to the table makes no other
-object of it, so what the object holds is compared.
+A graph contains the result that forward() computed from `self.table` while it was traced. A later write changes the
+table in place, so comparing object identities is not enough: the values are compared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fxsplit.torch_internals.fake.fake_weights import has_values
 from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_BYTES = 2**20
-"""An array that is larger is not compared: nobody counts the writes to it, so that would take long."""
+"""Arrays larger than this are not compared: nobody counts writes to arrays, so comparing takes long."""
 MOST_READ = 2**16
-"""A tensor in host memory that is larger is compared only where it has been written to."""
+"""Tensors in host memory larger than this are compared only if their version shows a write."""
 MOST_COPIED = 2**24
-"""Of a tensor that is larger there is no copy: a write to it counts as a change, whatever it wrote."""
+"""Tensors larger than this are not copied: any write counts as a change, whatever it wrote."""
 
 
 class Contents:
-    """What `holder`, a tensor or an array, held when this was made, once `keep` was called."""
+    """The values of `holder`, a tensor or an array, when this snapshot was made. Values are copied only by `keep`."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
@@ -34,14 +34,14 @@ class Contents:
         self._copy: Any = None
 
     def keep(self) -> Contents:
-        """Copy what the holder holds, and return this."""
+        """Copy the holder's values, and return this snapshot."""
         if self._copy is None and _can_be_copied(self.holder):
             is_tensor = isinstance(self.holder, Tensor)
             self._copy = self.holder.detach().clone() if is_tensor else copy.copy(self.holder)
         return self
 
     def matches(self, later: Contents) -> bool:
-        """Return whether the same holder held the same when `later` was made, which need not keep it."""
+        """Return whether the same holder had the same values when `later` was made, with or without a copy."""
         if self.holder is not later.holder:
             return False
         if self._version is not None and self._version == later._version and not _is_quickly_read(self.holder):
@@ -49,12 +49,12 @@ class Contents:
         now = later.holder if later._copy is None else later._copy
         if self._copy is None or not _are_equal(self._copy, now):
             return False
-        # It was written to, and holds the same: asking once will do.
+        # Written to with the same values: remember the version, so that the values are compared only once.
         self._version = later._version if later._copy is None else self._version
         return True
 
     def moves_to(self, holder: Any) -> bool:
-        """Return whether `holder` holds what was kept of another tensor or array, and take it for the holder then."""
+        """Return whether another tensor or array holds the copied values. If so, it becomes this snapshot's holder."""
         later = Contents(holder)
         if holder is self.holder:
             return self.matches(later)
@@ -67,55 +67,55 @@ class Contents:
         return True
 
     def put_back(self) -> None:
-        """Let the holder hold again what was kept of it."""
+        """Write the copied values back to the holder."""
         if self._copy is None:
             return
         if isinstance(self.holder, Tensor):
             self.holder.detach().copy_(self._copy)
         else:
-            # The rows of an array, or all of an array without dimensions.
+            # Write all rows of an array, or the only value of an array without dimensions.
             self.holder[... if isinstance(self.holder, np.ndarray) else slice(None)] = self._copy
 
     def __repr__(self) -> str:
-        """Return what was held, on one line."""
+        """Return the values on one line."""
         kept = self.holder if self._copy is None else self._copy
         return " ".join(repr(kept).split())
 
 
 def has_contents(value: Any) -> bool:
-    """Return whether a value is a tensor, or an array of numbers that is not too large."""
+    """Return whether a value is a tensor, or an array of numbers that is small enough to compare."""
     if is_a(value, np.ndarray):
         return not value.dtype.hasobject and value.nbytes <= MOST_BYTES
     return is_a(value, Tensor) or (is_a(value, (bytearray, array.array)) and len(value) <= MOST_BYTES)
 
 
 def _is_quickly_read(holder: Tensor) -> bool:
-    """Return whether comparing what a tensor holds takes no longer than a call of torch."""
-    # Writes through .data, or through an array of numpy's that shares the memory, are not counted.
+    """Return whether comparing a tensor's values takes no longer than a call of torch."""
+    # Writes through .data, or through a numpy array that shares the memory, do not change the version.
     size = holder.numel() * holder.element_size()
     return holder.device.type == "cpu" and _is_ordinary(holder) and size <= MOST_READ
 
 
 def _count_writes(holder: Any) -> int | None:
-    """Return how often a tensor was written to; None where nobody counts."""
+    """Return how often a tensor was written to, or None if torch does not count its writes."""
     return holder._version if isinstance(holder, Tensor) and not holder.is_inference() else None
 
 
 def _is_ordinary(holder: Tensor) -> bool:
-    """Return whether a tensor is dense and has values, which torch can compare; others may hold anything."""
+    """Return whether a tensor is dense and has values that torch can compare."""
     plain = type(holder) in (Tensor, torch.nn.Parameter) and holder.layout is torch.strided
     return plain and not holder.is_nested and not holder.is_quantized and has_values(holder)
 
 
 def _can_be_copied(holder: Any) -> bool:
-    """Return whether there is something to copy, and not too much."""
+    """Return whether a holder can be copied and is small enough."""
     if not isinstance(holder, Tensor):
         return True
     return _is_ordinary(holder) and holder.numel() * holder.element_size() <= MOST_COPIED
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Return whether two tensors or two arrays hold the same; what is no number equals itself here."""
+    """Return whether two tensors or two arrays hold the same values; NaN equals NaN."""
     if not isinstance(a, Tensor):
         if isinstance(a, (bytearray, array.array)):
             return bool(a == b)

@@ -1,7 +1,7 @@
-"""What fxsplit needs of torch that torch does not promise to keep: looked for once, and its lack is said by name.
+"""The private names of torch that fxsplit uses. They are looked up once, and a missing name is reported.
 
-The names are looked for when this room is first imported, before any file uses them. What takes torch seconds to load
-is looked for where it is first used, with `require`. How torch behaves is tried out in `probes`.
+The lookup happens when this room is first imported, before any file uses the names. Names in modules that take seconds
+to load are looked up at their first use, with `require`. `probes` checks how torch behaves.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ NEEDED = (
     "torch.cuda._sleep",
     "torch._C._get_privateuse1_backend_name",
 )
-"""What is there once torch is imported; "a or b" where releases differ in the name."""
+"""Names that exist once torch is imported; "a or b" if the name depends on the release."""
 
 COMPILERS = (
     "torch._dynamo.eval_frame._stance",
@@ -159,7 +159,7 @@ PIPELINING = (
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
 )
 LATE = (*COMPILERS, *INDUCTOR, *STAGE_COMPILERS, *PIPELINING)
-"""What takes torch seconds to load."""
+"""Names in modules that take seconds to load."""
 
 
 def require(names: Iterable[str]) -> None:
@@ -171,7 +171,10 @@ def require(names: Iterable[str]) -> None:
 
 
 def refuse(what: str, cause: Exception | None = None) -> NoReturn:
-    """Raise TorchError for what this torch lacks, or does otherwise; `cause` is how that showed."""
+    """Raise TorchError that says what this torch lacks or does differently.
+
+    cause: the error that showed the difference.
+    """
     raise TorchError(
         f"torch {torch.__version__} {what}, on which fxsplit relies: install a release that fxsplit was tried with, "
         f"{TRIED}, or an fxsplit that knows this one"
@@ -179,7 +182,7 @@ def refuse(what: str, cause: Exception | None = None) -> NoReturn:
 
 
 def _exists(name: str) -> bool:
-    """Return whether torch has a name; modules on the way to it are imported."""
+    """Return whether torch has a name. Imports the modules on the way to the name."""
     found: Any = torch
     parts = name.split(".")
     for i, part in enumerate(parts[1:], 2):

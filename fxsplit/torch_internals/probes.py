@@ -1,7 +1,7 @@
-"""How torch has to behave, tried out on small tensors at a process's first capture: a torch that does not is refused.
+"""Check how torch behaves, on small tensors at a process's first capture. A torch that behaves differently is refused.
 
-A name that is still there may mean something else in a new release. What follows from that would be wrong gradients,
-and no error.
+A private name may mean something else in a new release. Without these checks, the result would be wrong gradients
+without an error.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fxsplit.torch_internals.words import learn_words
 
 
 def _make_leaf() -> Tensor:
-    """Return a leaf of four ones, whatever the default device and dtype are."""
+    """Return a leaf of four ones, independent of the default device and dtype."""
     return torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 def _hands_gradients_back() -> bool:
-    """Try that the engine returns gradients, and leaves `.grad` alone."""
+    """Check that the engine returns gradients, and does not write them to `.grad`."""
     leaf = _make_leaf()
     (found,) = differentiate([leaf * 3], [torch.ones_like(leaf)], [leaf])
     return found is not None and bool((found == 3).all()) and leaf.grad is None
 
 
 def _mutes_hooks() -> bool:
-    """Try that autograd calls hooks from the dictionaries in which they are muted, before and behind `.grad`."""
+    """Check that autograd takes hooks before and after `.grad` from the dictionaries in which `mute` hides them."""
     leaf, calls = _make_leaf(), []
     leaf.register_hook(lambda _: calls.append("before"))
     leaf.register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
@@ -51,7 +51,7 @@ def _mutes_hooks() -> bool:
 
 
 def _tells_shared_gradients() -> bool:
-    """Try that a gradient which two leaves get, or an expanded one, is not taken for memory of its own."""
+    """Check that gradients that two leaves share, and expanded gradients, do not count as unshared memory."""
     a, b = _make_leaf(), _make_leaf()
     same = differentiate([a + b], [torch.ones_like(a)], [a, b])
     expanded = differentiate([a.sum()], [torch.ones_like(a.sum())], [a])
@@ -59,7 +59,7 @@ def _tells_shared_gradients() -> bool:
 
 
 def _tells_memory() -> bool:
-    """Try that views share a number, that clones do not, and that writes through a view count."""
+    """Check that views share a storage id, that clones do not, and that writes through a view are counted."""
     a = _make_leaf().detach()
     view, clone, before = a.view(-1), a.clone(), count_writes(a)
     view.add_(1)
@@ -67,7 +67,7 @@ def _tells_memory() -> bool:
 
 
 def _finds_nodes() -> bool:
-    """Try that autograd's nodes lead to their leaves, and that weights get their gradients in a half of their own."""
+    """Check that autograd's nodes lead to leaves, and that weight gradients can be a second half."""
     weight, bias, x = _make_leaf(), _make_leaf()[0].detach().requires_grad_(), _make_leaf()
     out = torch.nn.functional.linear(x.exp(), weight, bias).exp()
     leaves = {id(leaf) for leaf in find_leaves(out)}
@@ -84,7 +84,7 @@ def _finds_nodes() -> bool:
 
 
 def _hooks_saved_tensors() -> bool:
-    """Try that hooks on saved tensors are called, and are gone behind their block."""
+    """Check that hooks on saved tensors are called inside their block, and removed after it."""
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -101,15 +101,14 @@ def _hooks_saved_tensors() -> bool:
 
 
 class _Silent(TorchDispatchMode):
-    """Runs operators as they are."""
+    """Runs operators unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
         return func(*args, **(kwargs or {}))
 
 
 def _leaves_modes() -> bool:
-    """Try that modes are read, and put back from outside, where an interrupt has kept a block from ending."""
+    """Check that modes can be read, and restored from outside if an interrupt skipped the end of a block."""
     before = Modes.read()
     with enter_dispatch_mode(_Silent()):  # type: ignore[no-untyped-call]
         inside = Modes.read().dispatches
@@ -120,7 +119,7 @@ def _leaves_modes() -> bool:
 
 
 def _sees_functions() -> bool:
-    """Try that the calls of autograd.Functions can be replaced, as front ends do."""
+    """Check that calls of autograd.Functions can be replaced, as front ends do."""
     seen: list[object] = []
     function = type("Seen", (torch.autograd.Function,), {})
     with patch_method(find_owner_of_apply(), "apply", lambda _: lambda *args: seen.extend(args)):
@@ -138,16 +137,16 @@ PROBES: Mapping[str, Callable[[], bool]] = {
     "does not say which modes a thread is in, or cannot leave them": _leaves_modes,
     "does not let calls of autograd.Functions be replaced": _sees_functions,
 }
-"""What a torch does otherwise, by the function that tries it."""
+"""The probes, by the complaint about a torch that fails them."""
 
 
 @cache
 def probe_torch() -> None:
-    """Raise TorchError for the first thing that the installed torch does otherwise; tried once in a process.
+    """Raise TorchError for the first probe that the installed torch fails, and learn how torch phrases its errors.
 
-    How it phrases its errors is learnt too.
+    Runs once in a process.
     """
-    # In a thread of its own, which is in none of the caller's modes.
+    # A new thread is in none of the caller's modes.
     with ThreadPoolExecutor(1, "fxsplit-probes") as pool:
         for what, probe in PROBES.items():
             try:

@@ -1,6 +1,6 @@
 """Carry a thread's modes to another thread: grad mode, autocast, default device, saved-tensor hooks, context variables.
 
-torch keeps these modes per thread, and a new thread starts with the defaults. The caller's modes are read once a job
+torch keeps these modes per thread, and a new thread starts with the defaults. The caller's modes are read once per job
 and entered in each worker.
 """
 
@@ -28,21 +28,21 @@ from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 OTHERS = "and a pipeline's stages run in others"
 _compilers = CallerLock(lend_draws)
 NO_CONTEXT = nullcontext()
-"""A context manager that does nothing. It has no state, so all threads may enter this one."""
+"""A context manager that does nothing. It has no state, so all threads may share it."""
 
 
 @contextmanager
 def keep_modes() -> Iterator[None]:
-    """Leave this thread in the modes that it is in, whatever an interrupt inside the block keeps from ending."""
+    """Restore this thread's modes after the block, even if an interrupt skips the end of an inner block."""
     with restore_after(Modes.read().put_back):
         yield
 
 
 class OwnModes:
-    """Modes of gradients and autocast of a generator, which stay its own from one `next` to another.
+    """A generator's own modes of gradients and autocast, kept from one `next` to the next.
 
-    A generator that yields inside of `with torch.autocast(...)` leaves the thread in that mode, and goes on in the mode
-    that it finds the thread in.
+    A generator that yields inside of `with torch.autocast(...)` leaves the thread in that mode. Python resumes the
+    generator in whichever mode the thread has by then.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class OwnModes:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Let the generator run in the block, in the modes that it left, or in the thread's where it changed none."""
+        """Run the generator in the modes in which it yielded, or in the thread's modes if it had changed none."""
         outside = Modes.read()
         with restore_after(outside.put_back):
             if self._left is not None:
@@ -68,8 +68,8 @@ class OwnModes:
 def leave_inference_mode() -> Iterator[None]:
     """Run the block under no_grad if the caller is in inference mode.
 
-    A tensor that is made in inference mode can never be written to outside of it: a buffer of messages, a weight that
-    comes to another rank, or the state of an optimizer.
+    A tensor made in inference mode can never be written to outside of it. Message buffers, weights received from
+    another rank, and optimizer state must be writable.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -80,7 +80,8 @@ def leave_inference_mode() -> Iterator[None]:
         if not torch.is_inference_mode_enabled():
             outside.__exit__(None, None, None)
 
-    # No `with` for torch's own blocks: one that an interrupt kept from ending ends when the garbage collector comes.
+    # Not a `with` statement: if an interrupt skips the end of torch's own block, it ends at the next garbage
+    # collection.
     with keep_modes(), restore_after(leave):
         outside.__enter__()
         torch.set_grad_enabled(False)
@@ -89,9 +90,9 @@ def leave_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def enable_gradients() -> Iterator[None]:
-    """Let gradients be computed inside the block, whichever modes the caller is in.
+    """Enable gradients inside the block, whatever the caller's modes are.
 
-    A first call may come under no_grad or inference_mode, and what is learnt then must hold for training too.
+    The first call may come under no_grad or inference_mode, and its findings must hold for training too.
     """
     with leave_inference_mode(), keep_modes():
         torch.set_grad_enabled(True)
@@ -100,10 +101,12 @@ def enable_gradients() -> Iterator[None]:
 
 @contextmanager
 def cast_in_place(of: Iterable[str], tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
-    """Let autocast of other kinds of devices hold for the tensors' own kind, for the block, where they need it.
+    """Extend autocast to the device types of the tensors, for the block, if the tensors need it.
 
-    A model that is to run on a GPU may be given tensors in half precision while it and they are in host memory still.
-    dtype: that of the model's weights.
+    A model that is meant for a GPU may get tensors in half precision while the model and its inputs are still in host
+    memory.
+
+    of: the device types on which autocast may be on. dtype: the dtype of the model's weights.
     """
     on = [kind for kind in of if is_autocast_on([kind])]
     here = {t.device.type for t in tensors if t.is_floating_point() and t.dtype != dtype}
@@ -115,23 +118,26 @@ def cast_in_place(of: Iterable[str], tensors: Sequence[Tensor], dtype: torch.dty
 
 
 def enter_dispatch_mode(mode: TorchDispatchMode) -> AbstractContextManager[None]:
-    """Return a block whose operators go to a mode, which is left once, also where an interrupt skips its end."""
+    """Return a context in which a mode sees all operators. It is left exactly once, even after an interrupt."""
     return _enter(mode, torch._C._len_torch_dispatch_stack)
 
 
 def enter_function_mode(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Return a block whose calls of torch go to a mode, which is left once, also where an interrupt skips its end."""
+    """Return a context in which a mode sees all calls of torch. It is left exactly once, even after an interrupt."""
     return _enter(mode, torch._C._len_torch_function_stack)
 
 
 @contextmanager
 def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Iterator[None]:
-    """Enter a mode for the block; `count` returns how many modes of its kind are entered."""
+    """Enter a mode for the block.
+
+    count: returns the depth of the stack of this kind of mode.
+    """
     before, begun = count(), False
 
     def leave() -> None:
         nonlocal begun
-        # What an interrupt has cut off cannot be called again: what is left of it is put back.
+        # An __exit__ that an interrupt cut off cannot be called again; `keep_modes` restores the rest.
         if count() > before and not begun:
             begun = True
             mode.__exit__(None, None, None)
@@ -143,7 +149,7 @@ def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Itera
 
 @contextmanager
 def leave_saved_hooks() -> Iterator[None]:
-    """Call none of the caller's hooks for what autograd saves in the block, since the caller's graph has none of it."""
+    """Remove the caller's saved-tensor hooks for the block. Its autograd graph is not part of the caller's."""
     taken: list[Any] = []
 
     def put_back() -> None:
@@ -160,7 +166,7 @@ def leave_saved_hooks() -> Iterator[None]:
 
 @contextmanager
 def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Call these for what autograd saves in the block, which is left once, also where an interrupt skips its end."""
+    """Set saved-tensor hooks for the block. They are removed exactly once, even after an interrupt."""
     with restore_after(partial(drop_hooks, read_hooks())):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         yield
@@ -168,24 +174,25 @@ def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Ten
 
 @contextmanager
 def disable_compilers() -> Iterator[None]:
-    """Let torch.compile compile nothing inside the block, on any thread: functions run as they are written."""
+    """Stop torch.compile from compiling inside the block, on any thread: functions run as they are written."""
     require(COMPILERS)
-    from torch._dynamo import eval_frame  # takes seconds to load, and compile() has loaded it
+    from torch._dynamo import eval_frame  # takes seconds to load; compile() has loaded it before
 
-    # The whole process has one stance, so threads take turns.
+    # The stance belongs to the whole process, so threads take turns.
     with _compilers.take(), restore_after(partial(eval_frame._set_stance, eval_frame._stance)):
         eval_frame._set_stance(eval_frame.DynamoStance("force_eager"))
         yield
 
 
 class OnlyListens(TorchFunctionMode):
-    """A mode that notes the calls of its own thread and changes none, so that nothing is wrong without it elsewhere."""
+    """A mode that only records the calls of its own thread. Other threads can run without it and stay correct."""
 
 
 def refuse_foreign_modes() -> None:
-    """Raise InputError for a mode of this thread that is called with each operator or function of torch's, or a tracer.
+    """Raise InputError if this thread has a dispatch or function mode, a torch.func transform, or torch.jit's tracer.
 
-    No other thread has it, and it may be made for one thread alone. Of these modes only a default device is carried.
+    No worker thread would have it, and it may not be safe to share. A default device is the only such mode that workers
+    take over.
     """
     if torch._C._get_tracing_state() is not None:
         raise InputError(f"torch.jit.trace records this thread, {OTHERS}: trace pipe.model, which is the unsplit model")
@@ -198,7 +205,7 @@ def refuse_foreign_modes() -> None:
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     own = (DeviceContext, OnlyListens)
     foreign = next((m for m in (*dispatch, *functions) if not isinstance(m, own)), None)
-    # A name of the project's own would tell a user nothing.
+    # A class name of fxsplit's own would not help a user.
     if type(foreign).__module__.partition(".")[0] == __name__.partition(".")[0]:
         raise InputError(
             "fxsplit runs this to find out what it computes, and sees the operators of this thread for that, "
@@ -215,7 +222,7 @@ def refuse_foreign_modes() -> None:
 class ThreadModes:
     """The modes of one thread, to be entered in another.
 
-    `autocast` has each device type on which autocast is on, with its dtype. `hooks` are the innermost pack and unpack
+    `autocast` lists each device type on which autocast is on, with its dtype. `hooks` are the innermost pack and unpack
     functions for saved tensors, or None.
     """
 
@@ -229,7 +236,7 @@ class ThreadModes:
 
     @classmethod
     def read(cls) -> ThreadModes:
-        """Return the modes of the calling thread."""
+        """Read the modes of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -242,14 +249,14 @@ class ThreadModes:
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether autograd records what runs in these modes."""
+        """Whether autograd records operators in these modes."""
         return self.grad and not self.inference
 
     def work_on(self, device: torch.device) -> ThreadModes:
         """Return these modes for a thread that works on a device.
 
-        Where the caller's default device is an accelerator, and `device` is another one of its kind, tensors that are
-        made without a device are made on `device`: the model reads them beside values that are there.
+        If the caller's default device is an accelerator and `device` has the same type, `device` becomes the default
+        device: the model may combine tensors made without a device with values on `device`.
         """
         if device == self.device or device.type != self.device.type or device.type == "cpu":
             return self
@@ -257,13 +264,13 @@ class ThreadModes:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Set this thread's modes for the block, all but the context variables: those need `Context.run`."""
+        """Enter these modes in this thread for the block, except the context variables, which need `Context.run`."""
         with ExitStack() as stack:
-            # Inference mode turns gradients off itself.
+            # Inference mode disables gradients too.
             stack.enter_context(torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.autocast_cache))
-            # A default device slows down every call of torch in Python, so it is set only where it differs.
+            # A default device slows down every call of torch from Python, so set it only if it differs.
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
             if self.hooks is not None:
@@ -271,8 +278,8 @@ class ThreadModes:
             yield
 
     def leave_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context without autocast, for a backward, which an unsplit loop also runs outside of autocast."""
-        # The usual case, on the path of every action.
+        """Return a context without autocast for a backward, since an unsplit loop runs backward outside of autocast."""
+        # The usual case, in the hot path of every action.
         if not self.autocast:
             return NO_CONTEXT
         stack = ExitStack()

@@ -1,8 +1,8 @@
-"""Stages for torch's own pipeline runtime, torch.distributed.pipelining, and its schedule runtime, which is private.
+"""Stages for torch's own pipeline runtime, torch.distributed.pipelining, and its private schedule runtime.
 
-torch keeps the values that cross stages otherwise than fxsplit. It runs backward into the very tensors that a stage got
-and gave, detaches those in place, and receives into memory of the shapes that it was told before the first step. So a
-stage for torch begins and ends with aliases of its values, contiguous ones, and looks at their shapes.
+torch treats values that cross stages differently from fxsplit. It runs backward into the very tensors that a stage
+received and returned, and detaches them in place. It receives into buffers with shapes fixed before the first step. A
+stage for torch therefore takes and returns contiguous aliases of its values, and checks their shapes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fxsplit.errors import InputError
 from fxsplit.torch_internals.fx.stage_values import list_outputs
 
 Runtime = _PipelineScheduleRuntime
-"""torch's runtime for schedules that are given to it as files."""
+"""torch's runtime for schedules given as files."""
 
 
 class StageTensors(NamedTuple):
-    """The tensors that a stage takes and gives for one microbatch, on the meta device.
+    """The inputs and outputs of a stage for one microbatch, as tensors on the meta device.
 
-    divides: whether torch can divide the stage's backward in two. It finds what is left for the second half along the
-    ways from the inputs, so weights that only outputs depend on which depend on no input would get no gradient.
+    divides: whether torch can split the stage's backward in two. torch finds the second half's work by walking from the
+    stage's inputs, so a weight on no path from an input would get no gradient.
     """
 
     takes: tuple[Tensor, ...]
@@ -39,7 +39,7 @@ class StageTensors(NamedTuple):
 
 
 class _Alias(torch.autograd.Function):
-    """Another tensor in the same memory, with a node of its own in the graph of autograd."""
+    """An alias of a tensor: the same memory, with its own autograd node."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        # torch sends gradients as they lie in memory, and receives them as contiguous ones.
+        # torch sends gradients in their memory layout, but receives contiguous gradients.
         return gradients[0].contiguous()
 
 
 def enter_stage(value: Tensor, shape: Sequence[int], copies: bool) -> Tensor:
-    """Return a value as a stage may use it; raises InputError where it has another shape than the stage was made for.
+    """Return an input as the stage may use it; raises InputError for a shape other than `shape`.
 
-    copies: whether the stage may write to it.
+    copies: whether the stage may write to the input.
     """
     if list(value.shape) != list(shape):
         raise InputError(
@@ -75,26 +75,26 @@ def _make_alias(value: Tensor) -> Tensor:
 
 
 def leave_stage(value: Tensor) -> Tensor:
-    """Return a value as torch may send it, and detach it in place."""
+    """Return an output as torch may send it, and detach in place."""
     return _make_alias(value.contiguous())
 
 
 def build_module(stage: fx.GraphModule, ends: StageTensors, *, copies: bool) -> fx.GraphModule:
-    """Return a stage with the modules, and so the state_dict, of another one, as torch's runtime can run it."""
+    """Return a copy of a stage for torch's runtime. It shares the stage's modules, and so its state_dict keys."""
     graph = fx.Graph()
     held: dict[fx.Node, Any] = {}
     places = [n for n in stage.graph.nodes if n.op == "placeholder"][: len(ends.takes)]
     arrived = {node: graph.node_copy(node) for node in places}
     for node, taken in zip(places, ends.takes, strict=True):
         held[node] = graph.call_function(enter_stage, (arrived[node], list(taken.shape), copies))
-    # Numbers that are inputs of the graph have defaults, and are no inputs here.
+    # Numbers that are inputs of the graph have defaults here, so they are no inputs of the copy.
     for node in stage.graph.find_nodes(op="placeholder")[len(places) :]:
         held[node] = node.args[0]
     for node in stage.graph.nodes:
         if node.op not in ("placeholder", "output"):
             held[node] = graph.node_copy(node, held.__getitem__)
     gives = tuple(graph.call_function(leave_stage, (held[v],)) for v in list_outputs(stage))
-    # The modules of the other graph, so that names of weights stay as they are.
+    # Keep the stage's own modules, so that the names of weights stay.
     graph.output(gives)
     return fx.GraphModule(stage, graph, class_name=type(stage).__name__)
 
@@ -107,9 +107,9 @@ def build_stage(
     ends: StageTensors,
     group: dist.ProcessGroup | None,
 ) -> PipelineStage:
-    """Return torch's stage number `index` of `count`; one that does not divide does all of a backward at once."""
+    """Return torch's stage `index` of `count`. A stage that does not divide runs its whole backward at once."""
     takes, gives = _lay_out(ends.takes), _lay_out(ends.gives)
-    # Of the first stage torch does the whole backward in the second half.
+    # torch runs the first stage's whole backward in the second half.
     builder = None if ends.divides or index == 0 else _leave_nothing
     return PipelineStage(
         module, index, count, device, input_args=takes, output_args=gives, group=group, dw_builder=builder
@@ -117,7 +117,7 @@ def build_stage(
 
 
 def _leave_nothing() -> Callable[[], None]:
-    """Return what is left to do of a backward that was done whole, and torch is told that it was not."""
+    """Return an empty second half, for a backward that has been run whole."""
     return lambda: None
 
 
@@ -130,11 +130,12 @@ def build_runtime(
 ) -> Runtime:
     """Return torch's runtime for the stages of this rank under a schedule.
 
-    rows: the schedule as text, a line for each rank. dims: where each input of the model is cut; None: nowhere.
+    rows: the schedule as text, one line per rank. dims: the dimension in which each input of the model is cut, or None
+    for an input that is passed whole.
     """
     specs = tuple(_Replicate() if dim is None else TensorChunkSpec(dim) for dim in dims)
-    # Losses are scaled by themselves: torch would divide by the microbatches what .grad has of earlier steps too.
-    # torch reads schedules from files alone.
+    # No scale_grads: torch would also divide the gradients that .grad holds from earlier steps. The losses are scaled
+    # instead. torch reads schedules only from files.
     runtime = Runtime(list(stages), n_microbatches, loss_fn=loss_fn, args_chunk_spec=specs, scale_grads=False)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "schedule.csv")
@@ -145,5 +146,5 @@ def build_runtime(
 
 
 def _lay_out(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors as they lie in memory on their way."""
+    """Return empty tensors with the contiguous layout in which values are sent."""
     return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad) for t in tensors)

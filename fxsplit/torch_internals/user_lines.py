@@ -1,4 +1,4 @@
-"""User lines: tell the user's own lines from those of torch, fxsplit and Python, in tracebacks and for warnings."""
+"""Find the user's own lines, as opposed to lines of torch, fxsplit and Python, in tracebacks and for warnings."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fxsplit.errors import FxsplitWarning
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 FXSPLIT = str(Path(__file__).parents[1]) + os.sep
-"""The folders of the two; the separator keeps torchvision's files from being taken for torch's."""
+"""The folders of torch and fxsplit. The separator at the end excludes torchvision's files."""
 PYTHON = sysconfig.get_path("stdlib") + os.sep
-"""The folder of Python's own library, such as contextlib, which runs a part of fxsplit for fxsplit."""
+"""The folder of Python's standard library. Modules such as contextlib call fxsplit's code on fxsplit's behalf."""
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither torch's, fxsplit's nor Python's, nor code without a file, as `<string>`."""
-    # What is installed lies inside of the folder of Python's own library.
+    """Return whether a file is the user's: not torch's, fxsplit's or Python's, and not `<string>` or the like."""
+    # Installed packages lie inside the folder of Python's library, and are not Python's.
     pythons = file.startswith(PYTHON) and "-packages" not in file[len(PYTHON) :]
     return not pythons and not file.startswith((TORCH, FXSPLIT, "<"))
 
 
 def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost of some frames that is the user's: ` from File "model.py", line 12`; empty for none."""
+    """Return the user's innermost line among some frames, as ` from File "model.py", line 12`, or "" without one."""
     own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
     return f' from File "{own[-1][0]}", line {own[-1][1]}' if own else ""
 
 
 def describe_line(file: str, line: int) -> str:
-    """Return a line of a file in words, with its code."""
+    """Describe a line of a file, with its code."""
     return f"{file}:{line}, {linecache.getline(file, line).strip()!r}"
 
 
 def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:
-    """Warn at the user's own line: that of the innermost frame outside of torch, fxsplit and Python's library."""
-    # Python 3.12 can skip folders by itself (skip_file_prefixes), 3.11 only a number of frames.
+    """Warn at the user's own line: the innermost frame outside of torch, fxsplit and Python's library."""
+    # Python 3.12 can skip folders by itself (skip_file_prefixes); Python 3.11 only skips a number of frames.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

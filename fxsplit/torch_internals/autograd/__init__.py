@@ -1,1 +1,1 @@
-"""Autograd: where gradients end, how they are added up, and where a backward can be cut in two."""
+"""Autograd: leaves and hooks, sums of gradients, and splitting a backward into input and weight gradients."""

@@ -1,7 +1,7 @@
-"""Add the sums of a step to `.grad`: all of them or none, with the leaves' hooks run once, on the sums.
+"""Add the summed gradients of a step to `.grad`: all of them or none, with each leaf's hooks run once, on its sum.
 
-Hooks are run leaf by leaf, and a sum is let go of as soon as a hook has made another tensor of it, or autograd has
-added it. So the hooks of all leaves take memory for one leaf's gradient more, and not for another set.
+Hooks run leaf by leaf. A sum is freed as soon as a hook has replaced it or autograd has added it. So the hooks of all
+leaves need extra memory for only one leaf's gradient at a time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fxsplit.torch_internals.autograd.sums import Sums, differentiate, find_unsh
 from fxsplit.torch_internals.scopes.undo import call_all, restore_after
 
 Earlier = tuple[Tensor, Tensor | None, Tensor | None]
-"""A leaf, the `.grad` that it had, and a copy of that where it is written to before all else is certain."""
+"""A leaf, its earlier `.grad`, and a copy of that `.grad` if it is written to before the commit is certain."""
 
 
 @dataclass
 class CommitRecord:
-    """Says whether the sums of a step have been added to `.grad`: all of them have, or none.
+    """Whether the gradients of a step have been added to `.grad`: all of them, or none.
 
-    atomic: whether that is asked for, or gradients may be added while the step runs. begun: whether that goes on, so
-        that some may have been.
+    atomic: whether the step must be all or nothing; otherwise gradients may be added while it runs. added: whether all
+    have been added. begun: whether a step that is not atomic has started, so that some may have been added.
     """
 
     atomic: bool = True
@@ -35,7 +35,7 @@ class CommitRecord:
     begun: bool = False
 
     def note_on(self, error: BaseException) -> None:
-        """Say on an error of the step what has become of its gradients, where that is not nothing."""
+        """Add a note to an error of the step if any of the step's gradients are in `.grad`."""
         if self.added:
             error.add_note("the step was over: its gradients have been added to .grad")
         elif self.begun:
@@ -47,29 +47,29 @@ def accumulate(
     commit: CommitRecord | None = None,
     confirm: Callable[[Collection[Tensor]], object] = lambda leaves: None,
 ) -> None:
-    """Add the sums to `.grad` as autograd would: in place where there is a `.grad`, and with the leaves' hooks.
+    """Add the sums to `.grad` as autograd would: in place if there is a `.grad`, and with the leaves' hooks.
 
-    Where a hook raises, or an interrupt comes, every `.grad` is as it was, unless the receipt says that all was added.
-    So it is where `confirm` raises, which is called when nothing else can fail, with the leaves whose sums are left to
-    be added. The sums are empty afterwards.
+    If a hook raises or an interrupt comes, every `.grad` is restored, unless `commit` says that all sums were added.
+    The same holds if `confirm` raises. It is called when nothing else can fail, with the leaves that still wait for
+    their sums. The sums are empty afterwards.
     """
     commit = commit or CommitRecord()
     totals = sums.totals
-    # What was added to a `.grad` itself is there already.
+    # A sum that is the `.grad` itself has been added already.
     for leaf in [leaf for leaf, total in totals.items() if total is leaf.grad]:
         del totals[leaf]
     for leaf in [leaf for leaf in totals if leaf._backward_hooks]:
         totals[leaf] = _run_hooks(leaf, totals)
-    # Hooks behind `.grad` may raise, so their leaves come first.
+    # Hooks after `.grad` may raise, so process their leaves first.
     watched = [leaf for leaf in totals if _needs_autograd(leaf)]
     earlier: list[Earlier] = []
     with restore_after(partial(_restore_unless_added, commit, earlier)):
         if watched:
-            # The hooks before it have run.
+            # The hooks before `.grad` have run.
             with mute(watched, [BEFORE]):
                 for leaf in watched:
                     before = leaf.grad
-                    # The sum is gone behind this, so the copies of all leaves take no more than the sums did.
+                    # Adding frees the sum, so the copies of all leaves take no more memory than the sums did.
                     earlier.append((leaf, before, None if before is None else before.clone()))
                     _hand_over(leaf, totals)
         earlier += [(leaf, None, None) for leaf in totals if leaf.grad is None]
@@ -81,7 +81,7 @@ def accumulate(
 
 
 def is_plain(leaf: Tensor) -> bool:
-    """Return whether a gradient may be added to a leaf's `.grad` at any time: no hook is to see it, or change it."""
+    """Return whether a gradient may be added to a leaf's `.grad` at any time, since no hook may see or change it."""
     grad = leaf.grad
     if grad is None or leaf._backward_hooks or has_hooks_behind(leaf):
         return False
@@ -90,17 +90,17 @@ def is_plain(leaf: Tensor) -> bool:
 
 
 def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:
-    """Return calls that add the sums of leaves without hooks behind `.grad`.
+    """Return calls that add the sums of leaves without hooks after `.grad`.
 
-    They run in C and without Python in between: an interrupt comes before all of it, or after.
+    They run in C without any Python in between, so an interrupt comes before or after all of them.
     """
     free, hooked, held = [], [], []
     for leaf, total in totals.items():
         if leaf.grad is None:
-            # Assigned, because autograd would copy a sum, to which `totals` still refers.
+            # Assign the sum. Autograd would copy it, since `totals` refers to it too.
             free.append(partial(setattr, leaf, "grad", total))
         elif leaf._backward_hooks:
-            # Past autograd, which would call the hooks again: what they do when they are muted is Python.
+            # Bypass autograd, which would call the hooks again. Even muted hooks run Python.
             hooked.append(partial(leaf.grad.add_, total))
         else:
             held.append((leaf, total))
@@ -108,57 +108,57 @@ def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:
 
 
 def _needs_autograd(leaf: Tensor) -> bool:
-    """Return whether autograd itself is to add a leaf's sum: it runs hooks behind that, and may make a new `.grad`."""
+    """Return whether autograd itself must add a leaf's sum, to run hooks after `.grad` or to make a new `.grad`."""
     if has_hooks_behind(leaf):
         return True
-    # A dense gradient and a sparse one make another tensor than the sparse one.
+    # Adding a dense gradient to a sparse one makes a new tensor.
     return bool(leaf._backward_hooks) and leaf.grad is not None and leaf.grad.layout is not torch.strided
 
 
 def _run_hooks(leaf: Tensor, totals: dict[Tensor, Tensor]) -> Tensor:
-    """Take a leaf's sum out of `totals`, and return what the leaf's hooks make of it; nothing is added yet."""
-    # Nothing else refers to the sum, which is not needed any more where a hook makes another tensor of it.
+    """Remove a leaf's sum from `totals`, run the leaf's hooks on it, and return the result. Adds nothing yet."""
+    # Keep no other reference to the sum, so that it is freed if a hook replaces it.
     handed = [totals.pop(leaf)]
     found = differentiate([leaf], handed, [leaf])
     handed.clear()
     (unshared,) = find_unshared(found)
     (gradient,) = found
     assert gradient is not None, "a leaf's gradient goes to the leaf itself"
-    # A hook may have stored the tensor, which `.grad` must not become then.
+    # A hook may have stored the tensor, so it must not become `.grad`.
     return gradient if unshared or leaf.grad is not None else gradient.clone()
 
 
 class _Handed(torch.autograd.Function):
-    """An operator whose gradient is a leaf's sum; autograd alone holds that, and makes it `.grad` without a copy."""
+    """An operator whose gradient is a leaf's sum. Only autograd holds the sum, so it becomes `.grad` without a copy."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, totals: dict[Tensor, Tensor]) -> Tensor:
-        """Return a tensor without elements that depends on the leaf."""
+        """Return an empty tensor that depends on the leaf."""
         ctx.take = partial(totals.pop, leaf)
         return torch.empty(0, device=leaf.device)
 
     @staticmethod
     def backward(ctx: Any, *nothing: Any) -> Any:
-        """Return the leaf's sum, which is in `totals` no longer."""
+        """Remove the leaf's sum from `totals` and return it."""
         return ctx.take(), None
 
 
 def _hand_over(leaf: Tensor, totals: dict[Tensor, Tensor]) -> None:
-    """Let autograd add a leaf's sum to its `.grad` and run the hooks behind that; the sum leaves `totals`."""
+    """Let autograd add a leaf's sum to `.grad` and run the hooks after it. Removes the sum from `totals`."""
     with torch.enable_grad():
         root = _Handed.apply(leaf, totals)  # type: ignore[no-untyped-call]
     _add([root], [torch.empty_like(root, requires_grad=False)])()
 
 
 def _add(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[[], object]:
-    """Return a call of autograd, in C alone for leaves, that adds the gradients of all leaves to their `.grad`."""
-    # What torch.autograd.backward calls: retain_graph=False, create_graph=False, to all leaves.
+    """Return a call that lets autograd add the gradients of all leaves to `.grad`. For leaves it runs entirely in C."""
+    # As called by torch.autograd.backward, with retain_graph=False, create_graph=False and all leaves.
     run = torch.autograd.Variable._execution_engine.run_backward
     return partial(run, tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _restore_unless_added(commit: CommitRecord, earlier: Sequence[Earlier]) -> None:
-    """Give every leaf the `.grad` that it had, unless all sums have been added."""
+    """Restore the `.grad` of each leaf, unless all sums have been added."""
     if commit.added:
         return
     for leaf, gradient, value in earlier:

@@ -1,8 +1,11 @@
-"""Add large gradients to their sums while autograd still computes others, so that it never holds a whole set of them.
+"""Add large gradients to their sums while a backward still runs, so that it never holds a full set of gradients.
 
-Autograd hands over the gradients that it is asked for at its end, all at once: beside the sums they take the memory of
-the weights once more. So each large leaf gets a hook for the time of a job. The hook adds a gradient to the sums of the
-worker that computes it, and hands autograd a tensor without memory in its place.
+Autograd returns all requested gradients at the end of a backward. Besides the sums, they would take the memory of all
+weights once more. So each large leaf gets a hook for the duration of a job:
+
+    backward computes the gradient of a leaf
+        -> hook: total += gradient, in the sums of the worker that runs the backward
+        -> autograd keeps an expanded zero instead, which takes no memory
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from fxsplit.torch_internals.autograd.sums import Sums, differentiate, owns_its_
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 LEAST_BYTES = 1 << 16
-"""Gradients of fewer bytes are handed over together: a hook takes longer than they do."""
+"""Smaller gradients are returned by autograd as usual: a hook would take longer than the addition."""
 
 
 class _Target(threading.local):
-    """Where a thread adds gradients, and the ids of the leaves whose gradients it has added."""
+    """Per thread: the sums to add to, and the ids of the leaves with gradients added so far."""
 
     sums: Sums | None = None
 
@@ -46,10 +49,10 @@ def differentiate_into(
     ends: Sequence[Tensor | GradientEdge],
     retain_graph: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], set[int]]:
-    """Return what `differentiate` returns, and the ids of the leaves whose gradients are in `sums` already.
+    """Return the result of `differentiate`, and the ids of the leaves with gradients already in `sums`.
 
-    A tensor without meaning stands for such a gradient. An `EagerAccumulator` watches these leaves. Without sums there
-    are none.
+    The result has a placeholder for each such gradient. These are leaves that an `EagerAccumulator` watches. If `sums`
+    is None, there are none.
     """
     _target.sums, _target.caught = sums, set()
     try:
@@ -59,76 +62,76 @@ def differentiate_into(
 
 
 def is_caught(leaf: Tensor) -> bool:
-    """Return whether the gradient of a leaf is large enough to be added to its sum while autograd still runs."""
+    """Return whether a leaf's gradient is large enough to be added to its sum during the backward."""
     return leaf.layout is torch.strided and leaf.nbytes >= LEAST_BYTES
 
 
 class EagerAccumulator:
-    """The hooks on large leaves that hand gradients to sums; none is left when the block of `watch` ends.
+    """The hooks on large leaves that add gradients to sums. All are removed at the end of the block of `watch`.
 
-    `key_of` has what the sums know a leaf by, where that is not the leaf itself.
+    key_of: the key of a leaf in the sums, if it is not the leaf itself.
     """
 
     def __init__(self, key_of: Mapping[Tensor, Tensor] | None = None) -> None:
         self._key_of = key_of or {}
         self._watched: dict[int, Tensor] = {}
         self._ended = False
-        # Several threads may meet a leaf of the loss at a time.
+        # Several threads may find a leaf of the loss function at the same time.
         self._one_at_a_time = threading.Lock()
-        # What autograd gets in place of the gradients of a leaf, by the leaf's id: a zero, as often as the leaf has
-        # elements. Nobody reads it.
+        # The placeholder that autograd gets for each leaf's gradient, by the leaf's id: an expanded zero that nothing
+        # reads.
         self._nothing: dict[int, Tensor] = {}
 
     @contextmanager
     def watch(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Watch those of the leaves that are large, and what `add` adds, for the block."""
+        """Watch the large tensors among the leaves for the block, and leaves passed to `add` inside it."""
         with restore_after(self._remove):
             self.add(leaves)
             yield
 
     def add(self, leaves: Iterable[Tensor]) -> None:
-        """Watch those of the leaves that are large from now on."""
+        """Watch the large tensors among the leaves from now on."""
         for leaf in leaves:
             if not is_caught(leaf) or id(leaf) in self._watched:
                 continue
             with self._one_at_a_time:
                 self._watched[id(leaf)] = leaf
-                # A handle is not made, since two threads may be given the same number for theirs. Hooks of the user's
-                # come first: they are muted, and would not be called with what comes behind this one.
+                # Without a hook handle, since two threads might get the same handle id. The user's hooks run first;
+                # they are muted, and must not see the placeholder of this hook.
                 if leaf._backward_hooks is None:
                     leaf._backward_hooks = OrderedDict()
                 leaf._backward_hooks[id(self)] = OwnHook(self._take, leaf)
-        # A thread that was given up may come here when nobody takes its hooks away any more.
+        # A thread that was abandoned may get here after `watch` has ended.
         if self._ended:
             self._remove()
 
     def _remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._ended = True
-        # The dictionaries stay, empty, as behind the handle of any hook: a thread that was given up may read them.
+        # Keep the empty dictionaries, as torch does after a hook is removed: an abandoned thread may read them.
         for leaf in list(self._watched.values()):
             (leaf._backward_hooks or {}).pop(id(self), None)
         self._watched.clear()
         self._nothing.clear()
 
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
-        """Add a leaf's gradient to the sums of this thread, and return what autograd is to hold in its place."""
+        """Add a leaf's gradient to the sums of this thread, and return the placeholder that autograd keeps."""
         sums = _target.sums
-        # A backward of the user's own may run inside this one, as in a function that recomputes. It needs its gradient.
+        # A user's own backward inside this one, as in a function that recomputes, needs its gradient.
         if sums is None or sys._getframe(1).f_code is not differentiate.__code__:
             return None
-        # Autograd refuses another layout than the gradient's.
+        # Autograd refuses a placeholder with another layout than the gradient's.
         if gradient.layout is not torch.strided:
             return None
         key = self._key_of.get(leaf, leaf)
         total = sums.totals.get(key)
-        # Asked before anything else refers to the gradient.
+        # Check before anything else refers to the gradient.
         unshared = _is_unshared(gradient)
         if total is None or total.layout is not torch.strided:
             sums.add([(key, gradient, unshared)])
         elif total is not key.grad and unshared and gradient.is_cpu and gradient.stride() == total.stride():
-            # The same number, in the newer memory. To let go of the newest, again and again, lets glibc give its pages
-            # back each time, and get them anew from the kernel: half as much processor time again on large layers.
+            # The same sum, in the newer memory. If the newest block were always freed, glibc would return its pages to
+            # the kernel and request them again: 50 % more processor time on large layers.
             sums.totals[key] = gradient.add_(total)
         else:
             total.add_(gradient)
@@ -139,17 +142,17 @@ class EagerAccumulator:
 
 
 def _is_unshared(gradient: Tensor) -> bool:
-    """Return whether nobody but autograd, which lets go of it next, holds a gradient that a hook was called with."""
+    """Return whether only autograd, which will drop it next, holds a gradient passed to a hook."""
     references, holders = _count_holders()
     return sys.getrefcount(gradient) <= references and owns_its_memory(gradient, holders)
 
 
 @cache
 def _count_holders() -> tuple[int, int]:
-    """Return the references in Python, and the holders in C++, of an unshared gradient as `_is_unshared` sees it."""
+    """Return the Python references and C++ holders of an unshared gradient, as `_is_unshared` sees it."""
     found: list[tuple[int, int]] = []
 
-    # Called by one function more, as `_take` calls `_is_unshared`, each of which refers to the gradient.
+    # One more function call, as in `_take` calling `_is_unshared`, since each call refers to the gradient.
     def take(leaf: Tensor, gradient: Tensor) -> None:
         look(gradient)
 

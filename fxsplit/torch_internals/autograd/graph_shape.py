@@ -1,9 +1,9 @@
-"""Know an autograd graph again: whether it has the shape of an earlier one, node by node.
+"""Recognise an autograd graph that has the same shape as an earlier one, node by node.
 
-A training step makes the same graph for each microbatch, and what follows from the graph's shape need be found out only
-once. A shape is all that a search through a graph sees: the type of each node, its edges, and which of the leaves each
-end of the graph is. It is compared as a whole: modules may choose their operators by the values of a microbatch, so no
-part of a graph says what the rest is.
+A training step builds the same graph for each microbatch, so results that depend only on the shape of the graph are
+computed once. The shape is all that a search through the graph sees: the type of each node, its edges, and the leaf at
+each end. It is compared as a whole: a module may choose its operators by the values of a microbatch, so no part of a
+graph implies the rest.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 from torch import Tensor
 
 Edges = Sequence[tuple[Any, int]]
-"""Edges out of a node: the node that each goes to, None for an argument without gradient, and the output used there."""
+"""The edges of a node: for each, the next node (None for an argument without gradient) and the index of its output."""
 
 
 class GraphShape:
-    """The shape of the graph behind some roots, with the leaves that matter as numbers.
+    """The shape of the graph of some roots, with the relevant leaves as numbers.
 
-    numbers: the number of each leaf that matters, by its id. `positions`, which is empty at first, gets the position of
-    each node in the list that `match` returns for any graph of this shape. None comes first, then a search by breadth.
+    numbers: the number of each relevant leaf, by id. positions: initially empty; filled with the position of each node
+    in the list that `match` returns for a graph of this shape. None comes first, then the nodes in breadth-first order.
     """
 
     def __init__(self, roots: Sequence[Tensor], numbers: Mapping[int, int], positions: dict[Any, int]) -> None:
         positions[None] = 0
         nodes: list[Any] = [None]
         rows: list[Edges] = []
-        # For each row of edges, which of them lead to nodes that no earlier edge leads to.
+        # For each row of edges, the indices of edges to nodes not reached by earlier edges.
         self._fresh: list[tuple[int, ...]] = []
         while len(rows) < len(nodes):
-            # The edges of the roots are in the place of those of None.
+            # The first row holds the edges of the roots, in the position of None.
             edges = nodes[len(rows)].next_functions if rows else _list_edges(roots)
             fresh = []
             for i, (node, _) in enumerate(edges):
@@ -46,19 +46,20 @@ class GraphShape:
         flat = list(chain.from_iterable(rows))
         self._lengths = list(map(len, rows))
         self._outputs = [output for _, output in flat]
-        # Twice None at the end: a getter of one position returns no tuple.
+        # Two extra Nones, since an itemgetter with one position returns no tuple.
         self._targets = itemgetter(*(positions[node] for node, _ in flat), 0, 0)
         self._types = list(map(type, nodes))
         self._leaf_roots = _number_leaf_roots(roots, numbers)
-        # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
+        # AccumulateGrad, a leaf's node, is the only node type with a `variable`.
         self._leaves = [i for i, node in enumerate(nodes) if hasattr(node, "variable")]
         self._numbers = [numbers.get(id(nodes[i].variable)) for i in self._leaves]
-        # Nodes of extensions in C++ have one type in Python, and other names. Leaves' nodes have a type of their own.
+        # Nodes of C++ extensions share one Python type, so compare their names. The nodes of leaves have their own
+        # type.
         others = [(i, nodes[i]) for i in range(1, len(nodes)) if i not in self._leaves]
         self._names = [(i, node.name()) for i, node in others if node.name() != type(node).__name__]
 
     def match(self, roots: Sequence[Tensor], numbers: Mapping[int, int]) -> list[Any] | None:
-        """Return the nodes of the graph behind `roots`, or None where it has another shape."""
+        """Return the nodes of the graph of `roots`, or None if it has another shape."""
         nodes: list[Any] = [None]
         rows: list[Edges] = [_list_edges(roots)]
         add_node, add_row = nodes.append, rows.append
@@ -70,17 +71,17 @@ class GraphShape:
                 add_row(edges)
                 for i in self._fresh[position]:
                     add_node(edges[i][0])
-        # A node has fewer edges than the shape's, or there is none.
+        # A node is missing, or has fewer edges than in the shape.
         except (AttributeError, IndexError):
             return None
-        # Node, output, node, output and so on, without a step of Python for each edge.
+        # Node, output, node, output and so on, without a Python step per edge.
         flat = list(chain.from_iterable(chain.from_iterable(rows)))
         same = (
             list(map(type, nodes)) == self._types
             and list(map(len, rows)) == self._lengths
             and flat[1::2] == self._outputs
             and (*flat[::2], None, None) == self._targets(nodes)
-            # What was taken for a new node must not be one that was there.
+            # A node that the shape has as new must not be one that appeared before.
             and len(set(nodes)) == len(nodes)
             and _number_leaf_roots(roots, numbers) == self._leaf_roots
             and [numbers.get(id(nodes[i].variable)) for i in self._leaves] == self._numbers
@@ -90,10 +91,10 @@ class GraphShape:
 
 
 def _list_edges(roots: Sequence[Tensor]) -> Edges:
-    """Return the edges that lead into a graph; a root that is a leaf has no node."""
+    """Return the edges from the roots into the graph. A root that is a leaf has no node."""
     return [(root.grad_fn, root.output_nr) for root in roots]
 
 
 def _number_leaf_roots(roots: Sequence[Tensor], numbers: Mapping[int, int]) -> list[int | None]:
-    """Return the numbers of the roots that are leaves themselves, None for each other root or leaf."""
+    """Return the number of each root that is a leaf, and None for other roots and unknown leaves."""
     return [numbers.get(id(root)) if root.grad_fn is None else None for root in roots]

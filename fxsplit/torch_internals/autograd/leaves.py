@@ -1,7 +1,7 @@
-"""Leaves: find the tensors at which gradients end, and the hooks that watch their gradients.
+"""Find the leaves of autograd graphs, and mute the hooks on their gradients.
 
-A *leaf* is a tensor that no recorded operation made, such as a parameter. Each graph of a stage ends at leaves: its
-parameters, and its inputs, which are detached from the stage before.
+A *leaf* is a tensor that no recorded operation made, such as a parameter. Each graph of a stage ends at leaves: the
+stage's parameters, and its inputs, which are detached from the previous stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOTH = BEFORE, AFTER
 
 
 class _Muted(threading.local):
-    """Which kinds of hooks are muted in one thread."""
+    """The kinds of hooks that are muted in one thread."""
 
     def __init__(self) -> None:
         self.kinds: Sequence[str] = ()
@@ -38,20 +38,20 @@ _muted = _Muted()
 
 
 def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
-    """Return the leaves that want a gradient of `root`, where the search ends at the autograd nodes in `below`.
+    """Return the leaves that get a gradient from `root`. The search stops at the autograd nodes in `below`.
 
-    For a loss, `below` are the nodes of the last stage's outputs: the leaves found are the loss function's own.
+    For a loss, `below` are the nodes of the last stage's outputs, so the leaves found belong to the loss function.
     """
     if root.is_leaf:
         return [root] if root.requires_grad else []
-    # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
+    # AccumulateGrad, a leaf's node, is the only node type with a `variable`.
     return [node.variable for node in _walk([root.grad_fn], below) if hasattr(node, "variable")]
 
 
 def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
-    """Return the leaves that get a gradient of any of the roots, by what autograd has recorded; nothing is computed.
+    """Return the leaves that get a gradient from any root, according to autograd's record. Computes nothing.
 
-    None where the record does not tell: a backward written in Python may give no gradient.
+    Returns None if the record is not conclusive: a backward written in Python may return no gradient.
     """
     found, nodes = [], []
     for root in roots:
@@ -68,8 +68,8 @@ def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
 
 
 def _walk(nodes: Iterable[Any], below: Iterable[object] = ()) -> Iterator[Any]:
-    """Yield each autograd node that the given ones lead to, once; the walk ends at the nodes in `below`."""
-    # `next_functions` has None for an argument that wants no gradient.
+    """Yield each autograd node reachable from `nodes` once. The walk stops at the nodes in `below`."""
+    # `next_functions` has None for an argument without gradient.
     seen = {None, *below}
     stack = list(nodes)
     while stack:
@@ -82,9 +82,9 @@ def _walk(nodes: Iterable[Any], below: Iterable[object] = ()) -> Iterator[Any]:
 
 
 def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
-    """Return whether the backward that runs now, in this thread, comes to one of the leaves `ends`.
+    """Return whether the backward now running in this thread reaches one of the leaves `ends`.
 
-    Where there are none, it is asked for each node of the graph behind `roots`, but for those of leaves.
+    If `ends` is empty, return whether it runs any node of the graph of `roots`, except the nodes of leaves.
     """
     if ends:
         return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)
@@ -93,7 +93,7 @@ def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
 
 
 class _MutableHook:
-    """A gradient hook of the user's that does nothing where hooks are muted. It is equal to the user's own function."""
+    """A user's gradient hook that does nothing while hooks are muted. It compares equal to the user's function."""
 
     def __init__(self, hook: Callable[[Tensor], Any], key: str) -> None:
         update_wrapper(self, hook)
@@ -101,8 +101,8 @@ class _MutableHook:
         self._key = key
 
     def __call__(self, gradient: Tensor | None) -> Any:
-        """Return the gradient that the hook makes of a gradient, or None where that stays as it is."""
-        # Where a part of a model gets no gradient, autograd has none to hand on, and torch calls no hook for a leaf.
+        """Call the hook, and return its result, unless it is muted."""
+        # A part of the model that gets no gradient has None here; torch calls no hook of a leaf for it.
         return None if gradient is None or _is_muted(self._key) else self._hook(gradient)
 
     def __eq__(self, other: object) -> bool:
@@ -113,14 +113,14 @@ class _MutableHook:
 
 
 class OwnHook(partial[Any]):
-    """A gradient hook of fxsplit's own, which sees the gradient of each microbatch and is not muted."""
+    """One of fxsplit's own gradient hooks. It sees the gradient of each microbatch, and is not muted."""
 
 
 @contextmanager
 def hide_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Let the leaves have no `.grad` inside the block, and their own again after it.
+    """Set the `.grad` of the leaves to None inside the block, and restore it after the block.
 
-    A backward in the block may add to `.grad` by itself: an autograd.Function that runs another backward does.
+    A backward in the block may add to `.grad` itself, as an autograd.Function does that runs another backward.
     """
     before = [(leaf, leaf.grad) for leaf in leaves]
 
@@ -138,11 +138,12 @@ def hide_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None]:
-    """Let the leaves' gradient hooks do nothing in backwards of this thread inside the block, which it runs itself.
+    """Mute the leaves' gradient hooks inside the block, in backwards that run in this thread.
 
-    Gradients inside the block are those of one microbatch, and a hook expects that of a whole batch. The hooks stay
-    where they are, so that no interrupt can lose them. `kinds` are BEFORE, for hooks that may change a gradient, and
-    AFTER, for those that are called when it has been added to `.grad`.
+    Gradients inside the block belong to one microbatch, but a hook expects the gradient of a whole batch. The hooks
+    stay registered, so no interrupt can lose them.
+
+    kinds: BEFORE for hooks that may change a gradient, AFTER for hooks called once it has been added to `.grad`.
     """
     for leaf in leaves:
         make_mutable(leaf)
@@ -151,7 +152,7 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
         restore_after(partial(_set_muted, _muted.kinds)),
         restore_after(partial(torch.autograd.set_multithreading_enabled, threaded)),
     ):
-        # Autograd would run the part of a backward that is on a GPU in a thread of its own, where nothing is muted.
+        # Otherwise autograd runs the GPU part of a backward in a thread of its own, in which no hook is muted.
         torch.autograd.set_multithreading_enabled(False)
         _set_muted(kinds)
         yield
@@ -159,61 +160,61 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 
 @contextmanager
 def unmute() -> Iterator[None]:
-    """Let hooks run inside the block, which is inside one of `mute`."""
+    """Let hooks run inside the block, which must be inside a block of `mute`."""
     with restore_after(partial(_set_muted, _muted.kinds)):
         _set_muted(())
         yield
 
 
 def put_hook_behind(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call a hook when a gradient has been added to the `.grad` of a new leaf, which has no hooks yet."""
-    # What register_post_accumulate_grad_hook() does, without a handle to remove the hook by, which takes four times as
-    # long. Handles count from 0.
+    """Register a hook that is called after a gradient has been added to `.grad`, on a new leaf without hooks."""
+    # Like register_post_accumulate_grad_hook(), but four times as fast, since no handle for removal is made. Ids of
+    # handles count from 0, so -1 is free.
     leaf._post_accumulate_grad_hooks = OrderedDict({-1: hook})
 
 
 def make_mutable(leaf: Tensor) -> None:
-    """Let the hooks that a leaf has now ask whether they are muted."""
-    # The usual case, and asked of every leaf in every step.
+    """Wrap the current hooks of a leaf so that they can be muted."""
+    # The usual case, checked for every leaf in every step.
     found: list[dict[int, Any] | None] = [leaf._backward_hooks, leaf._post_accumulate_grad_hooks]
     if found == [None, None]:
         return
     for kind, some in zip(BOTH, found, strict=True):
         hooks = some or {}
-        # Autograd reads this very dictionary; the handle of a hook knows the hook by its key.
+        # Change the dictionary in place: autograd reads it, and a hook's handle finds the hook by its key.
         for key, hook in list(hooks.items()):
             if type(hook) not in (_MutableHook, OwnHook):
                 hooks[key] = _MutableHook(hook, kind)
 
 
 def _is_muted(kind: str) -> bool:
-    """Return whether hooks of a kind are muted for this thread."""
+    """Return whether a kind of hook is muted in this thread."""
     return kind in _muted.kinds
 
 
 def _set_muted(kinds: Sequence[str]) -> None:
-    """Mute hooks of these kinds and no others, for this thread."""
+    """Mute exactly these kinds of hooks in this thread."""
     _muted.kinds = kinds
 
 
 def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
-    """Return the dictionaries of a leaf's hooks: those before and after its gradient is added to `.grad`."""
+    """Return the dictionaries of a leaf's hooks, called before and after its gradient is added to `.grad`."""
     found = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [hooks for hooks in found if hooks is not None]
 
 
 def has_hooks_behind(leaf: Tensor) -> bool:
-    """Return whether a leaf has hooks that are called when its gradient has been added to `.grad`."""
+    """Return whether a leaf has hooks that are called after its gradient was added to `.grad`."""
     return bool(leaf._post_accumulate_grad_hooks)
 
 
 @contextmanager
 def watch_hooks(seen: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `seen` with each tensor that the block, in this thread, puts a gradient hook on."""
+    """Call `seen` with each tensor on which this thread registers a gradient hook in the block."""
 
     def wrap(register: Method) -> Method:
         def watched(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            # Under a mode, as a default device is one, the method hands itself to the mode, which calls it once more.
+            # Under a function mode, such as a default device, the method calls itself again through the mode.
             if not has_torch_function_unary(tensor):
                 seen(tensor)
             return register(tensor, hook)

@@ -1,8 +1,8 @@
-"""Compute the weight gradient of a linear layer from its autograd node alone, as autograd does, without its engine.
+"""Compute the weight gradient of a linear layer from its autograd node, as autograd does, but without the engine.
 
-A call of the engine searches the graph behind the node for the weight, and so all earlier layers, although the gradient
-takes but two operators: for `x @ w.t() + b` and the gradient `g` that arrived, `g.t() @ x`, and the sum of `g` over all
-rows. In a weight-gradient backward with a call for each layer the searches took more than half of the time.
+A call of the engine searches the graph from the node towards the weight, through all earlier layers. The gradient
+itself takes only two operators: for `x @ w.t() + b` and an incoming gradient `g`, these are `g.t() @ x` and the sum of
+`g` over its rows. In a weight-gradient backward with one call per layer, the searches took more than half of the time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class Product(NamedTuple):
-    """How a node is a product with the weights that it leads to.
+    """How a node computes a product with the weights to which it leads.
 
-    factor, bias: which of the weights is the second factor, and which is added (None: none of them).
-    transposed: whether the second factor is the weight's transpose, as in nn.Linear.
-    by_columns: whether the second factor lies in memory column by column, as in nn.Linear.
-    saved: the name of the node's attribute for the first factor.
-    scales: whether the node may multiply its parts by numbers.
+    factor, bias: the index of the weight that is the second factor, and of the one that is added (None without bias).
+    transposed: whether the second factor is the transposed weight, as in nn.Linear.
+    by_columns: whether the second factor is column-major in memory, as in nn.Linear.
+    saved: the node's attribute that holds the first factor.
+    scales: whether the node may scale its operands (alpha and beta).
     """
 
     factor: int
@@ -33,10 +33,10 @@ class Product(NamedTuple):
 
 
 def find_product(node: Any, weights: Sequence[Tensor]) -> Product | None:
-    """Return how a node is a product with the weights that it leads to; None where it is none, or more than that."""
+    """Describe a node that is exactly a product with the weights to which it leads. Returns None for any other node."""
     kinds = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
     saved, edge = kinds.get(node.name(), ("", 0))
-    # AMD's kernels for half precision ask whether a backward runs.
+    # AMD's half-precision kernels behave differently inside a backward.
     if not saved or not hasattr(type(node), saved) or torch.version.hip is not None:
         return None
     numbers = {id(weight): i for i, weight in enumerate(weights)}
@@ -60,11 +60,10 @@ def find_product(node: Any, weights: Sequence[Tensor]) -> Product | None:
 def differentiate_product(
     product: Product, node: Any, gradient: Tensor, weights: Sequence[Tensor]
 ) -> list[Tensor | None] | None:
-    """Return the gradients of the weights behind a product's node, to the bit as autograd computes them.
+    """Return the gradients of the weights of a product's node, equal to autograd's bit by bit.
 
-    gradient: what arrived at the node, [rows, columns]. To be called under no_grad. Returns None where autograd has to
-    do it itself: for sparse or complex numbers, several dtypes, factors that are scaled, and where anomalies are to be
-    detected.
+    gradient: the gradient that arrived at the node, [rows, columns]. Call under no_grad. Returns None if autograd must
+    compute them: for sparse or complex numbers, mixed dtypes, scaled operands, and in anomaly mode.
     """
     if product.scales and (node._saved_alpha != 1 or node._saved_beta != 1):
         return None
@@ -74,7 +73,7 @@ def differentiate_product(
     if not gradient.layout is x.layout is torch.strided or torch.is_anomaly_enabled():
         return None
     found: list[Tensor | None] = [None] * len(weights)
-    # Of the two ways to compute it, autograd takes the one whose result lies in memory as the second factor does.
+    # As autograd does, compute the form with the memory order of the second factor.
     if product.by_columns:
         of_factor = gradient.t().mm(x)
         found[product.factor] = of_factor if product.transposed else of_factor.t()

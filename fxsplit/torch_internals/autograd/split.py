@@ -1,15 +1,19 @@
-"""Find where a backward can be cut in two: input gradients (I) first, weight gradients (W) later.
+"""Split a backward in two: input gradients (I) first, weight gradients (W) later.
 
-The stage before waits for the gradients of a stage's inputs, and nobody waits for those of its weights. For `x @ w`
-followed by more layers, the autograd graph from the stage's outputs reaches the node of the product, and leaves it on
-two edges: to `x` and to `w`. That node is the *branch node* of `w`: the path to the weight leaves the path to the
-inputs there. An input-gradient backward keeps the gradient that arrives at each branch node. A weight-gradient backward
-starts from those and goes to the weights alone, so no gradient is computed twice.
+The previous stage waits for the gradients of a stage's inputs, but nothing waits for the gradients of its weights. For
+`x @ w` followed by more layers, the autograd graph looks like this:
 
-Three kinds of weights have no branch node, and get their gradient with the inputs: one with several users, one of a
-function with a backward of the user's own, and one of an operator that computes all its gradients at once, as a batch
-norm does. The last two would do their work twice. Weights whose gradient takes less than it takes the host to put it
-off get theirs with the inputs too.
+    outputs -> ... -> product -> ... -> inputs      I: from the outputs to the inputs
+                         |                             keeps the gradient that arrives at `product`
+                         +-----> w                  W: from `product` to w, with the kept gradient
+
+The product's node is the *branch node* of `w`: there, the path to the weight leaves the path to the inputs. No gradient
+is computed twice.
+
+Three kinds of weights have no branch node and get their gradient together with the inputs: weights with several users,
+weights of a function with a user-defined backward, and weights of an operator that computes all its gradients at once,
+such as batch norm. Splitting the last two would do their work twice. Cheap weight gradients, which cost less than the
+overhead of a delay, are not split either.
 """
 
 from __future__ import annotations
@@ -29,23 +33,23 @@ from fxsplit.torch_internals.autograd.products import Product, differentiate_pro
 from fxsplit.torch_internals.autograd.sums import differentiate
 
 FUSED = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
-"""Parts of the names of autograd nodes whose kernels compute the gradients of inputs and weights together."""
+"""Parts of the names of autograd nodes with one kernel for the gradients of inputs and weights."""
 
 LEAST_PRODUCTS: Mapping[str, int] = defaultdict(lambda: 1 << 27, cpu=1 << 20)
-"""So many multiplications a weight gradient takes, by the type of its device, for it to be worth to put it off.
+"""The fewest multiplications, by device type, for which delaying a weight gradient pays off.
 
-To put one off takes the host 15 us for a linear layer, and 60 us for others. The multiplications take about twice that,
-on one thread of a CPU, and on an accelerator that does 2e12 in a second. The second figure is an estimate.
+Delaying takes the host 15 us for a linear layer and 60 us for other layers. This many multiplications take about twice
+that on one CPU thread, or on an accelerator that does 2e12 per second. The second figure is an estimate.
 """
 
 MOST_SHAPES = 4
-"""So many shapes of a stage's graph are kept; a graph that is another one every time is searched every time."""
+"""The most graph shapes cached per stage. A graph that always changes is searched every time."""
 
 
 class Branch(NamedTuple):
-    """What is known of a branch node: the edges into it, one for each of its outputs that is used, and its weights.
+    """A branch node: the edges into it, one per output that is used, and its weights.
 
-    `product` says how it is the product of a linear layer, None where it is another node.
+    product: describes the product of a linear layer, or None for other nodes.
     """
 
     edges: list[GradientEdge]
@@ -54,14 +58,14 @@ class Branch(NamedTuple):
 
 
 BranchNodes = dict[Any, Branch]
-"""Each branch node with what is known of it."""
+"""Branches by their node."""
 
 Users = dict[Any, list[tuple[Any, int]]]
-"""Who uses each autograd node: the nodes that hand it gradients, each with the number of the output that it used."""
+"""The users of each autograd node: the nodes that pass gradients to it, each with the index of the output used."""
 
 
 class WeightBackward(NamedTuple):
-    """The weight-gradient backward of one branch node: the edges to start from, the weights, what arrived there."""
+    """The weight-gradient backward of one branch node: start edges, weights, and the gradients that arrived there."""
 
     edges: list[GradientEdge]
     weights: list[Tensor]
@@ -69,7 +73,7 @@ class WeightBackward(NamedTuple):
     product: Product | None = None
 
     def run(self, retain_graph: bool = False) -> Sequence[Tensor | None]:
-        """Return the gradients of the weights, under no_grad; with `retain_graph` the graph keeps what it saved."""
+        """Return the gradients of the weights. Call under no_grad. With `retain_graph`, saved tensors are kept."""
         if self.product is not None:
             found = differentiate_product(self.product, self.edges[0].node, self.gradients[0], self.weights)
             if found is not None:
@@ -80,13 +84,13 @@ class WeightBackward(NamedTuple):
 def find_branch_nodes(
     roots: Sequence[Tensor], trained: Iterable[Tensor], small_too: bool = False
 ) -> tuple[BranchNodes, list[Tensor]]:
-    """Return the branch nodes of the weights `trained` in the graph of `roots`, and the weights that have none.
+    """Return the branch nodes of the weights `trained` in the graph of `roots`, and the weights without a branch node.
 
-    A weight that no root depends on is in neither. One whose gradient is not worth to be put off
-    has none, unless `small_too`.
+    A weight on which no root depends is in neither. A weight with a gradient too cheap to delay has no branch node,
+    unless `small_too`.
     """
     users, node_of = _find_users(roots)
-    # Weights that leave the stage as they are: their gradient arrives at no node of the stage.
+    # Weights that the stage returns unchanged: their gradient arrives at no node of the stage.
     handed_on = {id(root) for root in roots if root.grad_fn is None}
     own: dict[Any, list[Tensor]] = defaultdict(list)
     without: list[Tensor] = []
@@ -109,14 +113,14 @@ def find_branch_nodes(
 
 
 def _is_small(node: Any, numbers: Sequence[int], weights: Sequence[Tensor]) -> bool:
-    """Return whether the gradients of a branch node's weights take too little work to be put off.
+    """Return whether the gradients of a branch node's weights are too cheap to delay.
 
-    `numbers` are those of the node's outputs that are used.
+    numbers: the indices of the node's outputs that are used.
     """
-    # What arrives has an element for each output of a layer, and each one is multiplied with all that made it: those
-    # are the elements of a weight for one of its outputs, which are its first dimension.
+    # The arriving gradient has one element per output element. Each takes part in as many products as the weight has
+    # elements per output feature, which is the weight's first dimension.
     outputs = [node._input_metadata[number] for number in numbers]
-    # Nested tensors have no shape that says how many elements they have.
+    # The shape of a nested tensor does not give its number of elements.
     if any(output.is_nested_tensor for output in outputs):
         return False
     arriving: int = sum(math.prod(output.shape) for output in outputs)
@@ -125,7 +129,7 @@ def _is_small(node: Any, numbers: Sequence[int], weights: Sequence[Tensor]) -> b
 
 
 class _Known(NamedTuple):
-    """What was found in graphs of one shape: nodes by position, and weights by their number among those trained."""
+    """The result for graphs of one shape: nodes as positions, and weights as indices into the trained weights."""
 
     shape: GraphShape
     branches: list[tuple[int, list[int], list[int], Product | None]]
@@ -133,16 +137,16 @@ class _Known(NamedTuple):
 
 
 class BranchFinder:
-    """Finds the branch nodes of one stage. What it found for a graph serves every graph of the same shape."""
+    """Finds the branch nodes of one stage. The result for a graph is reused for every graph of the same shape."""
 
     def __init__(self) -> None:
         self._known: list[_Known] = []
-        # The shapes of the roots of graphs whose weights are all too small for their gradients to be put off.
+        # The root shapes of graphs in which all weight gradients are too cheap to delay.
         self._idle: set[tuple[torch.Size, ...]] = set()
 
     def find(self, roots: Sequence[Tensor], trained: Sequence[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
-        """Return what `find_branch_nodes` returns; no branch nodes where those of such roots were all too small."""
-        # To put nothing off is right for every graph, so that small ones need not be known again.
+        """Like `find_branch_nodes`, cached by graph shape. Returns none for root shapes with only cheap gradients."""
+        # Delaying nothing is correct for every graph, so the shapes of the roots are enough here.
         shapes = tuple([root.shape for root in roots])
         if shapes in self._idle:
             return {}, list(trained)
@@ -160,7 +164,7 @@ class BranchFinder:
         if few and find_branch_nodes(roots, trained, small_too=True)[0]:
             self._idle.add(shapes)
             return found, without
-        # Kept by positions and numbers: what is kept of a graph must keep neither the graph nor its tensors.
+        # Store positions and numbers only, so that the cache keeps neither the graph nor its tensors alive.
         positions: dict[Any, int] = {}
         shape = GraphShape(roots, numbers, positions)
         branches = [
@@ -173,9 +177,9 @@ class BranchFinder:
 
 
 def collect_weight_backwards(nodes: BranchNodes, gradients: Iterable[Tensor | None]) -> list[WeightBackward]:
-    """Return the weight-gradient backwards, from the gradients at all edges of all nodes, in the nodes' order.
+    """Pair branch nodes with the gradients at all their edges, in the nodes' order, into weight-gradient backwards.
 
-    A node at which no gradient arrived has none.
+    A node at which no gradient arrived is skipped.
     """
     arrived = iter(gradients)
     found: list[WeightBackward] = []
@@ -187,7 +191,7 @@ def collect_weight_backwards(nodes: BranchNodes, gradients: Iterable[Tensor | No
 
 
 def _find_users(roots: Sequence[Tensor]) -> tuple[Users, dict[Tensor, Any]]:
-    """Return the users of each autograd node that the roots depend on, and the node of each leaf among them.
+    """Return the users of each autograd node on which the roots depend, and the node of each leaf.
 
     The user of a root's own node is None.
     """
@@ -200,11 +204,11 @@ def _find_users(roots: Sequence[Tensor]) -> tuple[Users, dict[Tensor, Any]]:
     stack: list[Any] = list(seen)
     while stack:
         node = stack.pop()
-        # A leaf's node, AccumulateGrad, is the only kind that names its tensor.
+        # AccumulateGrad, a leaf's node, is the only node type with a `variable`.
         if hasattr(node, "variable"):
             node_of[node.variable] = node
         for above, number in node.next_functions:
-            # None stands for an argument that wants no gradient.
+            # None stands for an argument without gradient.
             if above is None:
                 continue
             users[above].append((node, number))
@@ -215,15 +219,15 @@ def _find_users(roots: Sequence[Tensor]) -> tuple[Users, dict[Tensor, Any]]:
 
 
 def _find_branch_node(leaf: Any, users: Users) -> Any:
-    """Return the branch node of a leaf's node: the first of its users, and theirs, that leads elsewhere too.
+    """Walk from a leaf's node through its users to the first node that also leads elsewhere: the branch node.
 
-    Where the path ends before that, at a root or at a node that must run once, return the last node that leads to the
-    leaf alone, and None if that is the leaf itself.
+    If the path first reaches a root or a node that must run once, return the last node that leads only to the leaf, or
+    None if that is the leaf's own node.
     """
     node = leaf
     while True:
         callers = {caller for caller, _ in users[node]}
-        # Gradients from several users are summed at the node, so none of the users has the weight's whole gradient.
+        # Gradients from several users are summed at this node, so no user has the weight's whole gradient.
         if len(callers) != 1:
             return None
         (caller,) = callers
@@ -235,5 +239,5 @@ def _find_branch_node(leaf: Any, users: Users) -> Any:
 
 
 def _must_run_once(node: Any) -> bool:
-    """Return whether a node is to be run once: a user's own backward may not run twice, a fused kernel should not."""
+    """Return whether a node must run once: a user-defined backward may not run twice, and a fused kernel should not."""
     return isinstance(node, BackwardCFunction) or any(kind in node.name() for kind in FUSED)

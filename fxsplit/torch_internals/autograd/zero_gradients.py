@@ -1,4 +1,4 @@
-"""Zero gradients that stay zero where a number was divided by zero: the host need not know of either."""
+"""Keep zero gradients zero through a division by a count of zero, without reading the values on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def keep_zeros(numbers: Sequence[Tensor]) -> None:
-    """Let the gradient that numbers hand on be zero where their own is, also through a division by zero.
+    """Keep zero gradients of scalars zero while they pass through the graph, even through a division by zero.
 
-    Numbers are tensors of one element; others are left alone. A number that was divided by a count of zero would turn
-    the gradient 0 into 0 / 0. What lies below it, as long as it is numbers, is treated alike. One backward is meant:
-    the one that comes next.
+    numbers: tensors; any tensor with more than one element is ignored. A scalar that was divided by a count of zero
+    would turn its gradient 0 into 0 / 0. The scalars from which it was computed are treated the same. Valid for the
+    next backward only.
     """
     for number in numbers:
         if number.grad_fn is not None and number.numel() == 1:
@@ -25,21 +25,21 @@ def keep_zeros(numbers: Sequence[Tensor]) -> None:
 
 
 def _watch(node: Node) -> None:
-    """Have `_hand_on` look at what a node of autograd's graph makes of its gradient."""
-    # Not the node itself: it would keep itself alive, and with it the activations.
+    """Make `_hand_on` check the gradients that a node of autograd's graph passes on."""
+    # Bind the next nodes, not the node itself, which would keep itself and its activations alive.
     below = [next_node for next_node, _ in node.next_functions]
     hook: Callable[[Any, Any], Any] = partial(_hand_on, below)
     node.register_hook(hook)
 
 
 def _hand_on(below: Sequence[Node | None], made: Gradients, given: Gradients) -> Gradients | None:
-    """Return what a node hands on, `made` of the gradient that it was `given`: zeros where that is zero."""
+    """Return the gradients that a node passes on, `made` from `given`, or zeros if `given` is zero."""
     (gradient,) = given if len(given) == 1 else (None,)
     if gradient is None or gradient.numel() != 1:
         return None
     counts = gradient.reshape(()) != 0
     for node, found in zip(below, made, strict=False):
-        # Of a leaf there is nothing below. What is known by now alone tells which nodes have numbers.
+        # A leaf has no further nodes. Only now is it known which nodes have scalars.
         if node is not None and found is not None and found.numel() == 1 and node.next_functions:
             _watch(node)
     return tuple(None if found is None else found.where(counts, 0) for found in made)

@@ -1,1 +1,1 @@
-"""torch.distributed: process groups, and parameters, gradients and optimizers that are spread over ranks."""
+"""torch.distributed: process groups, and parameters, gradients and optimizers spread over ranks."""

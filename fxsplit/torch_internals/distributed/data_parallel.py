@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a pipeline: it adds gradients only of backwards that follow its own forward()."""
+"""Warn if a pipeline steps inside DistributedDataParallel, which only reduces gradients after its own forward()."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fxsplit.torch_internals.user_lines import warn_user
 
 
 def warn_of_lone_step(pipeline: nn.Module) -> None:
-    """Warn if the pipeline lies in a DistributedDataParallel over several ranks, which does not know of a step."""
+    """Warn if the pipeline is wrapped in a DistributedDataParallel over several ranks, which does not see a step()."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    # A module does not know its wrapper. type() is asked, since a proxy may claim another class as its own.
+    # A module does not know its wrapper. Use type(), since a proxy may claim another class as its own.
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     for wrapper in wrappers:
         ranks = dist.get_world_size(wrapper.process_group)
-        # Under no_sync() each rank is to keep its own.
+        # Under no_sync() each rank keeps its own gradients on purpose.
         if ranks > 1 and wrapper.require_backward_grad_sync and any(m is pipeline for m in wrapper.modules()):
             warn_user(
                 f"step() of a pipeline in DistributedDataParallel adds no gradients over its {ranks} ranks, so that "

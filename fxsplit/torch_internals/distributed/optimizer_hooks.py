@@ -1,7 +1,12 @@
-"""Gradients that are away are put aside while an optimizer steps.
+"""Hide remote gradients while an optimizer steps.
 
-Optimizers pass by parameters without a gradient, and so by those of other ranks. A closure that an optimizer calls runs
-a backward and may clip: it sees all gradients. Norms that an optimizer asks for itself are of gradients of this rank.
+Optimizers skip parameters without a gradient, and so skip remote parameters. A closure that an optimizer calls runs a
+backward and may clip, so it sees all gradients. Norms that an optimizer computes itself are over this rank's gradients.
+
+    step()  ->  hide remote gradients, make this rank's gradients plain tensors
+                    closure()  ->  show all again, run the closure, hide again
+                update this rank's parameters
+            ->  show all again
 """
 
 from __future__ import annotations
@@ -21,16 +26,16 @@ from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, is_
 
 @cache
 def hide_gradients_from_optimizers(own: type[Tensor]) -> None:
-    """Put gradients that are away aside whenever an optimizer steps, for as long as the process lives.
+    """Hide remote gradients whenever an optimizer steps, for the life of the process.
 
-    own: the class of gradients of this rank, by which ranks meet for norms; while an optimizer steps they are plain.
+    own: the class of this rank's gradients, which makes norms cover all ranks. During a step they are plain tensors.
     """
     register_optimizer_step_pre_hook(partial(_put_aside, own))
     register_optimizer_step_post_hook(partial(_put_back, own))
 
 
 def _mark(optimizer: Optimizer, before: type[Tensor], now: type[Tensor]) -> None:
-    """Let gradients of this rank that are of one class, and known to all ranks, be of another."""
+    """Change the class of this rank's gradients that are known to all ranks."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if type(weight.grad) is before and hasattr(weight.grad, "place"):
@@ -38,14 +43,14 @@ def _mark(optimizer: Optimizer, before: type[Tensor], now: type[Tensor]) -> None
 
 
 def _list_remote(optimizer: Optimizer) -> list[RemoteParameter]:
-    """Return the parameters of an optimizer that other ranks have."""
+    """Return an optimizer's parameters that are on other ranks."""
     return [
         weight for group in optimizer.param_groups for weight in group["params"] if isinstance(weight, RemoteParameter)
     ]
 
 
 def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hide gradients that are away from an optimizer that is about to step; return its arguments."""
+    """Hide remote gradients from an optimizer that is about to step. Returns its changed arguments, or None."""
     _mark(optimizer, own, Tensor)
     away = _list_remote(optimizer)
     if away and isinstance(optimizer, LBFGS):
@@ -55,12 +60,12 @@ def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], k
         )
     for weight in away:
         weight.aside, weight.grad = weight.grad, None
-        # What an optimizer keeps that was made while the weight was here.
+        # Free state that was made while the weight was on this rank.
         if (state := optimizer.state.get(weight)) and not _is_light(state):
             _let_go(state, weight)
 
     def call_with_gradients(closure: Callable[[], Any]) -> Any:
-        # A closure runs forward and backward, and may clip.
+        # The closure runs forward and backward, and may clip.
         _put_back(own, optimizer)
         loss = closure()
         _put_aside(own, optimizer, (), {})
@@ -74,19 +79,19 @@ def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], k
 
 
 def _put_back(own: type[Tensor], optimizer: Optimizer, *arguments: Any) -> None:
-    """Show gradients again that were put aside."""
+    """Restore the gradients that were hidden."""
     for weight in _list_remote(optimizer):
         weight.grad, weight.aside = weight.aside, None
     _mark(optimizer, Tensor, own)
 
 
 def _is_light(state: dict[Any, Any]) -> bool:
-    """Return whether an optimizer's state of a weight has no memory to speak of."""
+    """Return whether the optimizer state of a weight takes hardly any memory."""
     return not any(isinstance(value, Tensor) and value.ndim and not is_remote(value) for value in state.values())
 
 
 def _let_go(state: dict[Any, Any], weight: RemoteParameter) -> None:
-    """Put tensors that are away in place of those that an optimizer keeps of a weight."""
+    """Replace the tensors of a weight's optimizer state by remote tensors, which frees their memory."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.ndim and not is_remote(value):
             state[key] = make_remote(RemoteTensor, value, weight.owner)

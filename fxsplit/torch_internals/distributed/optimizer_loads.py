@@ -1,7 +1,7 @@
-"""State that optimizers load over ranks: each rank's optimizer keeps state of the parameters of that rank only.
+"""Check the state that optimizers load over ranks: each rank's optimizer has state for its own parameters only.
 
-A state_dict of rank 0 has no entries for parameters of other ranks. torch loads it on these ranks without a word, and
-their averages would begin at zero again. So the state that an optimizer loads is compared with its parameters.
+The state_dict of rank 0 has no entries for parameters of other ranks. torch loads it on the other ranks without an
+error, and their averages would start again at zero. So loaded state is compared with the rank's parameters.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor
 from fxsplit.torch_internals.user_lines import warn_user
 
 _names: Any = WeakIdKeyDictionary()
-"""The names of the parameters of all pipelines over ranks, those of other ranks too."""
+"""The names of the parameters of all pipelines over ranks, including parameters of other ranks."""
 _loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have loaded state before it was known which rank has which parameter."""
+"""Optimizers that loaded state before the parameters were assigned to ranks."""
 _arrived: Any = WeakIdKeyDictionary()
-"""Parameters that have come from another rank, and that no optimizer has stepped since then."""
+"""Parameters that have arrived from another rank and have not been stepped since."""
 SHOWN = 3
-"""How many names a message shows."""
+"""The number of names shown in a message."""
 
 
 def note_names(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Note the parameters of a pipeline over ranks; from now on each rank has some of them."""
+    """Record the parameters of a pipeline over ranks. From now on they are spread over the ranks."""
     for name, weight in named:
         _names[weight] = name
 
 
 @cache
 def watch_loads() -> None:
-    """Look at all state that optimizers load, for as long as the process lives."""
+    """Check all state that optimizers load, for the life of the process."""
     load = Optimizer.load_state_dict
 
     @wraps(load)
     def load_and_check(self: Optimizer, state_dict: Any) -> None:
-        # As the last one: a hook of the user's may make another state of it.
+        # Register last, since a user's hook may change the state.
         last = self.register_load_state_dict_pre_hook(_check_load)
         try:
             load(self, state_dict)
@@ -55,29 +55,29 @@ def watch_loads() -> None:
 
 
 def _list_weights(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order in which a state_dict counts them."""
+    """Return the parameters of an optimizer, in the order of its state_dict."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _check_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise InputError for state of other ranks, and warn of state that lacks some of this rank."""
+    """Raise InputError for the state of another rank, and warn if some of this rank's state is missing."""
     weights = _list_weights(optimizer)
     if not any(weight in _names for weight in weights):
         _loaded.add(optimizer)
         return
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    if len(keys) == len(weights):  # torch refuses others
+    if len(keys) == len(weights):  # torch refuses other lengths
         state = state_dict["state"]
         _check(weights, {id(w) for key, w in zip(keys, weights, strict=True) if key in state})
 
 
 def note_arrival(weight: Tensor) -> None:
-    """Note a parameter that has come from another rank; its optimizer state has stayed there."""
+    """Record a parameter that has arrived from another rank. Its optimizer state stayed there."""
     _arrived[weight] = True
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at state that was loaded before weights were with their ranks, and at weights that came later."""
+    """Check state that was loaded before parameters were assigned to ranks, and parameters that arrived later."""
     was_loaded = optimizer in _loaded
     if not was_loaded and not _arrived:
         return
@@ -90,14 +90,14 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check(weights: Iterable[Tensor], held: Collection[int], was_loaded: bool = True) -> None:
-    """Warn of parameters of this rank without optimizer state, if other parameters have some.
+    """Warn of this rank's parameters without optimizer state, if any other parameters have state.
 
-    held: identities of the parameters that have state. was_loaded: whether to raise InputError instead, if no
-    parameter of this rank has any.
+    held: the ids of the parameters with state. was_loaded: whether to raise InputError instead, if no parameter of this
+    rank has state.
     """
     own = [w for w in weights if w in _names and w.requires_grad and not isinstance(w, RemoteTensor)]
     lacking = [_names[weight] for weight in own if id(weight) not in held]
-    if not lacking or not held:  # some optimizers keep nothing
+    if not lacking or not held:  # some optimizers have no state
         return
     shown = ", ".join(map(repr, lacking[:SHOWN])) + (f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else "")
     text = (

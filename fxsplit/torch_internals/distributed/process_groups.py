@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: what they do not say in public, and the words of their errors."""
+"""Process groups of torch.distributed: private information, interruptible waits, and recognising their errors."""
 
 from __future__ import annotations
 
@@ -19,88 +19,88 @@ from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 NO_TAG = 1 << 20
-"""A tag that no message has."""
+"""A tag that no message uses."""
 TIMED_OUT = ("timed out", "timeout")
-"""What gloo and NCCL say where a wait takes longer than it may."""
+"""Words in gloo's and NCCL's errors if an operation times out."""
 
 
 LOST = ("gloo", "NCCL", "pair closure")
-"""What is in the errors of a group that is broken."""
+"""Words in the errors of a broken group."""
 
 
 LOOK_S = 0.001
-"""How often it is looked whether threads have let go of tensors."""
+"""The polling interval, in seconds."""
 MOST_LENT = 64
-"""No more tensors are kept: others than threads may hold one for long."""
+"""The most tensors remembered. Something other than gloo's threads may hold a tensor for long."""
 _lent: list[Tensor] = []
 
 
 _count_holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-"""Returns how many hold a tensor: Python for all its references, and each holder in C++."""
+"""Returns the number of holders of a tensor: all Python references count as one, and each C++ holder as one."""
 
 
 def lend(*tensors: Tensor) -> None:
-    """Remember tensors that are given to a collective, for `wait_until_returned`, until others hold them no more.
+    """Remember tensors passed to a collective, for `wait_until_returned`, until nothing else holds them.
 
-    A thread of gloo's lets go of them a while after the collective is over. It takes Python's lock for that, and where
-    Python is ending by then, the thread is ended in the middle, which ends the process by an abort.
+    A gloo thread drops its tensors some time after the collective has ended, and needs Python's lock to do so. If
+    Python is exiting by then, the thread is killed while it waits for the lock, and the process aborts.
     """
     _lent[:] = [*(t for t in _lent if _count_holders(t) > 1), *tensors][-MOST_LENT:]
 
 
 def wait_until_returned(limit_s: float) -> bool:
-    """Return whether nothing of torch's holds what was lent, as soon as that is so, or after a time."""
+    """Wait until torch holds no lent tensor, for at most `limit_s` seconds. Returns whether it succeeded."""
     until = time.monotonic() + limit_s
     while waits := any(_count_holders(tensor) > 1 for tensor in _lent):
         if time.monotonic() > until:
             break
-        # Python's lock is free meanwhile.
+        # Sleeping releases Python's lock.
         time.sleep(LOOK_S)
     return not waits
 
 
 def read_timeout_s(group: Any, default_s: float) -> float:
-    """Return how long the operations of a group may take, in seconds; the default where torch does not say."""
+    """Return the timeout of a group's operations, in seconds, or the default if torch does not know it."""
     for kind in ("cpu", "cuda"):
-        # A group has a backend for each kind of device that it serves.
+        # A group has one backend per device type.
         with suppress(RuntimeError, AttributeError):
             return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
     return default_s
 
 
 def find_host_backend(group: Any) -> Any:
-    """Return what moves tensors of host memory in a group on gloo: it takes a call for less than the group does."""
+    """Return the gloo backend of a group. Calling it directly has less overhead than calling the group."""
     return group._get_backend(torch.device("cpu"))
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a wait has failed because it took longer than it may."""
+    """Return whether an error says that an operation timed out."""
     return any(word in str(error).lower() for word in TIMED_OUT)
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Return whether an error says that a group is broken, or that a wait in it took too long.
+    """Return whether an error says that a group is broken or an operation in it timed out.
 
-    gloo raises a plain RuntimeError, and so does the callback of a future that failed.
+    gloo and the callback of a failed future raise a plain RuntimeError.
     """
     return isinstance(error, dist.DistError) or any(word in str(error) for word in LOST)
 
 
 def clone_store() -> Store:
-    """Return the store through which the default process group met, with a connection of its own.
+    """Return the default process group's store with a connection of its own.
 
-    What waits in one connection keeps all others waiting that use the same.
+    A blocking wait in one connection blocks all other users of that connection.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     cloned: Store = store.clone()
     return cloned
 
 
-# How a group is made
+# Making groups
 
 
 class WatchedStore(Store):
-    """A store through which ranks meet: whoever waits in it looks again and again whether that is in vain.
+    """A store for the rendezvous of ranks. Its waits call `look` repeatedly, which may raise.
 
     torch's own stores wait in C++: neither Ctrl-C nor a failure of another rank wakes them.
     """
@@ -115,7 +115,7 @@ class WatchedStore(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once there is one."""
+        """Wait until a key has a value, and return it."""
         self.wait([key])
         return self._store.get(key)
 
@@ -128,7 +128,7 @@ class WatchedStore(Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys have values; raises what `look` raises, and DistStoreError after a time."""
+        """Wait until all keys have values. Raises whatever `look` raises, and DistStoreError after the timeout."""
         limit_s = math.inf if timeout is None else timeout.total_seconds()
         begin = time.monotonic()
         while not self._store.check(keys):
@@ -139,7 +139,7 @@ class WatchedStore(Store):
 
 
 _watched: WeakKeyDictionary[Store, WatchedStore] = WeakKeyDictionary()
-"""The watched store of each default group's; C++ calls it by a pointer, so it is kept as long as that one is."""
+"""The watched store of each default group's store. C++ holds a bare pointer to it, so it must live as long."""
 
 
 def make_group(
@@ -149,15 +149,15 @@ def make_group(
     look: Callable[[], object] = bool,
     make_limit_s: float | None = None,
 ) -> Any:
-    """Return a group of some ranks, as torch's new_group() does; each rank calls it.
+    """Make a group of some ranks, as torch's new_group() does. Every rank calls it.
 
-    limit_s: how long a wait in the group may take. look: is called while this rank waits for the others to come, and
-        raises if that is in vain. make_limit_s: how long this may take (default: `limit_s`).
+    limit_s: the timeout of operations in the group, in seconds. look: called while this rank waits for the others;
+    raises to give up. make_limit_s: the timeout of making the group (default: `limit_s`).
     """
     made_in = timedelta(seconds=limit_s if make_limit_s is None else make_limit_s)
     default: Any = dist.group.WORLD
     kind, store = _world.pg_map[default]
-    # Threads of NCCL's look into its store later on, and have no time for Python.
+    # NCCL's threads use their store later on, and cannot call Python.
     if backend != "gloo":
         return dist.new_group(list(ranks), timedelta(seconds=limit_s), backend=backend)
     watched = _watched.setdefault(store, WatchedStore(store))
@@ -174,9 +174,10 @@ def make_group(
 
 
 def has_closed(group: Any, peer: int) -> bool:
-    """Return whether the connection to a rank of a group on gloo is closed, as it is after that rank's process is gone.
+    """Return whether the connection to a rank of a gloo group is closed, as it is after that rank's process has died.
 
-    False for other groups, which do not say. A message is asked for that never comes, and not waited for.
+    Returns False for other backends, which cannot report it. Posts a receive for a message that never comes, without
+    waiting for it.
     """
     backend = _find_gloo(group)
     try:
@@ -191,7 +192,7 @@ _nothing = torch.empty(1)
 
 
 def _find_gloo(group: Any) -> Any:
-    """Return the part of a group that is on gloo, or None where there is none."""
+    """Return a group's gloo backend, or None."""
     with suppress(RuntimeError):
         backend = find_host_backend(group)
         return backend if isinstance(backend, dist.ProcessGroupGloo) else None
@@ -199,32 +200,32 @@ def _find_gloo(group: Any) -> Any:
 
 
 def count_groups() -> int:
-    """Return how many groups this process has named so far, also those that it is not in."""
+    """Return how many groups this process has named so far, including groups without this process."""
     return _world.group_count
 
 
 def count_groups_from(number: int) -> None:
-    """Let the next group have this number for its name, by which its ranks find each other: the same on all of them."""
+    """Set the number that names the next group. Ranks meet by the name, so it must be equal on all ranks."""
     _world.group_count = number
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let go of groups that nobody uses any more; of those that torch has let go of already there is nothing to do."""
+    """Destroy groups that are no longer used. Groups that torch has already destroyed are skipped."""
     for group in groups:
         if group in _world.pg_map:
             dist.destroy_process_group(group)
 
 
 def break_waits(group: dist.ProcessGroup) -> None:
-    """Make fail what this process waits for in a group, and what others wait for from it; the group is of no use then.
+    """Make pending operations in a group fail, here and on its peers. The group is unusable afterwards.
 
-    gloo's abort() does not wake who waits. A message that does not arrive in time ends the connection, which does.
+    gloo's abort() does not wake waiting threads. A receive that times out closes the connection, which does.
     """
     if "gloo" not in group.name():
         group.abort()
         return
     for peer in range(group.size()):
         if peer != group.rank():
-            # It fails, as it is to.
+            # Fails on purpose.
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))

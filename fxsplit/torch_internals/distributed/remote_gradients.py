@@ -1,8 +1,15 @@
-"""Gradients of a model whose parameters are on several ranks: what all ranks want to know of them, and optimizers not.
+"""Gradients of a model with parameters on several ranks: shown to every rank, hidden from optimizers.
 
-After a step every parameter has a `.grad` on every rank: its own rank has the values, and the others have a tensor that
-is away. So a loop over the parameters that asks for norms, as clip_grad_norm_ does, or for numbers that are not finite,
-as a GradScaler does, runs alike on all ranks. They meet when they come to it, and get the same figures.
+After a step every parameter has a `.grad` on every rank. The rank that owns the parameter has the values; the other
+ranks have a remote tensor:
+
+              rank 0           rank 1
+    a.grad    values           remote, rank 0
+    b.grad    remote, rank 1   values
+
+So a loop over the parameters that computes norms (clip_grad_norm_) or checks for finite numbers (GradScaler) runs the
+same operators on all ranks. When the ranks reach such an operator, they exchange their numbers and all get the same
+result.
 """
 
 from __future__ import annotations
@@ -35,28 +42,28 @@ NORM_FUNCTIONS = {
     *(torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.norm, Tensor.norm),
     *(torch.frobenius_norm, torch.nuclear_norm),
 }
-"""Functions of torch that compute a norm: of all numbers by an operator of `TOGETHER`, and any other one otherwise."""
+"""torch's norm functions. Vector norms over all elements use an operator of `TOGETHER`; other norms do not."""
 KEEPING = {Tensor.detach, Tensor.data.__get__, Tensor._values}  # type: ignore[attr-defined]
-"""Functions that return the very gradient again."""
+"""Functions that return the same gradient."""
 
 
 class AllGather(Protocol):
-    """What brings numbers from all ranks to all of them."""
+    """Exchanges numbers between all ranks."""
 
     def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
-        """Return the numbers of each rank, in order of the ranks; `what` names the occasion."""
+        """Return the numbers of each rank, in order of the ranks. `what` names the reason for the call."""
 
 
 class OwnGradient(Tensor):
-    """A gradient of this rank, for which other ranks have a tensor that is away; its memory is as any other's."""
+    """A gradient on this rank for which the other ranks have a remote tensor. Its memory is ordinary."""
 
     place: tuple[RemoteGradients, int]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch; with the other ranks, where they call it with gradients that are away."""
+        """Run a torch function, together with the other ranks, which call it with remote gradients."""
         kwargs = kwargs or {}
-        # What a class of tensors reads of one, such as its shape, is no operator.
+        # Reading an attribute, such as the shape, runs no operator.
         if func in KEEPING or getattr(func, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **kwargs)
@@ -64,7 +71,8 @@ class OwnGradient(Tensor):
                 mark_own(found, *args[0].place)
             return found
         if func in NORM_FUNCTIONS and any(map(_is_own_sparse, pytree.tree_leaves((args, kwargs)))):
-            # torch takes other operators for it. The other ranks have a dense one, and come to those of these.
+            # torch uses other operators for sparse gradients. The other ranks have dense ones, so run the operators for
+            # dense gradients.
             args, kwargs = pytree.tree_map_only(OwnGradient, _stand_in, (tuple(args), kwargs))
             return func(*args, **kwargs)
         together = _Together()  # type: ignore[no-untyped-call]
@@ -78,20 +86,19 @@ class OwnGradient(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be pickled, copied and saved as a plain tensor."""
+        """Pickle, copy and save as a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a plain tensor: the gradient of a copy of the model is known to no rank."""
+        """Return a plain tensor: no other rank knows the gradient of a copy of the model."""
         made = memo[id(self)] = self.as_subclass(Tensor).detach().clone()
         return made
 
 
 class _Together(TorchDispatchMode):
-    """Runs operators of TOGETHER on gradients of this rank with the other ranks.
+    """Runs operators of TOGETHER on this rank's gradients together with the other ranks.
 
-    Whatever function of torch is called, the other ranks come to the operator too, by the same code of torch.
-    has_met: whether one has run.
+    The other ranks run the same torch code, so they reach the same operator. has_met: whether one has run.
     """
 
     has_met = False
@@ -113,13 +120,16 @@ def _is_own_sparse(value: Any) -> bool:
 
 
 def _stand_in(gradient: OwnGradient) -> Tensor:
-    """Return what other ranks have in place of a sparse gradient, and a dense one itself."""
+    """Return the remote tensor that other ranks have for a sparse gradient; return a dense gradient as is."""
     remote_gradients, index = gradient.place
     return remote_gradients.make_stand_in(gradient, index) if _is_own_sparse(gradient) else gradient
 
 
 def _refuse_norm(remote_gradients: RemoteGradients, index: int, what: str) -> NoReturn:
-    """Raise InputError for a norm of a gradient that ranks do not compute together. `index`: the parameter's."""
+    """Raise InputError for a norm that ranks do not compute together.
+
+    index: the index of the parameter.
+    """
     raise InputError(
         f"{what} of the gradient of {remote_gradients.get_name(index)!r}, which is a tensor of one rank: ranks tell "
         "each other vector norms of all numbers only, such as .grad.norm(). Compute any other norm on its own rank, of "
@@ -128,7 +138,7 @@ def _refuse_norm(remote_gradients: RemoteGradients, index: int, what: str) -> No
 
 
 def mark_own(gradient: Tensor, remote_gradients: RemoteGradients, index: int) -> None:
-    """Let a gradient of this rank be known to be that of parameter number `index`."""
+    """Mark a gradient of this rank as that of the parameter with an index."""
     if type(gradient) is Tensor:
         gradient.__class__ = OwnGradient
     if isinstance(gradient, OwnGradient):
@@ -137,7 +147,7 @@ def mark_own(gradient: Tensor, remote_gradients: RemoteGradients, index: int) ->
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter of the model, and the rank that has it."""
+    """A parameter of the model, and the rank that owns it."""
 
     name: str
     weight: weakref.ref[Tensor]
@@ -145,10 +155,10 @@ class OwnedParameter:
 
 
 class RemoteGradients:
-    """The parameters of a model in their order, with the rank that each of them is on.
+    """The gradients of a model's parameters over ranks. Knows the parameters in order, and the rank of each.
 
-    exchange: what brings numbers from rank to rank. me: the number of this rank. alone: whether there is no other rank,
-        so that gradients are as any others.
+    exchange: exchanges numbers between ranks. me: this rank. alone: whether there is only one rank, so that gradients
+    stay plain tensors.
     """
 
     def __init__(
@@ -163,42 +173,42 @@ class RemoteGradients:
         _let_clipping_take_lists()
 
     def knows(self, named: Sequence[tuple[str, Tensor, int]]) -> bool:
-        """Return whether these are the parameters and ranks that this object knows."""
+        """Return whether these are exactly the parameters and ranks that this object knows."""
         known = [(entry.name, entry.weight(), entry.rank) for entry in self._entries]
         return len(known) == len(named) and all(
             a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(known, named, strict=True)
         )
 
     def get_name(self, index: int) -> str:
-        """Return the name of parameter number `index` in the model."""
+        """Return the name of a parameter, by its index."""
         return self._entries[index].name
 
     def send_away(self, index: int, device: torch.device | None = None) -> None:
-        """Let go of the values of parameter number `index`, which another rank has."""
+        """Make a parameter remote: free its values, which another rank owns."""
         entry = self._entries[index]
         weight = entry.weight()
         assert weight is not None, "a pipeline keeps its parameters"
         send_away(weight, Owner(entry.name, entry.rank, index, self), device)
 
     def list_present(self, coming: Collection[Tensor] = ()) -> list[float]:
-        """Return, for each parameter, 1.0 where it is of this rank and has a gradient, and else 0.0.
+        """Return 1.0 for each parameter of this rank with a gradient, and 0.0 for every other parameter.
 
-        coming: parameters of this rank that are about to have one.
+        coming: parameters of this rank that are about to get a gradient.
         """
         soon = set(map(id, coming))
         return [float(self._get_own(e) is not None or id(e.weight()) in soon) for e in self._entries]
 
     def share_present(self, found: Sequence[Sequence[float]] | None = None) -> None:
-        """Let each parameter have a gradient on every rank where its own rank has one for it, and else none.
+        """Give each parameter a gradient on every rank if its owner has one, else none. This rank's own gradients stay.
 
-        found: what `list_present` returns on each rank, where that is known already. Gradients of this rank stay.
+        found: the result of `list_present` on each rank, if it is known already.
         """
         if found is None:
             mine = torch.tensor(self.list_present(), dtype=torch.float64)
             found = [one.tolist() for one in self._exchange.gather(mine, "the end of a backward")]
         for index, entry in enumerate(self._entries):
             weight = entry.weight()
-            # Assigned anew only where that changes something: it is asked for at every step.
+            # Runs at every step, so assign only if something changes.
             if isinstance(weight, RemoteParameter):
                 there = found[entry.rank][index] > 0
                 weight.grad = self._make_gradient(weight, index) if there else None
@@ -206,47 +216,47 @@ class RemoteGradients:
                 mark_own(weight.grad, self, index)
 
     def _make_gradient(self, weight: RemoteParameter, index: int) -> Tensor:
-        """Return the gradient that parameter number `index` has on its own rank, as one that is away."""
-        # One of another pipeline over the same model would wait for the ranks of that one.
+        """Return the remote gradient of a parameter."""
+        # A remote gradient of another pipeline on the same model would exchange numbers with that pipeline's ranks.
         if isinstance(weight.grad, RemoteTensor) and weight.grad.owner.collective is self:
             return weight.grad
         return make_remote(RemoteTensor, weight, replace(weight.owner, gradient=True, index=index, collective=self))
 
     def make_stand_in(self, gradient: Tensor, index: int) -> Tensor:
-        """Return what other ranks have in place of the gradient of parameter number `index`."""
+        """Return the remote tensor that other ranks have for the gradient of a parameter."""
         entry = self._entries[index]
         return make_remote(RemoteTensor, gradient, Owner(entry.name, entry.rank, index, self, gradient=True))
 
     def _get_own(self, entry: OwnedParameter) -> Tensor | None:
-        """Return the gradient of a parameter of this rank, if it has one."""
+        """Return the gradient of a parameter of this rank, or None."""
         weight = entry.weight()
         return None if entry.rank != self._me or weight is None or is_remote(weight) else weight.grad
 
-    # What ranks do together
+    # Operators that ranks run together
 
     def run_together(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator of TOGETHER returns for gradients of all ranks, which all call it now."""
+        """Run an operator of TOGETHER on gradients of all ranks. All ranks must call it now."""
         if func is UNSCALE:
             return self._unscale(*args, **kwargs)
         return self._find_all_norms(*args, **kwargs) if func is NORMS else self._find_one_norm(*args, **kwargs)
 
     def _unscale(self, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """Unscale gradients in place; `found_inf` is 1 afterwards where one on any rank is not finite."""
+        """Unscale gradients in place, and set `found_inf` to 1 if a gradient on any rank is not finite."""
         own = [gradient for gradient in gradients if not is_remote(gradient)]
         if own:
             with torch._C.DisableTorchFunctionSubclass():
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
-        # Also where this rank has none of them: the others wait for its word.
+        # Gather even if this rank has no gradients, since the other ranks wait for it.
         told = self._gather([float(found_inf)], "gradients to be unscaled")
         found_inf.fill_(max(numbers[0] for numbers in told))
 
     def _find_all_norms(
         self, given: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the norm of each gradient. Raises what torch raises for the arguments."""
+        """Return the norm of each gradient. Raises torch's own errors for the arguments."""
         for gradient in given:
             _try_norm(gradient, ord, dtype=dtype)
-        # All that each rank has: torch groups gradients by dtype, and not in the same order on every rank.
+        # Exchange all norms: torch groups gradients by dtype, and the order of groups may differ between ranks.
         told = self._tell_norms(range(len(self._entries)), float(ord), dtype, f"norms of order {float(ord)}")
         return tuple(self._find_norm(gradient, told, float(ord), dtype) for gradient in given)
 
@@ -255,7 +265,7 @@ class RemoteGradients:
     ) -> Tensor:
         """Return the norm of one gradient, as torch.linalg.vector_norm does.
 
-        Raises InputError for a norm over some dimensions, and what torch raises for the arguments.
+        Raises InputError for a norm over some of the dimensions, and torch's own errors for the arguments.
         """
         index = self._find_index(gradient)
         assert index is not None, "the gradient is one of these parameters"
@@ -271,21 +281,21 @@ class RemoteGradients:
         return found.reshape([1] * gradient.ndim) if keepdim else found
 
     def _tell_norms(self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str) -> list[list[float]]:
-        """Return the norms of the gradients that each rank has, of those numbered `chosen`, by number."""
+        """Return, for each rank, the norms of its gradients by index. `chosen` are the indices to compute."""
         own = {i: gradient for i in chosen if (gradient := self._get_own(self._entries[i])) is not None}
         numbers = [0.0] * len(self._entries)
         if own:
             dense = [g.coalesce().values() if g.is_sparse else g for g in own.values()]
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 norms = torch._foreach_norm(dense, ord, dtype)
-                # One transfer to the host for all.
+                # One transfer to the host for all norms.
                 found = torch.stack([norm.double() for norm in norms]).tolist()
             for i, number in zip(own, found, strict=True):
                 numbers[i] = number
         return self._gather(numbers, what)
 
     def _find_norm(self, gradient: Tensor, told: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
-        """Return the norm of a gradient, of which its rank has told, or that is of none of these parameters."""
+        """Look up the norm of a gradient in the ranks' numbers, or compute it if the gradient is none of these."""
         index = self._find_index(gradient)
         if index is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -295,7 +305,7 @@ class RemoteGradients:
         return torch.tensor(told[self._entries[index].rank][index], dtype=kind, device=gradient.device)
 
     def _find_index(self, gradient: Tensor) -> int | None:
-        """Return the number of the parameter that a gradient belongs to."""
+        """Return the index of a gradient's parameter, or None."""
         if isinstance(gradient, RemoteTensor):
             return gradient.owner.index if gradient.owner.collective is self else None
         if isinstance(gradient, OwnGradient):
@@ -304,9 +314,9 @@ class RemoteGradients:
         return None
 
     def _gather(self, numbers: Sequence[float], what: str) -> list[list[float]]:
-        """Return the numbers of all ranks; raises RanksDiffer where one has come here for something else."""
+        """Exchange numbers between all ranks. Raises RanksDiffer if a rank called for another reason."""
         mark = float(zlib.crc32(what.encode()))
-        # Of one size, whatever it is for: ranks that come for different things are to learn so.
+        # Always the same size, so that ranks that call for different reasons find out instead of blocking.
         mine = torch.zeros(2 + len(self._entries), dtype=torch.float64)
         mine[: 1 + len(numbers)] = torch.tensor([mark, *numbers], dtype=torch.float64)
         found = [one.tolist() for one in self._exchange.gather(mine, what)]
@@ -320,14 +330,14 @@ class RemoteGradients:
 
 
 def _try_norm(gradient: Tensor, *args: Any, dtype: torch.dtype | None) -> None:
-    """Raise what torch raises for the arguments of a norm, on every rank, before ranks wait for each other."""
+    """Raise torch's errors for the arguments of a norm on every rank, before the ranks wait for each other."""
     bare = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
     with torch._C.DisableTorchFunctionSubclass():
         torch.linalg.vector_norm(bare, *args, dtype=dtype)
 
 
 class _AtTheEnd:
-    """What autograd calls at the end of a backward, and lets go of uncalled where that fails."""
+    """A callback at the end of a backward. Calls `otherwise` if autograd drops it without calling it."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function = function
@@ -343,12 +353,12 @@ class _AtTheEnd:
 
 
 def call_after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Call a function once the backward that runs now has accumulated all gradients; `otherwise` where that fails."""
+    """Call a function once the running backward has accumulated all gradients, or `otherwise` if the backward fails."""
     torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(function, otherwise))
 
 
 @cache
 def _let_clipping_take_lists() -> None:
-    """Let clipping ask for the norms of all gradients of a list at once, where it would ask for one after the other."""
-    # As torch's own DTensor does.
+    """Make clipping compute the norms of a whole list of gradients at once, instead of one by one."""
+    # torch's own DTensor does the same.
     foreach._foreach_supported_types += [OwnGradient, RemoteTensor]

@@ -1,8 +1,8 @@
-"""RemoteParameter: parameters and buffers of the model that other ranks have.
+"""Remote parameters: parameters and buffers of the model that are on other ranks.
 
-A weight that is sent away stays the same Python object, which the model and optimizers hold. What torch keeps behind
-the object is exchanged for a tensor without memory, and the object's class for one that is derived from its own and
-from `RemoteTensor`. A weight that is brought back is as before.
+A weight that becomes remote stays the same Python object, to which the model and optimizers refer. Its C++ tensor is
+replaced by a tensor without memory, and its class by one derived from its own class and `RemoteTensor`. Bringing the
+weight back undoes both.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.jit import _recursive
 from fxsplit.torch_internals.distributed.remote_tensors import Owner, RemoteTensor, exchange, make_remote
 
 OF_REMOTE = ("owner", "lent", "aside")
-"""Attributes that a weight has only while it is away."""
+"""Attributes that only remote weights have."""
 
 
 class RemoteParameter(RemoteTensor, nn.Parameter):
-    """A parameter that another rank has."""
+    """A parameter on another rank."""
 
     aside: Tensor | None = None
-    """Its gradient, while an optimizer steps."""
+    """Its gradient while an optimizer steps."""
 
 
 @cache
 def _derive(kind: type) -> Any:
-    """Return the class of what is away, derived from the class that it has here."""
+    """Return the remote class for a class of tensors, derived from it and from RemoteTensor."""
     if issubclass(kind, RemoteTensor):
         return kind
     if kind in (nn.Parameter, Tensor):
@@ -40,17 +40,17 @@ def _derive(kind: type) -> Any:
 
 
 def _get_own_class(weight: Tensor) -> Any:
-    """Return the class that a weight has where its values are."""
+    """Return the class that a weight has on its own rank."""
     if not isinstance(weight, RemoteTensor):
         return type(weight)
     return getattr(weight, "own_class", nn.Parameter if isinstance(weight, nn.Parameter) else Tensor)
 
 
 def send_away(weight: Tensor, owner: Owner, device: torch.device | None = None) -> None:
-    """Let go of the values of a weight, which another rank has; the weight stays the same object.
+    """Make a weight remote: free its values, which another rank owns. The weight stays the same object.
 
-    device: that of this rank, which weights of all ranks say that they are on; by default where the weight is.
-    A weight that is away already is told where it is now.
+    device: the device that the weight reports, by default its current device. If the weight is remote already, its
+    owner is updated.
     """
     exchange(
         weight, make_remote(_derive(type(weight)), weight, owner, requires_grad=weight.requires_grad, device=device)
@@ -58,15 +58,15 @@ def send_away(weight: Tensor, owner: Owner, device: torch.device | None = None) 
 
 
 def bring_back(weight: Tensor, value: Tensor) -> None:
-    """Give a weight that is away the values, and the memory, of `value`; the weight stays the same object."""
+    """Make a remote weight local again, sharing memory with `value`. The weight stays the same object."""
     exchange(weight, _make_own(weight, value))
     weight.__dict__.pop("owner", None)
 
 
 def borrow(weight: RemoteTensor) -> Tensor:
-    """Return a weight as it is on its own rank, in the memory of the values that are lent.
+    """Return a local version of a remote weight that shares memory with its lent values.
 
-    Raises ElsewhereError for a weight without them.
+    Raises ElsewhereError if no values are lent.
     """
     if weight.lent is None:
         weight.owner.refuse("to run the model")
@@ -76,7 +76,7 @@ def borrow(weight: RemoteTensor) -> Tensor:
 
 
 def call_with_lent(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """Call a function; if it is a module, with the values that are lent of its buffers, where these are away."""
+    """Call a function. If it is a module with remote buffers, use their lent values."""
     buffers = function.named_buffers() if isinstance(function, nn.Module) else ()
     lent = {name: borrow(buffer) for name, buffer in buffers if isinstance(buffer, RemoteTensor)}
     if not lent or not isinstance(function, nn.Module):
@@ -86,9 +86,9 @@ def call_with_lent(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
 
 @cache
 def refuse_scripts() -> None:
-    """Let TorchScript refuse modules with weights that are away, for as long as the process lives.
+    """Make TorchScript refuse modules with remote weights, for the life of the process.
 
-    Its code in C++ asks no tensor for its class, and would save memory that is not there.
+    TorchScript's C++ code does not look at a tensor's class, and would save memory that does not exist.
     """
     create: Callable[..., Any] = _recursive.create_script_module_impl
 
@@ -104,11 +104,11 @@ def refuse_scripts() -> None:
 
 
 def _make_own(weight: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor in the memory of `value`, of the class that a weight has on its own rank."""
+    """Return a tensor that shares memory with `value`, with the class that a weight has on its own rank."""
     kind = _get_own_class(weight)
     made = value.detach()
     if not issubclass(kind, nn.Parameter):
         return made
-    # A class derived from Parameter may have a constructor of its own, which this does not call.
+    # A subclass of Parameter may have its own constructor, which _make_subclass does not call.
     own: Tensor = torch.Tensor._make_subclass(kind, made, weight.requires_grad)
     return own

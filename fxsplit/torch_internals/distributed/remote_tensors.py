@@ -1,8 +1,13 @@
-"""RemoteTensor: tensors whose values are on another rank. They have a shape, a dtype and a device, and no memory.
+"""Remote tensors, which have their values on another rank. They have a shape, a dtype and a device, but no memory.
 
-Operators on them compute shapes. What is computed from a tensor that is away is away too; to write to one does nothing
-here, since its rank does the same. An operator that would read values, or mix them with values of this rank, raises an
-error that names the weight.
+Operators on remote tensors compute shapes only. A result computed from a remote tensor is remote too. A write to a
+remote tensor does nothing here, since its owner runs the same write. An operator that would read values, or mix them
+with values of this rank, raises an error that names the weight:
+
+    remote * 2               -> remote
+    remote.mul_(2)           -> the same remote tensor; only its owner computes
+    remote + tensor of rank  -> ElsewhereError
+    remote.item()            -> ElsewhereError
 """
 
 from __future__ import annotations
@@ -24,33 +29,33 @@ from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
 T = TypeVar("T", bound=Tensor)
 LOCAL = "pipe.local_parameters() are those of this rank, and the ranks with the same ones are mesh.get_group('dp')"
-"""What to use among ranks."""
+"""The alternative for collectives that the user calls."""
 aten = torch.ops.aten
 
 SAME = {aten.detach.default, aten.alias.default}
-"""Operators that return the very tensor again: what a gradient makes of these is the gradient."""
+"""Operators that return the same tensor, so that the result still counts as the gradient itself."""
 TOGETHER = {
     aten._foreach_norm.Scalar,
     aten.linalg_vector_norm.default,
     aten._amp_foreach_non_finite_check_and_unscale_.default,
 }
-"""Operators on gradients whose results all ranks need, and for which they meet; see `remote_gradients.py`."""
+"""Operators on gradients that all ranks run together, since all need the results; see `remote_gradients.py`."""
 DRAW_BY_VALUES = {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"}
-"""Operators that draw more random numbers for some values than for others."""
+"""Operators that draw a number of random numbers that depends on values."""
 
 
 class CollectiveOperators(Protocol):
     """Runs operators of TOGETHER, which all ranks call at the same time."""
 
     def run_together(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the operator returns for the gradients of all ranks."""
+        """Return the operator's result for the gradients of all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """The rank that has a weight, and the name of the weight in the model.
+    """The rank that owns a weight, and the weight's name in the model.
 
-    index: the number of the weight among the parameters of `collective`.
+    index: the weight's index among the parameters of `collective`.
     """
 
     name: str
@@ -58,17 +63,20 @@ class Owner:
     index: int = 0
     collective: CollectiveOperators | None = None
     gradient: bool = False
-    """Whether this is the weight's gradient, and not its values."""
+    """Whether this is the weight's gradient instead of its values."""
     derived: bool = False
-    """Whether this is computed from it."""
+    """Whether this was computed from the weight or the gradient."""
     absent: frozenset[int] = frozenset()
-    """The ranks of torch's default group that do not have it either, this one among them."""
+    """The ranks of torch's default group that do not have it, including this rank."""
 
     def __str__(self) -> str:
         return f"the gradient of {self.name!r}" if self.gradient else repr(self.name)
 
     def refuse(self, what: str, way: str = "") -> NoReturn:
-        """Raise ElsewhereError: `what` was to be done with the values. `way`: what to use in its place."""
+        """Raise ElsewhereError.
+
+        what: the operation that needs the values. way: the alternative to suggest.
+        """
         if not way:
             way = (
                 "ranks tell each other norms, clip_grad_norm_() and .grad.norm(); compute anything else on the rank "
@@ -80,12 +88,12 @@ class Owner:
 
 
 class RemoteStorage(torch.UntypedStorage):
-    """The storage of a tensor that is away: it has a size, and no memory."""
+    """The storage of a remote tensor: it has a size, but no memory."""
 
     owner: Owner
 
     def data_ptr(self) -> NoReturn:
-        """Raise ElsewhereError: safetensors and others read a tensor by the memory of its storage."""
+        """Raise ElsewhereError: libraries such as safetensors read a tensor through its storage."""
         self.owner.refuse("to read its storage")
 
     def __getitem__(self, *args: Any) -> NoReturn:
@@ -102,24 +110,24 @@ class RemoteStorage(torch.UntypedStorage):
 
 
 class RemoteTensor(Tensor):
-    """A tensor whose values are on another rank; `owner` says where."""
+    """A tensor with its values on another rank, given by `owner`."""
 
     owner: Owner
     lent: Tensor | None = None
     """The values in host memory, while all ranks compile together."""
-    # Operators come to __torch_dispatch__, also those that torch calls itself.
+    # Operators go to __torch_dispatch__ only, including those that torch calls internally.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator for its shapes; raises ElsewhereError where it would read values."""
+        """Run an operator on shapes only. Raises ElsewhereError if it needs values."""
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the tensor's shape, and where it is."""
-        # One that is half made has no owner.
+        """Return dtype, shape and owner."""
+        # A tensor under construction has no owner yet.
         where = f", {self.owner} on rank {self.owner.rank}" if "owner" in self.__dict__ else ""
         return f"{type(self).__name__}({self.dtype}, {list(self.shape)}{where})"
 
@@ -128,7 +136,7 @@ class RemoteTensor(Tensor):
         self.owner.refuse("to save or pickle it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return another one, which has the same place in a copy of the model."""
+        """Return a copy with the same owner, for a copy of the model."""
         made = make_remote(type(self), self, self.owner, requires_grad=self.requires_grad)
         memo[id(self)] = made
         made.__dict__.update(self.__dict__)
@@ -136,12 +144,12 @@ class RemoteTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor, as one that autograd does not know."""
+        """The tensor, detached from autograd."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # Its rank takes the values. Here it may become one of another kind, as by model.half().
+        # The owner takes the values. Here only dtype, shape and device may change, as by model.half().
         if (value.dtype, value.shape, value.device) == (self.dtype, self.shape, self.device):
             return
         gradient = self.grad
@@ -150,13 +158,13 @@ class RemoteTensor(Tensor):
             self.grad = make_remote(RemoteTensor, value, gradient.owner)
 
     def data_ptr(self) -> int:
-        """Return 0, as of a tensor without values."""
+        """Return 0, as for a tensor without values."""
         return 0
 
     def untyped_storage(self) -> RemoteStorage:
-        """Return the tensor's storage, which raises ElsewhereError where its memory is asked for."""
+        """Return the tensor's storage, which raises ElsewhereError on access to its memory."""
         found: Any = super().untyped_storage()
-        # It stays one storage, whose size and identity others may ask for.
+        # Change the class in place: other code may read the size and identity of the storage.
         found.__class__, found.owner = RemoteStorage, self.owner
         return cast(RemoteStorage, found)
 
@@ -165,7 +173,7 @@ class RemoteTensor(Tensor):
         self.owner.refuse("to read its storage")
 
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        """Raise ElsewhereError: libraries that take a tensor by its memory would read memory of others."""
+        """Raise ElsewhereError: other libraries would read memory that does not belong to the tensor."""
         self.owner.refuse("to hand its memory on")
 
     def tolist(self) -> NoReturn:
@@ -189,12 +197,12 @@ def is_remote(tensor: object) -> bool:
 def make_remote(
     kind: type[T], like: Tensor, owner: Owner, *, requires_grad: bool = False, device: torch.device | None = None
 ) -> T:
-    """Return a tensor of a class derived from RemoteTensor that has the shape, strides and dtype of another one.
+    """Return a remote tensor of class `kind` with the shape, strides and dtype of `like`.
 
-    It says that it is on `device`, by default that of the other one.
+    device: the device that it reports, by default that of `like`.
     """
     strides = like.stride() if like.layout == torch.strided else None
-    # As of a tensor that has values: one that is made in inference mode, as by detach(), has no version to share.
+    # Outside of inference mode, in which tensors have no version counter.
     with leave_inference_mode():
         made: Any = torch.Tensor._make_wrapper_subclass(
             kind, like.shape, strides, dtype=like.dtype, device=device or like.device, requires_grad=requires_grad
@@ -204,11 +212,11 @@ def make_remote(
 
 
 def exchange(tensor: Tensor, made: Tensor) -> None:
-    """Let a tensor be what `made` is, with the attributes of both, and the same object; `made` is what it was."""
+    """Swap the class and the C++ tensor of two tensors, and give `tensor` the attributes of both. Both objects stay."""
     new: Any = type(made)
     old: Any = type(tensor)
-    # torch.utils.swap_tensors does the same, and refuses where there are weak references, which go on meaning the
-    # tensor. From C: an interrupt comes before all of it or after.
+    # Like torch.utils.swap_tensors, but it allows weak references, which keep referring to `tensor`. From C, so that an
+    # interrupt comes before or after all of it.
     call_all(
         [
             partial(setattr, tensor, "__class__", new),
@@ -220,18 +228,18 @@ def exchange(tensor: Tensor, made: Tensor) -> None:
 
 
 def _is_gradient(tensor: RemoteTensor) -> bool:
-    """Return whether a tensor is the very gradient of a parameter, of which its rank can tell the others."""
+    """Return whether a tensor is the gradient of a parameter itself, so that ranks can exchange its norms."""
     return tensor.owner.gradient and not tensor.owner.derived and tensor.owner.collective is not None
 
 
 def _get_collective(gradient: RemoteTensor) -> CollectiveOperators:
-    """Return where ranks meet for a gradient."""
+    """Return the object through which ranks run operators on a gradient together."""
     assert gradient.owner.collective is not None, "gradients have one"
     return gradient.owner.collective
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operator makes of arguments of which some are away; raises ElsewhereError."""
+    """Run an operator with remote tensors among its arguments. Raises ElsewhereError if it needs values."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_remote(leaf)]
     if func in TOGETHER and all(map(_is_gradient, found)):
         return _get_collective(found[0]).run_together(func, args, kwargs)
@@ -246,9 +254,9 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Sequence[RemoteTensor]) -> Any:
-    """Take part in a broadcast among ranks of which none has the values: an optimizer has each of them step some.
+    """Take part in a broadcast among ranks without the values, as made by optimizers that shard their steps.
 
-    One number goes in place of the values, so that ranks that come for another tensor do not get this one's place.
+    A single number is sent instead of the values, so that the ranks' collectives stay matched.
     """
     ranks = dist.get_process_group_ranks(ProcessGroup.unbox(args[1]))
     for one in found:
@@ -260,7 +268,7 @@ def _broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Se
 
 
 def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, found: Sequence[RemoteTensor]) -> Any:
-    """Return what an operator makes of its arguments, of which `found` are away."""
+    """Run one operator on its arguments. `found` are the remote ones."""
     owner = found[0].owner
     other = next((one.owner for one in found if one.owner.rank != owner.rank), None)
     if other is not None:
@@ -271,7 +279,7 @@ def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, 
     if written:
         if not all(map(is_remote, written)):
             owner.refuse(f"{name}() into a tensor of this rank")
-        # Its rank writes.
+        # The owner writes.
         return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
     shapes = {tuple(one.shape) for one in found}
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -289,9 +297,9 @@ def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, 
 
 
 def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owner: Owner, name: str) -> None:
-    """Draw as many random numbers as the weight's own rank does, and drop them: generators of ranks stay alike.
+    """Draw as many random numbers as the weight's owner, and drop them, to keep the ranks' generators in step.
 
-    Otherwise ranks that initialise a model again would give layers of two ranks the same numbers.
+    Otherwise, ranks that re-initialise a model would give layers on two ranks the same numbers.
     """
     if name in DRAW_BY_VALUES:
         owner.refuse(f"{name}()")
@@ -306,7 +314,7 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owner: Owner, 
 
 
 def _compute_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owner: Owner, name: str) -> Any:
-    """Return what an operator makes of tensors without values."""
+    """Return an operator's result on meta tensors."""
 
     def strip(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -316,7 +324,7 @@ def _compute_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owne
     bare, named = pytree.tree_map(strip, (tuple(args), dict(kwargs)))
     try:
         return func(*bare, **named)
-    except (RuntimeError, NotImplementedError) as error:  # what reads values has no meaning without them
+    except (RuntimeError, NotImplementedError) as error:  # an operator that reads values cannot run without them
         try:
             owner.refuse(f"{name}()")
         except ElsewhereError as refused:
@@ -324,7 +332,7 @@ def _compute_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owne
 
 
 def _list_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments that the operator writes to."""
+    """Return the arguments to which the operator writes."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -334,7 +342,7 @@ def _list_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def _run_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    """Return what an operator on lists makes of them, place by place; those that are away are left to their ranks."""
+    """Run an operator on lists element by element. Remote elements are left to their owners."""
     n = len(args[0])
 
     def is_list(value: Any) -> bool:
@@ -365,7 +373,7 @@ def _run_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str)
 def _list_leaves(
     places: Sequence[int], values: Sequence[Any], is_list: Callable[[Any], bool]
 ) -> Iterator[tuple[int, Any]]:
-    """Yield what lists hold at these places, with the place."""
+    """Yield the elements of lists at these positions, with the position."""
     for value in values:
         if is_list(value):
             yield from ((i, value[i]) for i in places)

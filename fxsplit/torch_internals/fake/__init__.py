@@ -1,1 +1,1 @@
-"""Fake tensors: models without weights in memory, their shapes, and weights that are made up to run them."""
+"""Fake tensors: models without weights in memory, shape inference, and made-up weights for running such models."""

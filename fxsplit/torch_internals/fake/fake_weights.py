@@ -1,8 +1,8 @@
-"""Capture and plan models that are too big to be in memory at once, with *fake tensors* in place of their weights.
+"""Capture and plan models that are too large for memory, with *fake tensors* instead of weights.
 
-A fake tensor has a shape, a dtype and a device, and no memory; operators on it compute shapes only. A user builds such
-a model inside `without_weights()`. Capture and profiling run it inside `make_runnable(...)`, and values are loaded
-stage by stage afterwards.
+A fake tensor has a shape, a dtype and a device, but no memory; operators on it only compute shapes. A user builds the
+model inside `without_weights()`. Capture and profiling run it inside `make_runnable(...)`. Afterwards the weights are
+loaded stage by stage.
 """
 
 from __future__ import annotations
@@ -36,23 +36,26 @@ M = TypeVar("M", bound=nn.Module)
 P = TypeVar("P", bound=Tensor)
 
 READ = torch.ops.aten._local_scalar_dense.default
-"""The operator behind `item()` and `tolist()`."""
+"""The operator that `item()` and `tolist()` call."""
 NO_BACKWARD = -1
-"""What torch gives for the number of the backward that is running, where none is."""
+"""torch's id of the running backward if there is none."""
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a fake one, as all are that run inside of `make_runnable(..., from_shapes=True)`."""
+    """Return whether a tensor is fake, as all tensors are inside `make_runnable(..., from_shapes=True)`."""
     return isinstance(tensor, FakeTensor)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has more than a shape, and keeps what is written to it."""
+    """Return whether a tensor has values in this process, so that it keeps what is written to it."""
     return not (is_fake(tensor) or tensor.is_meta or is_remote(tensor) or isinstance(tensor, MadeUp))
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of the model is on the meta device, or on another rank that lends none."""
+    """Return whether any weight is on the meta device, or on another rank that has not lent its values.
+
+    Weights are parameters and buffers.
+    """
     weights = (*model.parameters(), *model.buffers())
     return any(w.is_meta or (isinstance(w, RemoteTensor) and w.lent is None) for w in weights)
 
@@ -61,16 +64,16 @@ def lacks_values(model: nn.Module) -> bool:
 def without_weights() -> Iterator[None]:
     """Build a model without memory for its parameters: inside the block they are made on the meta device.
 
-    Buffers keep their values: a file of weights need not have them, and `torch.device("meta")` would lose them.
-    Each parameter is allocated and given back before the next one, and initialisers find no values to compute.
+    Buffers keep their values. A file of weights may not contain them, and `torch.device("meta")` would lose them. Each
+    parameter is allocated and freed before the next one, and initialisers have no values to compute.
     """
-    # By identity and weakly: a parameter that is gone gives its memory back, and its id to a new one.
+    # Keyed weakly by identity: a parameter that is freed frees its memory, and a new parameter may get its id.
     made = WeakIdKeyDictionary()
 
     def without_memory(register: Method) -> Method:
         def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             if param is not None and not param.is_meta and not is_lazy(param):
-                # One parameter that is registered under two names stays one.
+                # A parameter registered under two names stays one parameter.
                 if param not in made:
                     made[param] = fill_like(param, param.detach().to("meta"))
                 param = made[param]
@@ -86,15 +89,15 @@ def without_weights() -> Iterator[None]:
 def make_runnable(
     module: M, tensors: Sequence[Tensor], from_shapes: bool, device: torch.device | None = None
 ) -> Iterator[tuple[M, list[Tensor]]]:
-    """Yield the module and inputs for it, such that they can run on one device.
+    """Yield the module and inputs for it that can run on one device.
 
-    With `from_shapes` all parameters, buffers and inputs are replaced by fake tensors for as long as the block takes:
-    on `device`, which need not exist, by default on that of the first input.
-    Where weights are on several devices, as once stages have been placed, or no input is where they are, as once all
-    stages have been placed on one GPU, they are replaced by copies in host memory for as long. So are weights of other
-    ranks, by the values that are lent. In all other cases module and inputs are yielded as they are.
+    With `from_shapes`, all parameters, buffers and inputs are fake tensors during the block, on `device` (which need
+    not exist), by default the first input's device.
 
-    Raises ElsewhereError for a weight of another rank whose values are not lent.
+    Otherwise weights and inputs are copied to host memory for the block if the weights are on several devices, as after
+    stages have been placed, or if no input is on their device. Weights of other ranks are replaced by the values that
+    these ranks have lent. In all other cases the module and the inputs are yielded unchanged. Raises ElsewhereError for
+    a weight of another rank that has not been lent.
     """
     weights = (*module.parameters(), *module.buffers())
     if from_shapes:
@@ -103,7 +106,7 @@ def make_runnable(
     elif are_together(weights, tensors) and not any(map(is_remote, weights)):
         yield module, list(tensors)
     else:
-        # Not a copy of the modules: their Python attributes are the user's objects, which forward() reads and writes.
+        # Do not copy the modules: their attributes are the user's own objects, which forward() reads and writes.
         is_here = all(map(_is_in_host_memory, weights))
         with nullcontext() if is_here else _replace_weights(module, _copy_to_host):
             yield module, [t.detach().cpu().requires_grad_(t.requires_grad) for t in tensors]
@@ -111,9 +114,9 @@ def make_runnable(
 
 @contextmanager
 def make_up_weights(module: M, tensors: Sequence[Tensor]) -> Iterator[tuple[M, list[Tensor]]]:
-    """Yield the module and inputs for it, such that they run in host memory on made-up weights (see `made_up`).
+    """Yield the module and inputs for it that run in host memory on made-up weights (see `made_up`).
 
-    Buffers are copies of those that have values, or that another rank has lent. Raises InputError for an input without
+    Buffers with values here, or with values lent by another rank, are copied. Raises InputError for an input without
     values.
     """
     if not all(map(has_values, tensors)):
@@ -133,28 +136,28 @@ def make_up_weights(module: M, tensors: Sequence[Tensor]) -> Iterator[tuple[M, l
 
 
 def are_together(weights: Iterable[Tensor], tensors: Iterable[Tensor]) -> bool:
-    """Return whether a model can run: its weights are on one device, and so is one of its inputs, or several."""
+    """Return whether a model can run as it is: all weights on one device, together with at least one input."""
     devices = {w.device for w in weights}
-    # Some models want their lengths in host memory, and all else with the weights.
+    # Some models expect their lengths in host memory, and all other inputs on the device of the weights.
     return len(devices) <= 1 and (not devices or not devices.isdisjoint(t.device for t in tensors))
 
 
 def _is_in_host_memory(weight: Tensor) -> bool:
-    """Return whether the values of a weight are in the host memory of this process."""
+    """Return whether a weight's values are in the host memory of this process."""
     return weight.device.type == "cpu" and not is_remote(weight)
 
 
 def _copy_to_host(weight: P) -> P:
-    """Return a weight with its values in host memory: itself, a copy, or what another rank has lent."""
+    """Return a weight with its values in host memory: the weight itself, a copy, or values lent by another rank."""
     if isinstance(weight, RemoteTensor):
         return cast(P, borrow(weight))
     return weight if _is_in_host_memory(weight) else fill_like(weight, weight.detach().cpu())
 
 
 def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> P:
-    """Return a tensor with the values of `value`, and with class, attributes, strides and requires_grad of `weight`.
+    """Return a tensor with the values of `value`, and the class, attributes, strides and requires_grad of `weight`.
 
-    It is on the device of `value` and in its dtype, where no others are given.
+    Device and dtype default to those of `value`.
     """
     device, dtype = device or value.device, dtype or value.dtype
     return dress_like(
@@ -163,10 +166,10 @@ def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtyp
 
 
 def dress_like(weight: P, value: Tensor) -> P:
-    """Return a tensor in the memory of `value`, with class, attributes and requires_grad of `weight`."""
+    """Return a tensor that shares memory with `value`, with class, attributes and requires_grad of `weight`."""
     made = value
     if isinstance(weight, nn.Parameter):
-        # A class derived from Parameter may have a constructor of its own, which this does not call.
+        # A subclass of Parameter may have its own constructor, which _make_subclass does not call.
         made = torch.Tensor._make_subclass(type(weight), made, weight.requires_grad)
     made.requires_grad_(weight.requires_grad)
     made.__dict__.update(weight.__dict__)
@@ -174,7 +177,7 @@ def dress_like(weight: P, value: Tensor) -> P:
 
 
 class Snapshot:
-    """The values of tensors, to tell later which were written to. For fake tensors, the counts of their writes."""
+    """A copy of tensors' values, to detect later writes. For fake tensors, their version counters."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._kept = [(t, *((0, t.detach().clone()) if has_values(t) else (t._version, None))) for t in tensors]
@@ -184,13 +187,13 @@ class Snapshot:
         return [t for t, version, value in self._kept if _differs(t, version, value)]
 
     def restore(self) -> None:
-        """Write the values back, where they have changed. Fake tensors have none to restore."""
+        """Restore the values of tensors that have changed. Fake tensors have no values."""
         with torch.no_grad():
             for tensor, version, value in self._kept:
-                # A write counts as a new version even where it changes nothing, and autograd may have saved the tensor.
+                # Skip unchanged tensors: any write counts as a new version, and autograd may have saved the tensor.
                 if value is None or not _differs(tensor, version, value):
                     continue
-                # A tensor that was resized may have lost the memory of its values.
+                # A tensor that was resized may have lost its memory.
                 if tensor.shape != value.shape:
                     tensor.data = value.clone()
                 tensor.copy_(value)
@@ -198,14 +201,14 @@ class Snapshot:
 
 @contextmanager
 def keep_values(tensors: Iterable[Tensor]) -> Iterator[Snapshot]:
-    """Restore the values of tensors after the block, whichever line an interrupt comes at; yields what they are now."""
+    """Restore the values of tensors after the block, at whichever line an interrupt comes. Yields the snapshot."""
     snapshot = Snapshot(tensors)
     with restore_after(snapshot.restore):
         yield snapshot
 
 
 def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
-    """Return whether a tensor has been written to since it had this version and this value (None for a fake one)."""
+    """Return whether a tensor was written to since it had this version and this value (None for a fake tensor)."""
     if value is None:
         return tensor._version != version
     if tensor.shape != value.shape:
@@ -215,17 +218,16 @@ def _differs(tensor: Tensor, version: int, value: Tensor | None) -> bool:
 
 
 def _has_other_values(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether two tensors of one shape differ; NaN is equal to NaN."""
-    # Values are compared and not versions, since some kernels (batch norm's) write and count no version. The second
-    # comparison takes NaN for equal to NaN.
+    """Return whether two tensors of the same shape differ; NaN equals NaN."""
+    # Compare values instead of versions, since some kernels (batch norm's) write without counting a version.
     return not torch.equal(tensor, value) and not bool(((tensor == value) | (tensor.isnan() & value.isnan())).all())
 
 
 class _WatchedFakeMode(FakeTensorMode):
-    """Computes shapes, with the traces that a real operator leaves and that observers look for.
+    """A fake tensor mode that reproduces the side effects of real operators for which observers look.
 
-    An operator that draws takes a number from the generator, so its state changes. An operator that updates running
-    statistics raises their version counters.
+    An operator that draws advances the random generator. An operator that updates running statistics increments their
+    version counters.
     """
 
     def __init__(self) -> None:
@@ -235,8 +237,9 @@ class _WatchedFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         is_operator = isinstance(func, torch._ops.OpOverload)
-        # Some backwards are Python that reads values, such as how many rows each expert has. Whatever these are, a
-        # gradient has the shape of what it is of. In a forward a value may decide what is computed: that is refused.
+        # Some backwards written in Python read values, such as the number of rows per expert. Return 0: the shape of a
+        # gradient does not depend on them. In a forward, values may decide what is computed, so reading them is
+        # refused.
         if func is READ and is_fake(args[0]) and torch._C._current_graph_task_id() != NO_BACKWARD:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         try:
@@ -249,7 +252,7 @@ class _WatchedFakeMode(FakeTensorMode):
             return result
         given: dict[str, Any] = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(given, args, strict=False)), **(kwargs or {})}
-        # Attention has the tag of operators that draw, but draws only where it drops.
+        # Attention is tagged as an operator that draws, but draws only with dropout.
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p", 1.0) > 0:
             with unset_fake_temporarily():
                 torch.rand((), device="cpu")
@@ -260,18 +263,18 @@ class _WatchedFakeMode(FakeTensorMode):
         return result
 
 
-@cache  # asked for every operator that runs, of which there are few kinds
+@cache  # called for every operator that runs, but there are few different operators
 def _leaves_traces(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operator may draw, or update running statistics."""
+    """Return whether an operator may draw random numbers or update running statistics."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return draws or any(argument.name == "running_mean" for argument in func._schema.arguments)
 
 
 @contextmanager
 def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Put fake tensors on `device` in place of all parameters and buffers of a module, for as long as the block takes.
+    """Replace all parameters and buffers of a module by fake tensors on `device` for the block.
 
-    Yields a function that returns the fake tensor of another tensor, the same one each time.
+    Yields a function that returns the fake tensor of a tensor, always the same one.
     """
     mode = _WatchedFakeMode()
     made: dict[Tensor, Tensor] = {}
@@ -287,7 +290,7 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
     with (
         _replace_weights(module, make_fake),
         keep_torch_generators(),
-        # torch logs each fake kernel that refuses, with its whole stack; what stops a model is told by an error.
+        # torch logs every fake kernel that refuses, with the whole stack. An error reports it if it matters.
         hide_logged_warnings("torch"),
         enter_dispatch_mode(mode),
     ):
@@ -296,7 +299,7 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
 
 @contextmanager
 def _replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Put what `make` returns for them in place of all parameters and buffers, for as long as the block takes."""
+    """Replace all parameters and buffers by the results of `make` for the block."""
     made: dict[Tensor, Tensor] = {}
     registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]
@@ -307,10 +310,10 @@ def _replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Ite
             held.update(own)
 
     with restore_after(put_back):
-        # The registries are changed directly, since to set an attribute may run code of the module's own.
+        # Change the registries directly, since setting an attribute may run the module's own code.
         for held, own in before:
             for name, weight in own.items():
                 if weight is not None:
-                    # A weight under two names stays one.
+                    # A weight registered under two names stays one weight.
                     held[name] = made[weight] if weight in made else made.setdefault(weight, make(weight))
         yield

@@ -1,8 +1,8 @@
-"""Made-up weights: values for a model that has none, so that it can be run to find out how it is built.
+"""Made-up weights: values for a model without weights, so that it can run and its structure can be tested.
 
-Whether a loss is a mean or a sum over rows follows from what `forward()` computes, and not from what the weights are.
-The values of a weight are made for each operator that reads them, and are given back after it: only the weight that is
-read takes memory.
+For example, whether a loss is a mean or a sum over rows depends on the computation in `forward()`, not on the weights.
+Values are generated for each operator that reads a weight and freed after it, so only one operator's weights take
+memory.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 
 POOL = 65_537
-"""So many random numbers are repeated in a weight. It is a prime: rows of most lengths begin at other numbers of it."""
+"""The size of the pool of random numbers that fills weights. A prime, so that rows start at different pool positions.
+"""
 STRIDE = 7_919
-"""So many numbers later in the pool the next weight begins; it is a prime too."""
+"""The distance in the pool between the starts of consecutive weights. A prime too."""
 SPREAD = 0.1
-"""How far a number of a vector is from 1. Vectors are scales, shifts, and variances, which must be positive."""
+"""The standard deviation of vectors around 1. Vectors may be scales, shifts or variances, which must be positive."""
 KEPT = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
-"""Operators whose result has the same values, and is made up as well."""
+"""Operators that keep the values of a weight, so that their result is made up as well."""
 
 
 class MadeUp(Tensor):
-    """A weight with made-up values; `number` tells weights of one shape apart."""
+    """A weight with made-up values. `number` distinguishes weights of the same shape."""
 
     number: int
-    # Operators come to __torch_dispatch__, also those that torch calls itself.
+    # Operators go to __torch_dispatch__ only, including those that torch calls internally.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on values that are made now. What it writes to a weight is lost."""
+        """Run an operator on freshly generated values. Writes to a weight are lost."""
         kwargs = kwargs or {}
         if func in KEPT and isinstance(args[0], MadeUp):
             return make_up(args[0], args[0].number, kwargs.get("dtype"))
@@ -47,17 +48,17 @@ class MadeUp(Tensor):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return another one with the same values."""
+        """Return a copy with the same values."""
         made = memo[id(self)] = make_up(self, self.number)
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the tensor's shape."""
+        """Return dtype and shape."""
         return f"{type(self).__name__}({self.dtype}, {list(self.shape)})"
 
 
 def make_up(weight: Tensor, number: int, dtype: torch.dtype | None = None) -> MadeUp:
-    """Return a weight in host memory like another one, with the attributes of that one and made-up values."""
+    """Return a made-up weight in host memory with the layout and attributes of `weight`."""
     made: Any = torch.Tensor._make_wrapper_subclass(
         MadeUp,
         weight.shape,
@@ -68,17 +69,17 @@ def make_up(weight: Tensor, number: int, dtype: torch.dtype | None = None) -> Ma
     )
     made.__dict__.update(weight.__dict__)
     made.number = number
-    # So torch marks a parameter of a class that is not derived from Parameter.
+    # torch's own marker for parameters of classes that are not derived from Parameter.
     made._is_param = isinstance(weight, nn.Parameter)
     found: MadeUp = made
     return found
 
 
 def make_values(weight: MadeUp) -> Tensor:
-    """Return the values of a weight, the same ones in each dtype but for rounding.
+    """Return the values of a weight. They are the same in each dtype, up to rounding.
 
-    Those of matrices are normal numbers, such that a product with one is about as large as its operand. Those of
-    vectors and buffers are near 1. Integers are zeros, which are valid indices of any table, and booleans are true.
+    Matrices are normally distributed, and scaled so that a product is about as large as its operand. Vectors and
+    buffers are near 1. Integers are zeros, which are valid indices of any table, and booleans are true.
     """
     shape, strides = weight.shape, weight.stride()
     last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
@@ -94,24 +95,24 @@ def make_values(weight: MadeUp) -> Tensor:
 
 
 def _fill(memory: Tensor, pool: Tensor) -> None:
-    """Fill memory with the numbers of a pool, again and again."""
+    """Fill memory by repeating the pool."""
     whole = memory.numel() // POOL * POOL
     memory[:whole].view(-1, POOL).copy_(pool)
     memory[whole:].copy_(pool[: memory.numel() - whole])
 
 
 def _count_summed(shape: Sequence[int]) -> int:
-    """Return how many products a layer adds up for each number that it makes, with a weight of this shape."""
-    # Three dimensions are those of several matrices, such as the experts of a mixture, and more those of convolutions.
+    """Return how many products a layer with a weight of this shape sums for each output element."""
+    # Weights with three dimensions are stacks of matrices, such as experts; weights with more are convolutions.
     return max(shape[1:]) if len(shape) == 3 else prod(shape[1:])
 
 
 def _take_pool(number: int) -> Tensor:
-    """Return the random numbers that a weight is made of: those that there are, from another one on for each weight."""
+    """Return the pool of random numbers, rotated by a different amount for each weight."""
     return _make_pool().roll(number * STRIDE)
 
 
 @cache
 def _make_pool() -> Tensor:
-    """Return random numbers."""
+    """Return normally distributed random numbers, the same in every process."""
     return torch.randn(POOL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

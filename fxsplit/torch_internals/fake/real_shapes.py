@@ -1,7 +1,8 @@
-"""Shapes that a fake kernel refuses to tell: found by the real kernel on made-up values, or asked for in bfloat16.
+"""Infer shapes if a fake kernel refuses to: by the real kernel on made-up values, or by the fake kernel in bfloat16.
 
-A *fake kernel* tells what an operator makes from the shapes of its arguments. Some are stricter than the kernel that
-computes: that of `aten._grouped_mm`, which mixtures of experts call, wants bfloat16; the real one takes float32 too.
+A *fake kernel* infers an operator's result from the shapes of its arguments. Some fake kernels are stricter than the
+real one: that of `aten._grouped_mm`, used in mixtures of experts, requires bfloat16, but the real kernel takes float32
+too.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ HANG_ON_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""Errors of fake kernels that made-up values cannot answer for."""
+"""Errors of fake kernels if the result depends on values, so that made-up values cannot help."""
 
 
 class RealShapes:
-    """Runs operators on made-up values in host memory, once for each kind of arguments, and notes what they made."""
+    """Runs operators on made-up values in host memory, once per kind of arguments, and caches the resulting shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def find(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """Return the fake result of an operator whose fake kernel has `refused` these arguments.
+        """Return the fake result of an operator whose fake kernel has raised `refused`.
 
-        The memory is that of the operator's arguments and results. Raises `refused` where the real kernel refuses the
-        arguments too, where these are on several devices or of sizes that are symbols, and where the result is a view,
-        was written to, or hangs on values.
+        Takes as much memory as the operator's arguments and results. Raises `refused` if the real kernel refuses the
+        arguments too, if the arguments are on several devices or have symbolic sizes, and if the result is a view, an
+        argument that was written to, or depends on values.
         """
         if isinstance(refused, HANG_ON_VALUES) or _has_aliases(func):
             raise refused
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # Tensors on several devices are refused for that, which values in host memory would hide.
+        # Tensors on several devices are an error, which values in host memory would hide.
         if len({tensor.device for tensor in tensors}) != 1 or not all(_is_plain(tensor) for tensor in tensors):
             raise refused
         key = (func, str(spec), *(_describe(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
@@ -75,9 +76,9 @@ class RealShapes:
 
 @contextmanager
 def ask_in_bfloat16() -> Iterator[None]:
-    """Let fake kernels that refuse a dtype tell the shapes of bfloat16 in the block, also where sizes are symbols.
+    """Let fake kernels that refuse a dtype infer shapes in bfloat16 in the block, even for symbolic sizes.
 
-    What torch.export records is compared with the model afterwards, so that a kernel which refuses the dtype is found.
+    The exported program is compared with the model later, which detects a real kernel that refuses the dtype.
     """
 
     def wrap(dispatch: Method) -> Method:
@@ -106,7 +107,7 @@ def ask_in_bfloat16() -> Iterator[None]:
 
 
 def _convert(mode: FakeTensorMode, own: torch.dtype, other: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return a fake tensor of another dtype in place of one of dtype `own`."""
+    """Return a fake tensor of dtype `other` for a tensor of dtype `own`; return any other tensor as is."""
     if tensor.dtype != own:
         return tensor
     with mode:
@@ -131,18 +132,18 @@ def _describe(tensor: Tensor) -> _Kind:
 
 
 def _make_up(tensor: Tensor) -> Tensor:
-    """Return zeros like a tensor, which are valid indices and offsets of anything."""
+    """Return zeros like a tensor. Zero is a valid index and offset everywhere."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.zeros(last + 1 if tensor.numel() else 0, dtype=tensor.dtype, device="cpu")
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has one piece of memory, of sizes that are numbers."""
+    """Return whether a tensor is strided and has concrete sizes."""
     return tensor.layout == torch.strided and all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
 
 
 def _has_aliases(func: Any) -> bool:
-    """Return whether an operator writes to its arguments, or may return one of them or a view."""
+    """Return whether an operator writes to its arguments, or may return an argument or a view."""
     schema = func._schema
     return any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))

@@ -1,1 +1,1 @@
-"""torch.fx: run graphs, observe them, find out what their nodes read, and keep values from call to call."""
+"""torch.fx: run and observe graphs, find what their nodes read, and keep values between calls."""

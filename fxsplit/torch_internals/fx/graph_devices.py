@@ -1,7 +1,7 @@
-"""Let a graph make its constants on the device of its stage.
+"""Make a graph create its constants on the device of its stage.
 
-A model that was captured on one device makes constants there, as `torch.arange(n, device=x.device)` does. Once the
-graph is cut into stages, each stage has a device of its own.
+A model captured on one device creates constants there, for example by `torch.arange(n, device=x.device)`. After the
+cut, each stage runs on its own device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import fx, nn
 
 
 def fix_constant_devices(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return the graph, changed in place, with `device` where a node asked a tensor for its device (`x.device`).
+    """Replace each read of a tensor's device (`x.device`) in a graph by `device`, in place. Returns the graph.
 
-    A device as the value of a node would have to cross stages, and would name the wrong stage's device there.
+    Otherwise the device would be a value that crosses stages, and would name the wrong stage's device.
     """
     asking = [n for n in gm.graph.nodes if n.target is getattr and n.args[1:2] == ("device",)]
     for node in asking:
-        # A copy of the users, since a change of arguments takes them out of `node.users`.
+        # Copy the users, since changing their arguments removes them from `node.users`.
         for user in list(node.users):
             _rewrite(user, lambda key, value: device if value in asking else value)
         gm.graph.erase_node(node)
@@ -30,10 +30,7 @@ def fix_constant_devices(gm: fx.GraphModule, device: torch.device) -> fx.GraphMo
 
 
 def move_constants(module: nn.Module, captured_on: torch.device, here: torch.device) -> None:
-    """Let a stage's graph, and graphs inside it, make `here` what they made on the device of the capture.
-
-    The graphs are changed in place.
-    """
+    """Rewrite a stage's graphs in place, so that they make constants on `here` instead of the capture's device."""
     if captured_on == here:
         return
     for part in module.modules():
@@ -44,9 +41,9 @@ def move_constants(module: nn.Module, captured_on: torch.device, here: torch.dev
 
 
 def name_other_device(node: fx.Node, values: Any, captured_on: torch.device, here: torch.device) -> Any:
-    """Return the arguments that a node runs with, or its keyword arguments, with `here` for the device of the capture.
+    """Return a node's arguments or keyword arguments with `here` instead of the capture's device.
 
-    The graph stays as it is.
+    The graph is not changed.
     """
     change = partial(_replace_device, captured_on, here, _converts(node))
 
@@ -59,25 +56,25 @@ def name_other_device(node: fx.Node, values: Any, captured_on: torch.device, her
 
 
 def _converts(node: fx.Node) -> bool:
-    """Return whether a node calls a method that takes a device as a text, by position."""
+    """Return whether a node calls a method that accepts a device name as a positional string."""
     return node.op == "call_method" and node.target in ("to", "type")
 
 
 def _rewrite(node: fx.Node, change: Callable[[str, Any], Any]) -> None:
-    """Change a node's arguments: `change` gets the name (empty for a positional one) and the value of each."""
+    """Rewrite a node's arguments. `change` gets each argument's name (empty if positional) and value."""
     node.args = tuple(fx.node.map_aggregate(value, partial(change, "")) for value in node.args)
     node.kwargs = {key: fx.node.map_aggregate(value, partial(change, key)) for key, value in node.kwargs.items()}
 
 
 def _replace_device(captured_on: torch.device, here: torch.device, converts: bool, key: str, value: Any) -> Any:
-    """Return `here` for a value that names the device of the capture, and every other value as it is."""
-    # A text such as "cpu" names a device only in x.to("cpu") and in device="cpu"; elsewhere it may be a mode or a key.
+    """Return `here` if a value names the capture's device, else the value."""
+    # A string such as "cpu" names a device only in x.to("cpu") and device="cpu"; elsewhere it may be a mode or a key.
     if not (isinstance(value, torch.device) or (isinstance(value, str) and (converts or key == "device"))):
         return value
     try:
         named = torch.device(value)
     except RuntimeError:
-        # x.to("float32") gives a dtype as a text.
+        # The string is a dtype, as in x.to("float32").
         return value
-    # A name without a number, as "cuda", is the current device of its kind.
+    # A device without an index, such as "cuda", is the current device of its type.
     return here if named.type == captured_on.type and named.index in (None, captured_on.index) else value

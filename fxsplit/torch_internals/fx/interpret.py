@@ -1,4 +1,4 @@
-"""Interpret a graph node by node, and leave no trace of having run it.
+"""Interpret a graph node by node, without lasting side effects.
 
 The check of a captured graph, its observation and its timing all run it this way, before a pipeline exists.
 """
@@ -21,9 +21,9 @@ from fxsplit.torch_internals.tensors.layouts import list_parts
 
 
 class Interpreter(fx.Interpreter):
-    """Interprets a graph as its code would run: a list argument is a plain list, which a function may append to.
+    """Interprets a graph as its generated code would run, with mutable lists and dicts as arguments.
 
-    fx.Interpreter hands on the immutable containers that fx keeps in nodes, and such a function would fail.
+    fx.Interpreter passes fx's immutable containers, which fail in a function that appends to its argument.
     """
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -34,13 +34,13 @@ class Interpreter(fx.Interpreter):
 
 @contextmanager
 def preserve(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block, and run no gradient hooks in it.
+    """Restore the buffers of `module` and the random generators after the block. Mutes gradient hooks in it.
 
-    The generators are those of all devices in use, and of `devices`, which the block may be the first to use.
+    Covers the generators of all devices in use and of `devices`, even if the block is the first to use them.
     """
-    # Fake tensors come with a block that restores generators itself, and a generator's state cannot be read there.
+    # The context of fake tensors restores generators itself, and a generator's state cannot be read inside it.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))
-    # Hooks on parameters are the user's, and the gradients here are of no batch.
+    # Hooks on parameters are the user's, and expect gradients of a real batch.
     with (
         keep_values(module.buffers()),
         nullcontext() if imagined else keep_torch_generators(devices),
@@ -50,29 +50,29 @@ def preserve(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterato
 
 
 def find_target(gm: nn.Module, node: fx.Node) -> Any:
-    """Return what `node` calls or fetches: a module, a tensor, a function, or the name of a method."""
+    """Return the module, tensor, function or method name that a node calls or fetches."""
     return node.target if node.op in ("call_function", "call_method") else attrgetter(str(node.target))(gm)
 
 
 def get_storage_id(tensor: Tensor) -> int:
-    """Return a number that two tensors share exactly if they share memory, as `x` and `x.view(-1)` do.
+    """Return a number that is the same for two tensors exactly if they share memory, as `x` and `x.view(-1)` do.
 
-    The number is free for other memory once nothing holds the storage: keep the tensor as long as the number.
+    The number can be reused once the storage is freed, so keep the tensor as long as the number.
     """
-    # The address of the storage object: unlike that of the data, it is not 0 for tensors on the meta device.
+    # The address of the storage object: the data address is 0 for all tensors on the meta device.
     return int(list_parts(tensor)[0].untyped_storage()._cdata)
 
 
 def count_writes(tensor: Tensor) -> int | None:
-    """Return how often a tensor has been written to, as far as torch counts; None for one made in inference mode."""
+    """Return how often a tensor was written to, by torch's count, or None for a tensor made in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 def are_writes_counted(tensor: Tensor) -> bool:
-    """Return whether `count_writes` counts all writes: not those to memory of numpy, or of another process."""
+    """Return whether torch counts all writes to a tensor. It does not see writes by numpy or by another process."""
     if tensor.is_inference():
         return False
-    # Others that may write there have memory that is not torch's own, which torch cannot resize.
+    # Memory shared with numpy or another process is not torch's own, and torch cannot resize it.
     return tensor.device.type != "cpu" or all(part.untyped_storage().resizable() for part in list_parts(tensor))
 
 
@@ -82,10 +82,10 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _make_mutable(value: Any) -> Any:
-    """Return plain lists and dicts in place of fx's immutable ones; a container that a node has made stays itself."""
+    """Convert fx's immutable containers to plain lists and dicts. Containers made by a node stay."""
     if isinstance(value, immutable_list):
         return [_make_mutable(v) for v in value]
     if isinstance(value, immutable_dict):
         return {key: _make_mutable(v) for key, v in value.items()}
-    # A named tuple that a node has made keeps its type.
+    # Exclude named tuples made by a node, so that they keep their type.
     return tuple(_make_mutable(v) for v in value) if type(value) is tuple else value

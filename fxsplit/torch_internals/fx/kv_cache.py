@@ -1,8 +1,13 @@
-"""KVCache: tensors that a stage keeps from one call to the next, such as the keys and values of tokens seen before.
+"""KV caches: tensors that a stage keeps from call to call, such as the keys and values of earlier tokens.
 
-Two operators hold them: `fxsplit::extend` adds what is new and returns all there is, `fxsplit::recall` returns it. So a
-graph says where keys and values are needed, and they are no values of the graph: nothing sends them anywhere. Whose
-past it is, the thread says that runs the graph: each stage has one for each microbatch.
+Two operators access the cache of the calling thread. `fxsplit::extend` appends new entries and returns all entries;
+`fxsplit::recall` returns all entries. So the graph shows where keys and values are used, but they are no inputs or
+outputs of a stage, and are never sent. Each stage has one cache per microbatch, and a thread selects it with
+`use_kv_cache` before it runs the stage:
+
+    call 1, 3 tokens:  extend(new=[a b c], total=3) -> [a b c]      room: [a b c . . . . .]
+    call 2, 1 token:   extend(new=[d],     total=4) -> [a b c d]    room: [a b c d . . . .]
+    call 3, 1 token:   extend(new=[e],     total=5) -> [a b c d e]  room: [a b c d e . . .]
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ LENGTH_DIM = 2
 
 
 class KVCache:
-    """What one stage keeps of one microbatch, by slot: a number that each pair of operators in a model has of its own.
+    """The KV cache of one stage and microbatch, by slot. Each pair of operators in a model has its own slot number.
 
-    most: the length that room is made for at once. A longer past is moved to where it has room.
+    most: the length to allocate at first. If a slot outgrows it, its entries move to a larger allocation.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -37,9 +42,9 @@ class KVCache:
         self._lengths: dict[int, int] = {}
 
     def extend(self, slot: int, new: Tensor, total: int) -> Tensor:
-        """Add `new`, of shape (rows, heads, length, features), and return all `total` entries, in memory of their own.
+        """Append `new`, of shape (rows, heads, length, features), and return a copy of all `total` entries.
 
-        Raises ValueError where there are not `total` entries afterwards.
+        Raises ValueError if the number of entries is not `total` afterwards.
         """
         length, more = self._lengths.get(slot, 0), new.shape[LENGTH_DIM]
         if length + more != total:
@@ -52,15 +57,15 @@ class KVCache:
         return self.recall(slot)
 
     def recall(self, slot: int) -> Tensor:
-        """Return all entries of a slot, in memory of their own: who gets them may write to them."""
+        """Return a copy of all entries of a slot, to which the caller may write."""
         return self._room[slot].narrow(LENGTH_DIM, 0, self._lengths[slot]).clone(memory_format=torch.contiguous_format)
 
     def list_tensors(self) -> list[Tensor]:
-        """Return what is kept, each as a view of the part of its room that is filled."""
+        """Return the filled part of each slot, as views."""
         return [room.narrow(LENGTH_DIM, 0, self._lengths[slot]) for slot, room in self._room.items()]
 
     def _make_room(self, slot: int, new: Tensor, most: int) -> Tensor:
-        """Return room for `most` entries like those of `new`, with the entries that there are."""
+        """Allocate room for `most` entries like `new`, copy the slot's entries to it, and return it."""
         rows, heads, _, features = new.shape
         room = new.new_empty((rows, heads, most, features))
         if slot in self._room:
@@ -71,9 +76,9 @@ class KVCache:
 
 
 class KVCaches:
-    """The pasts of one run of calls, by stage and microbatch: those of the calls' rows, which stay the same.
+    """The KV caches of a series of calls on the same rows, by stage and microbatch.
 
-    most: the length that each makes room for at once.
+    most: the length that each cache allocates at first.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -81,7 +86,7 @@ class KVCaches:
         self.kept: dict[tuple[int, int], KVCache] = {}
 
     def find(self, stage: int, microbatch: int) -> KVCache:
-        """Return the past of a stage and microbatch, which is made on first use, by the one thread that uses it."""
+        """Return the cache of a stage and microbatch, made on first use. Only one thread uses each cache."""
         key = stage, microbatch
         if key not in self.kept:
             self.kept[key] = KVCache(self.most)
@@ -89,7 +94,7 @@ class KVCaches:
 
 
 class _Thread(threading.local):
-    """What a thread knows: the past of the stage and microbatch that it runs, or None."""
+    """The KV cache in use in a thread, or None."""
 
     def __init__(self) -> None:
         self.kv_cache: KVCache | None = None
@@ -100,27 +105,30 @@ _thread = _Thread()
 
 @contextmanager
 def use_kv_cache(kv_cache: KVCache | None) -> Iterator[None]:
-    """Let the operators of this thread use a past in the block. Without any they make one up, and keep nothing."""
+    """Make the operators of this thread use a KV cache in the block. Without one, they make up entries."""
     with restore_after(partial(setattr, _thread, "kv_cache", _thread.kv_cache)):
         _thread.kv_cache = kv_cache
         yield
 
 
 def extend(new: Tensor, total: int | torch.SymInt, slot: int) -> Tensor:
-    """Return `total` entries of a slot, of which `new` are the last. Entries lie on the third of four dimensions."""
+    """Append `new` to a slot and return all its `total` entries, (rows, heads, total, features)."""
     made: Tensor = torch.ops.fxsplit.extend(new, total, slot)
     return made
 
 
 def recall(rows: Tensor, heads: int, total: int | torch.SymInt, features: int, dtype: torch.dtype, slot: int) -> Tensor:
-    """Return the `total` entries of a slot, one of shape (heads, features) for each row of `rows`."""
+    """Return all entries of a slot, (rows, heads, total, features).
+
+    rows: a tensor with one row per row of the batch.
+    """
     made: Tensor = torch.ops.fxsplit.recall(rows, heads, total, features, dtype, slot)
     return made
 
 
 def find_slot(target: Any) -> int | None:
-    """Return at which of a node's arguments the slot stands, for a node that calls one of the operators; else None."""
-    # torch.export names an operator's overload, of which there is one; symbolic tracing names what was called.
+    """Return the index of the slot among the arguments of a node that calls `extend` or `recall`, or None."""
+    # torch.export uses the operator's only overload as target; symbolic tracing uses the operator that was called.
     return {torch.ops.fxsplit.extend: 2, torch.ops.fxsplit.recall: 5}.get(getattr(target, "overloadpacket", target))
 
 
@@ -140,7 +148,7 @@ def _recall(rows: Tensor, heads: int, total: int, features: int, dtype: torch.dt
 
 
 def _make_up(heads: int, length: int, features: int, slot: int, like: Tensor) -> Tensor:
-    """Return entries for a graph that is compared with its model: any will do that differ, and every row has these."""
+    """Return made-up entries, equal for every row, with which a graph can be compared with its model."""
     numbers = torch.arange(heads * length * features, dtype=torch.float64, device=like.device)
     return torch.sin(numbers + slot).to(like.dtype).reshape(1, heads, length, features)
 
@@ -159,7 +167,7 @@ def _note_length(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    # What was kept is a constant.
+    # Cached entries are constants, so they get no gradient.
     total = gradient.shape[LENGTH_DIM]
     return gradient.narrow(LENGTH_DIM, total - ctx.more, ctx.more), None, None
 

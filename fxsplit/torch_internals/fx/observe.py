@@ -1,6 +1,6 @@
-"""Run a graph once on an example, and note what each node makes, keeps for its backward, writes and draws.
+"""Run a graph once on an example, and record what each node allocates, saves for backward, writes and draws.
 
-Front ends say what a graph computes. What it does besides, to memory and to random generators, can only be observed.
+Front ends say what a graph computes. Its side effects on memory and random generators can only be observed.
 """
 
 from __future__ import annotations
@@ -24,47 +24,46 @@ from fxsplit.torch_internals.thread_modes import enter_saved_hooks
 from fxsplit.torch_internals.words import is_refusal_of_hooks
 
 JOINS = ("CatBackward0", "StackBackward0")
-"""What autograd calls the backwards that return parts of a gradient."""
+"""The autograd names of backwards that return parts of a gradient."""
 
 CUTS = ("detach_", "requires_grad_")
-"""Methods that write to what autograd knows of a tensor, and not to its memory."""
+"""Methods that change a tensor's autograd state, but not its memory."""
 
 KEPT = (
     "a backward runs through a tensor that was computed while a pipeline was compiled, and a hook (or an attribute "
     "of a module) has kept it: compile first, with example_inputs=, and then drop what hooks have kept so far"
 )
-"""What is said of a backward through an observed graph, which runs forward only."""
+"""The error for a backward through an observed graph, which runs forward only."""
 
 Visit = Callable[[fx.Node, Any, tuple[Any, ...], dict[str, Any]], None]
-"""Called before a node runs, with (node, the callable behind it, its arguments, its keyword arguments)."""
+"""Called before a node runs, with (node, its callable, arguments, keyword arguments)."""
 
 
 class _BackwardInsideError(FxsplitError):
-    """A node runs a backward while it is observed, as a module that computes forces does."""
+    """An observed node ran a backward inside its forward, as a module that computes forces does."""
 
 
 @dataclass
 class Observation:
-    """What one node did.
+    """The effects of one node.
 
-    text: dtype and shape of the tensor it made, such as `float32[8, 64]`, or the name of another value's type.
-    is_container: whether it made a container of tensors, such as the parts of a split.
-    output_bytes, gradient_bytes: of its tensor, and of the gradient that returns for the tensor (0 where none does).
-    kept_bytes: what autograd keeps of its memory for backward, parameters aside.
-    written_bytes: of the model's buffers that it wrote.
-    kept_for, kept_for_bytes: the part of that which only later nodes keep, and the first of these nodes.
-    owners: the nodes whose memory its value lies in. `x.view(-1)` has the owners of `x`; a node that made new memory
+    text: dtype and shape of its tensor, such as `float32[8, 64]`, or the type name of any other value.
+    is_container: whether its value is a container of tensors, such as the parts of a split.
+    output_bytes, gradient_bytes: the size of its tensor, and of the gradient that comes back for it (0 without one).
+    kept_bytes: the bytes of its memory that autograd saves for backward, without parameters.
+    written_bytes: the bytes of the model's buffers that it wrote.
+    kept_for, kept_for_bytes: the part of kept_bytes that only later nodes save, and the first of these nodes.
+    owners: the nodes that allocated the memory of its value. `x.view(-1)` has the owners of `x`; a node that allocates
         is its own owner.
     mutates: the owners of the memory that it wrote to in place.
-    draws: whether it takes random numbers, now or in training mode. drew: whether it did now.
-    storage_bytes: the memory of its tensors, weights aside. Views have that of the tensors that they look at.
-    unkept_bytes: the part of that which autograd does not keep.
-    is_turned: whether its tensor lies in memory in another order than that of its dimensions.
-    is_read_turned: whether a node makes a view of its tensor in which the order is another one, as a transpose does.
-        The gradient that comes back from there is in another order too.
-    is_joined: whether its tensor was joined from several, as by a concatenation, whose backward returns parts of the
-        gradient that it was given.
-    is_read_joined: whether a node reads its tensor to join it with others: its gradient comes back as such a part.
+    draws: whether it draws random numbers now or in training mode. drew: whether it drew now.
+    storage_bytes: the memory of its tensors, without weights. For a view, that of the whole storage.
+    unkept_bytes: the part of storage_bytes that autograd does not save.
+    is_turned: whether its tensor is not contiguous.
+    is_read_turned: whether a reader views its tensor with dimensions in another memory order, as a transpose does. The
+        gradient then comes back in that order.
+    is_joined: whether its tensor was concatenated from several. The backward then returns parts of one gradient.
+    is_read_joined: whether a reader concatenates its tensor with other tensors. Its gradient is then such a part.
     """
 
     text: str = "none"
@@ -88,9 +87,9 @@ class Observation:
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph in the current grad mode, and fills `seen` with one Observation for each node.
+    """Interprets a graph in the current grad mode, and fills `seen` with one Observation per node.
 
-    renamed: the device that the graph was captured on, and the one that it is to name in its place.
+    renamed: the device on which the graph was captured, and the device to use instead.
     """
 
     def __init__(
@@ -100,14 +99,14 @@ class ObservingInterpreter(Interpreter):
         self.seen: dict[str, Observation] = {}
         self._visit = visit
         self._renamed = renamed
-        # By the storage's number: which node made each, and those that autograd keeps already.
+        # By storage id: the node that allocated each storage, and the storages that autograd has saved.
         self._owners: dict[int, str] = {}
         self._kept: set[int] = set()
-        # By node, the storages of its value.
+        # The storages of each node's value.
         self._made: dict[str, dict[int, UntypedStorage]] = {}
         self._nodes: list[fx.Node] = list(gm.graph.nodes)
         self._gm = gm
-        self._alive: list[UntypedStorage] = []  # the number of a freed storage would be given to another one
+        self._alive: list[UntypedStorage] = []  # keeps storages alive, so that their ids are not reused
         self._buffers = {get_storage_id(b) for b in gm.buffers()}
         self._weights = self._buffers | {get_storage_id(p) for p in gm.parameters()}
 
@@ -130,18 +129,18 @@ class ObservingInterpreter(Interpreter):
         buffers = Snapshot({id(t): t for t in (*tensors, *held) if get_storage_id(t) in self._buffers}.values())
         with notice_draws() as drew:
             value, saved = self._run_and_list_saved(n, tensors)
-        # Views and writes are told by memory: two values with one storage are in one memory.
+        # Views and writes are detected by storage: tensors with the same storage share memory.
         seen = _describe(value)
         written = [t for t, version in zip(tensors, before, strict=True) if t._version != version]
-        # Batch norm's kernels write running statistics and count no version, so values are compared as well.
+        # Batch norm kernels write running statistics without counting a version, so values are compared as well.
         changed = buffers.changed()
         seen.written_bytes = sum(t.nbytes for t in changed)
-        # Those inside of a module are its own affair.
+        # Writes to a module's own buffers concern no other node.
         written += [t for t in changed if any(t is given for given in tensors)]
         written += tensors[:1] if n.op == "call_method" and n.target in CUTS else []
         seen.mutates = tuple(dict.fromkeys(self._owners.get(get_storage_id(t), n.name) for t in written))
-        # A weight that is fetched draws nothing: if a generator moved, another thread drew.
-        # A dropout in evaluation draws nothing now, and will once the same graph serves training.
+        # Fetching a weight draws nothing: if a generator moved, another thread drew. A dropout in evaluation draws
+        # nothing now, but will when the same graph is trained.
         seen.drew = call is not None and drew()
         seen.draws = seen.drew or (call is not None and can_draw(call))
         made = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
@@ -154,21 +153,21 @@ class ObservingInterpreter(Interpreter):
         return value
 
     def list_made(self) -> list[Tensor]:
-        """Return the tensors that calls have made: a hook may let one want a gradient, which nobody collects."""
+        """Return the tensors that calls have made. A hook may make one require a gradient that nothing reads."""
         values = (self.env.get(node) for node in self._nodes if node.op.startswith("call"))
         return [t for value in values for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
     def note_unkept(self) -> None:
-        """Note what of each node's memory autograd does not keep; a later node may be the one that keeps it."""
+        """Record how much of each node's memory autograd does not save. Called last, since a later node may save it."""
         there = self._kept | self._weights
         for name, storages in self._made.items():
             self.seen[name].storage_bytes = sum(s.nbytes() for key, s in storages.items() if key not in self._weights)
             self.seen[name].unkept_bytes = sum(s.nbytes() for key, s in storages.items() if key not in there)
 
     def note_layouts(self) -> None:
-        """Note which gradients arrive in another order of memory than their tensors have, or in a larger one's."""
-        # From the last node on, since a gradient that is turned stays so in nodes that hand it on, or that compute
-        # element by element. Operators with weights make a new one.
+        """Record which gradients come back in another memory order than their tensor, or as part of a larger one."""
+        # From the last node backwards: nodes that pass a tensor on, or compute element by element, also pass on the
+        # order of its gradient. Operators with weights allocate a new gradient.
         for node in reversed(self._nodes):
             seen = self.seen[node.name]
             for reader in node.users:
@@ -181,7 +180,7 @@ class ObservingInterpreter(Interpreter):
                 )
 
     def _run_and_list_saved(self, n: fx.Node, tensors: list[Tensor]) -> tuple[Any, list[UntypedStorage]]:
-        """Return a node's value, and the storages that autograd saves for the node's backward."""
+        """Run a node. Returns its value and the storages that autograd saves for the node's backward."""
         saved: list[UntypedStorage] = []
 
         def keep(tensor: Tensor) -> None:
@@ -191,25 +190,25 @@ class ObservingInterpreter(Interpreter):
             raise _BackwardInsideError(KEPT) if running else FxsplitError(KEPT)
 
         running = True
-        # The hook hands nothing on to autograd: a graph that holds `saved` would keep itself alive for ever.
+        # The pack hook returns None: a graph that holds `saved` would keep itself alive for ever.
         try:
             with enter_saved_hooks(keep, refuse_backward):
                 return super().run_node(n), saved
         except _BackwardInsideError:
-            saved.clear()  # the node takes gradients by itself, of which the hook knows nothing
+            saved.clear()  # the node runs a backward itself, which needs the tensors that the hook replaced
         except RuntimeError as error:
             if not is_refusal_of_hooks(error):
                 raise
         finally:
             running = False
-        # torch.func refuses such hooks: of what it saves, the tensors that the node reads are all that is known.
+        # torch.func refuses hooks on saved tensors. Assume that it saves all tensors that the node reads.
         return super().run_node(n), [part.untyped_storage() for t in tensors for part in list_parts(t)]
 
     def _charge(self, n: fx.Node, saved: list[UntypedStorage]) -> None:
-        """Charge each newly kept storage to the node whose value it is, or to `n` where it is internal to `n`."""
+        """Charge each newly saved storage to the node that allocated it, or to `n` if it is internal to `n`."""
         for storage in saved:
             key = int(storage._cdata)
-            # Weights are in memory anyway, and a storage that two backwards keep is there once.
+            # Weights stay in memory anyway, and a storage saved by two nodes is counted once.
             if key in self._weights or key in self._kept:
                 continue
             self._kept.add(key)
@@ -219,7 +218,7 @@ class ObservingInterpreter(Interpreter):
             if owner is None:
                 continue
             owner.kept_bytes += storage.nbytes()
-            # Of several later nodes the first one runs backward last.
+            # If several later nodes save it, the first of them runs backward last.
             if name != n.name:
                 owner.kept_for = owner.kept_for or n.name
                 owner.kept_for_bytes += storage.nbytes()
@@ -233,28 +232,28 @@ def observe(
     from_shapes: bool = False,
     device: torch.device | None = None,
 ) -> dict[str, Observation]:
-    """Return what each node of `gm` does with copies of `tensors`, by the node's name, in grad mode.
+    """Run `gm` on copies of `tensors` in grad mode, and return an Observation of each node, by its name.
 
-    visit: called before each call node runs. from_shapes: nothing is computed, and what a node would do is told from
-        the shapes of its weights and of `tensors`.
-    device: with `from_shapes`, where the weights and `tensors` are taken to be; it need not exist.
+    visit: called before each call node runs. from_shapes: compute no values; derive all observations from the shapes of
+    the weights and of `tensors`. device: with `from_shapes`, the assumed device of the weights and of `tensors`; it
+    need not exist.
 
-    Buffers, random generators and gradients are afterwards as they were. Raises TraceError for a graph that trains a
-    tensor which is no parameter.
+    Buffers, random generators and gradients are restored afterwards. Raises TraceError for a graph that trains a tensor
+    that is not a parameter.
     """
     renamed = None if device is None else (tensors[0].device, device)
     with make_runnable(gm, tensors, from_shapes, device) as (own, given), preserve(own), torch.enable_grad():
         observer = ObservingInterpreter(own, visit, renamed)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
-        # The graph gets clones, because autograd refuses to write in place to a leaf.
+        # Clones, because autograd refuses in-place writes to a leaf.
         result = observer.run(*(leaf.clone() for leaf in leaves))
         observer.note_unkept()
         observer.note_layouts()
-        # A tensor from a closure would be trained by the model and by no stage.
+        # A leaf captured in a closure would be trained by the model, but by no stage.
         known = {id(t) for t in (*own.parameters(), *own.buffers(), *leaves, *observer.list_made())}
         foreign = [leaf for leaf in _list_leaves(result) if id(leaf) not in known]
         if foreign:
-            # One that the model makes in each call, to take a gradient by it inside, is another one in another call.
+            # A leaf that the model makes in each call, for an inner gradient, differs in the next call.
             again = fx.Interpreter(own).run(*(leaf.clone() for leaf in leaves))
             held = {id(leaf) for leaf in _list_leaves(again)}
             foreign = [leaf for leaf in foreign if id(leaf) in held]
@@ -268,17 +267,17 @@ def observe(
 
 
 def _list_leaves(result: Any) -> list[Tensor]:
-    """Return the leaves of autograd's graph that the tensors of a result depend on."""
+    """Return the leaves of autograd's graph on which the tensors of a result depend."""
     return [leaf for t in pytree.tree_leaves(result) if isinstance(t, Tensor) for leaf in find_leaves(t)]
 
 
 def _is_joined(value: Tensor) -> bool:
-    """Return whether autograd knows a tensor as one that was joined from several."""
+    """Return whether a tensor is the result of a concatenation, according to autograd."""
     return value.grad_fn is not None and value.grad_fn.name() in JOINS
 
 
 def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node computes with parameters: those of its module, or one that it reads."""
+    """Return whether a node uses parameters, of its module or by reading them."""
     if node.op == "call_module" and any(True for _ in gm.get_submodule(str(node.target)).parameters()):
         return True
     fetched = (find_target(gm, i) for i in node.all_input_nodes if i.op == "get_attr")
@@ -286,7 +285,7 @@ def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
 
 
 def _describe(value: Any) -> Observation:
-    """Return what can be said of a value by itself: its text, whether it is a container, and its bytes."""
+    """Describe a value on its own: its text, whether it is a container, and its size."""
     if isinstance(value, Tensor):
         size = value.numel() * value.element_size()
         turned = value.layout is torch.strided and not value.is_contiguous()

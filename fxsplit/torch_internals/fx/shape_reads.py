@@ -1,4 +1,4 @@
-"""Which nodes of a graph read the shape of a tensor, or its dtype, and no values: all tensors alike give the same."""
+"""Find nodes that read only the shape or dtype of a tensor, so that their result does not depend on its values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OPERATORS = frozenset(
 
 
 def reads_shape(node: fx.Node) -> bool:
-    """Return whether what a node makes of a tensor follows from the tensor's shape and dtype."""
+    """Return whether a node's result depends only on the shape and dtype of its tensor."""
     if node.op == "call_method":
         return node.target in METHODS
-    # An attribute of a tensor may hold values, as `.data` and `.grad` do.
+    # Other attributes of a tensor may hold values, as `.data` and `.grad` do.
     if node.target is getattr:
         return node.args[1] in ATTRIBUTES
     return node.op == "call_function" and node.target in OPERATORS

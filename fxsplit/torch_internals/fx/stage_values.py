@@ -1,4 +1,4 @@
-"""What every node of every stage makes of one microbatch: the values themselves, or stand-ins with their shapes."""
+"""Run all stages on one microbatch and record the value of every node, real or fake."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from fxsplit.torch_internals.fake.fake_weights import has_values, lacks_values, 
 from fxsplit.torch_internals.fx.interpret import Interpreter, preserve
 
 Values = list[Mapping[fx.Node, Any]]
-"""For each stage, what its nodes made."""
+"""For each stage, the value of each node."""
 
 
 def record_values(stages: Sequence[fx.GraphModule], tensors: Sequence[Tensor]) -> Values:
-    """Return what the nodes of stages make of a microbatch, from stand-ins for all weights and values.
+    """Return the value of each node of the stages for one microbatch, computed with fake tensors if possible.
 
-    tensors: the inputs of the first stage; the model's own, where stand-ins do not do, as of what reads values.
+    tensors: the inputs of the first stage. If shapes are not enough, for example since a node reads values, the stages
+    run on these tensors and the model's own weights.
     """
-    whole = nn.ModuleList(stages)  # torch looks for weights in modules
+    whole = nn.ModuleList(stages)  # an nn.Module, in which torch finds weights
     try:
         return _record(stages, whole, tensors, from_shapes=True)
     except Exception:
-        # Values decide what is computed. Nobody has them where the model has no weights yet.
+        # The computation depends on values. Re-raise if the weights have no values yet.
         if lacks_values(whole) or not all(map(has_values, tensors)):
             raise
         return _record(stages, whole, tensors, from_shapes=False)
 
 
 def list_outputs(stage: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes whose values a stage gives."""
+    """Return the nodes that a stage outputs."""
     return list(cast("tuple[fx.Node, ...]", stage.graph.output_node().args[0]))
 
 
@@ -43,7 +44,7 @@ def _record(
         given: Sequence[Any] = inputs
         for stage in stages:
             recorder = _Recorder(stage)
-            # As the runtime: the graph of each stage ends at its boundary.
+            # As in the runtime: the autograd graph of each stage ends at its boundary.
             leaves = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in given]
             given = recorder.run(*leaves)
             found.append(recorder.values)
@@ -51,13 +52,13 @@ def _record(
 
 
 class _Recorder(Interpreter):
-    """Interprets a graph, and keeps what each node made."""
+    """Interprets a graph, and records the value of each node."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.values: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return what a node makes."""
+        """Run a node and record its value."""
         self.values[n] = made = super().run_node(n)
         return made

@@ -1,4 +1,4 @@
-"""Run what torch.vmap runs, as an exported program holds it: between functions that begin and end the vmap."""
+"""Run the body of a torch.vmap as stored in an exported program, which enters and leaves the vmap itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-
 
 
 def run_vmap(body: Callable[..., Any], *values: Any) -> Any:
-    """Return what a body returns, which begins and ends a vmap; one that fails leaves none under way in the thread."""
+    """Run a body that enters and leaves a vmap. If it fails, the vmap is left."""
     lazy_load_decompositions()
     before = torch._C._functorch.maybe_current_level()
     try:
@@ -21,5 +21,5 @@ def run_vmap(body: Callable[..., Any], *values: Any) -> Any:
 
 
 def is_transformed() -> bool:
-    """Return whether the calling thread is inside of a transform of torch.func."""
+    """Return whether the calling thread is inside a transform of torch.func."""
     return torch._C._functorch.maybe_current_level() is not None

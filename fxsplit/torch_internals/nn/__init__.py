@@ -1,1 +1,1 @@
-"""torch.nn and torch.optim: batch norms, recurrent layers, transformers, containers, copies, states of optimizers."""
+"""torch.nn and torch.optim: batch norms, recurrent layers, transformers, containers, copies, optimizer state."""

@@ -1,9 +1,9 @@
-"""Batch norm's running statistics, where a batch norm cannot write them as microbatches pass.
+"""Running statistics of batch norms that must not be written while microbatches run.
 
-They may have to change once a batch instead of once a microbatch (deferred batch norm). Or replicas of the layer's
-stage may pass microbatches at the same time, in no fixed order. In both cases a DeferredBatchNorm takes the batch
-norm's place. It notes what the layer would have written, and writes at the end of the batch: one change by all that
-the layer saw, or the changes of one microbatch after another.
+With deferred batch norm, the statistics change once per batch instead of once per microbatch. With replicas of a stage,
+microbatches run at the same time, in no fixed order. In both cases a DeferredBatchNorm replaces the layer. It records
+each call's batch statistics, and updates the running statistics at the end of the batch: once with the merged
+statistics of all calls, or once per call in the order of microbatches.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 _thread = threading.local()
 
 Statistics = tuple[int, Tensor, Tensor]
-"""Of one call: how many values each channel had, their mean, and their variance as of a sample (divided by n - 1)."""
+"""The statistics of one call: the number of values per channel, their mean, and their variance (divided by n - 1)."""
 
 Calls = dict[int, list[Statistics]]
-"""The calls that were noted, by microbatch."""
+"""The recorded calls, by microbatch."""
 
 
 def is_batch_norm(module: Any) -> TypeGuard[_BatchNorm]:
-    """Return whether a module is a batch norm of any number of dimensions, SyncBatchNorm and lazy ones included."""
+    """Return whether a module is a batch norm of any dimension, including SyncBatchNorm and lazy batch norms."""
     return isinstance(module, _BatchNorm)
 
 
 class DeferredBatchNorm(RunsUncompiled):
-    """Calls a batch norm without changing its running statistics, and notes their changes for `finish`.
+    """Calls a batch norm without changing its running statistics, and records the updates for `finish`.
 
-    norm: the batch norm. at_once: whether its statistics change once a batch, and not once a microbatch. calls: where
-    its calls are noted, which the Noteds of replicas share.
+    norm: the batch norm. at_once: whether the statistics change once per batch instead of once per call. calls: the
+    record of calls, shared by the replicas of a stage.
     """
 
     def __init__(self, norm: _BatchNorm, at_once: bool, calls: Calls) -> None:
@@ -53,7 +53,7 @@ class DeferredBatchNorm(RunsUncompiled):
         self.norm = norm
         self._at_once = at_once
         self._calls = calls
-        # torch's own forward is known to compute without running statistics in training, a subclass's is not.
+        # torch's own forward does not read running statistics in training; a subclass's forward is checked.
         self._checked = type(norm).forward is _BatchNorm.forward
 
     @property
@@ -62,7 +62,7 @@ class DeferredBatchNorm(RunsUncompiled):
         return not self.norm.training or not self.norm.track_running_stats or self.norm.running_mean is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the batch norm returns; raises InputError if that depends on running statistics in training."""
+        """Call the batch norm; raises InputError if its output depends on running statistics in training."""
         norm = self.norm
         if self.idle:
             return cast(Tensor, norm(*args, **kwargs))
@@ -71,7 +71,7 @@ class DeferredBatchNorm(RunsUncompiled):
         x = args[0] if args else kwargs["input"]
         if not self._checked:
             self._check(outputs, args, kwargs)
-        # The statistics of a recomputed forward are those of the first one, which has noted them.
+        # A recomputed forward has the same statistics, which its first run has recorded.
         if not getattr(_thread, "mute", False):
             mean, variance, _ = _get_statistics(twin)
             calls = self._calls.setdefault(current_microbatch(), [])
@@ -79,49 +79,50 @@ class DeferredBatchNorm(RunsUncompiled):
         return outputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredBatchNorm:
-        """Return a copy, as a replica has it, which notes in the same place as this one."""
-        # Shallow: the dictionary of notes is to be shared with the copy.
+        """Return a copy for a replica, which shares this module's record of calls."""
+        # A shallow copy, so that the dictionary of calls is shared.
         made = copy.copy(self)
         made._modules = {"norm": copy.deepcopy(self.norm, memo)}
         return made
 
     def start(self) -> None:
-        """Begin a batch, and forget what a failed batch has left."""
+        """Begin a batch, and discard the calls of a failed batch."""
         self._calls.clear()
 
     def take_calls(self) -> list[tuple[int, Statistics]]:
-        """Return the calls that were noted, each with its microbatch, and forget them."""
+        """Return the recorded calls, each with its microbatch, and clear the record."""
         found = [(m, call) for m in sorted(self._calls) for call in self._calls[m]]
         self._calls.clear()
         return found
 
     def add_calls(self, calls: Sequence[tuple[int, Statistics]]) -> None:
-        """Note calls of another process, whose microbatches are others than those of this one."""
+        """Record calls of another process, which runs other microbatches than this process."""
         for microbatch, call in calls:
             self._calls.setdefault(microbatch, []).append(call)
 
     def finish(self) -> None:
-        """Let what was noted count in the running statistics, by microbatch, and forget the notes."""
+        """Update the running statistics by the recorded calls, in the order of microbatches, and clear the record."""
         calls = [call for m in sorted(self._calls) for call in self._calls[m]]
-        # The Noteds of one layer may share their notes, and only the first of them may count the notes.
+        # Copies of one layer may share a record, and only the first `finish` may apply it.
         self._calls.clear()
-        # Workers have made them, on streams of their own.
+        # Workers computed the statistics on their own streams.
         accelerators.hand_over(value for _, *made in calls for value in made)
         for count, mean, variance in [merge_statistics(calls)] if calls and self._at_once else calls:
             running_mean, running_variance, seen = _get_statistics(self.norm)
-            if count < 2:  # the variance of a single value is not a number
+            if count < 2:  # the variance of a single value is NaN
                 continue
-            # By `.data`, as the kernel does: a backward may have saved the buffer, and must not see a new version.
+            # Write through `.data`, as the kernel does: a backward may have saved the buffer, and must not see a new
+            # version.
             seen.data.add_(1)
             momentum = self.norm.momentum
-            # How often is not asked for: a host that reads it from an accelerator waits for all that runs there.
+            # Keep the count on its device: reading it would make the host wait for everything queued on an accelerator.
             share = seen.data.double().reciprocal() if momentum is None else momentum
             for buffer, value in ((running_mean, mean), (running_variance, variance)):
                 buffer.data.mul_(1.0 - share).add_(value.to(buffer) * share)
 
     def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise InputError if a user's own batch norm gives other outputs with other running statistics."""
-        # Running statistics that are quite different must not change the outputs.
+        """Raise InputError if a user's own batch norm returns other outputs with other running statistics."""
+        # Compare with very different running statistics.
         with torch.no_grad():
             other = _copy_with_own_statistics(self.norm)
             other.momentum = self.norm.momentum
@@ -136,17 +137,17 @@ class DeferredBatchNorm(RunsUncompiled):
 
 
 def _copy_with_own_statistics(norm: _BatchNorm) -> _BatchNorm:
-    """Return the same layer, with the same parameters, whose statistics after a call are those of that call alone."""
+    """Return a copy that shares the parameters. After a call, its statistics are those of this call only."""
     made = copy.copy(norm)
     made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}
-    made.momentum = 1.0  # all of the new value, nothing of the old one
+    made.momentum = 1.0  # all of the new value, nothing of the old
     for kind in (kind for kind in HOOKS if norm.__dict__[kind]):
         made.__dict__[kind] = OrderedDict((key, _bind_hook(norm, hook)) for key, hook in norm.__dict__[kind].items())
     return made
 
 
 def _bind_hook(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook for a copy of `norm` that gives `norm` to the user's hook, which may keep what it is given."""
+    """Wrap a hook for a copy of `norm`, so that the user's hook receives `norm` itself, which it may keep."""
 
     @wraps(hook)
     def called(_: nn.Module, *args: Any) -> Any:
@@ -156,15 +157,15 @@ def _bind_hook(norm: _BatchNorm, hook: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _get_statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three buffers: the mean, the variance, and how many batches they are of."""
+    """Return the buffers of a batch norm: mean, variance, and the number of batches seen."""
     return cast("tuple[Tensor, Tensor, Tensor]", (norm.running_mean, norm.running_var, norm.num_batches_tracked))
 
 
 def merge_statistics(calls: Sequence[Statistics]) -> Statistics:
-    """Return the statistics of the values of all calls together, at least one.
+    """Merge the statistics of one or more calls, as if one call had seen all values.
 
-    Means and squared deviations are updated call by call, which loses no digits (Chan, Golub and LeVeque, "Algorithms
-    for computing the sample variance", 1983); sums of squares would.
+    Means and squared deviations are updated call by call, which keeps full precision; sums of squares would not (Chan,
+    Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
     """
     count, mean, variance = calls[0]
     squares = variance * (count - 1)
@@ -178,7 +179,7 @@ def merge_statistics(calls: Sequence[Statistics]) -> Statistics:
 
 @contextmanager
 def count_as_one_batch(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
-    """Count what passes in the block as one batch; a block that raises changes no statistics."""
+    """Treat all calls in the block as one batch. A block that raises changes no statistics."""
     for norm in norms:
         norm.start()
     yield
@@ -188,7 +189,7 @@ def count_as_one_batch(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def note_nothing() -> Iterator[None]:
-    """Note no calls of this thread in the block: a stage that recomputes its forward has been noted already."""
+    """Record no calls of this thread in the block, in which a stage recomputes a forward that has been recorded."""
     with restore_after(partial(setattr, _thread, "mute", getattr(_thread, "mute", False))):
         _thread.mute = True
         yield

@@ -1,8 +1,8 @@
-"""Run a model so that no row depends on a draw or, through batch norm, on other rows; nothing else changes.
+"""Run a model so that no row depends on random draws or, through batch norm, on other rows.
 
-Every random number is replaced by what it is on average: dropout keeps everything, and noise is zero. Batch norms that
-normalise by their batch normalise each row by itself. Then a batch and its microbatches differ only where the model
-itself lets rows depend on each other.
+Every random number is replaced by its average: dropout keeps everything, and noise is zero. Batch norms that would
+normalise by their batch normalise each row by itself. Then a batch differs from its microbatches only if the model
+itself makes rows depend on each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 
 def _pick(given: Given) -> Tensor:
-    """Return the most likely numbers of a multinomial draw."""
+    """Return the most likely indices of a multinomial draw."""
     weights: Tensor = given["self"]
     count: int = given["num_samples"]
     if given.get("replacement"):
@@ -33,14 +33,14 @@ def _pick(given: Given) -> Tensor:
 
 
 def _read_options(given: Given) -> Given:
-    """Return dtype and device that a draw asks for."""
+    """Return the dtype and device that a draw asks for."""
     dtype = given.get("dtype")
-    # A schema's own default is a code, and always that of whole numbers.
+    # A default from the schema is an integer code, which always means int64 here.
     return {"dtype": torch.int64 if isinstance(dtype, int) else dtype, "device": given.get("device")}
 
 
 def _make_like_draw(average: Any, given: Given) -> Tensor:
-    """Return a tensor with the shape and dtype of a draw, without drawing."""
+    """Return an uninitialised tensor with the shape and dtype of a draw."""
     if isinstance(average, Tensor):
         return torch.empty_like(average)
     like = next((given[name] for name in ("self", "std") if isinstance(given.get(name), Tensor)), None)
@@ -69,26 +69,26 @@ AVERAGES: dict[str, Callable[[Given], Any]] = {
     "multinomial": _pick,
     "poisson": lambda given: given["self"],
 }
-"""What each operator draws on average, from its arguments by name."""
+"""The average of each random operator, computed from its arguments by name."""
 
 
 class _Averages(TorchDispatchMode):
-    """Puts averages in place of what operators draw."""
+    """Replaces random draws by their averages."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
+        """Run one operator, or return its average."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # torch.cond and the like, which run operators themselves
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
-        # Kernels of attention drop inside, where nothing could be put in place of it.
+        # Attention kernels apply dropout internally, so turn it off by their argument.
         if "dropout_p" in names:
             args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
             kwargs = {name: 0.0 if name == "dropout_p" else a for name, a in kwargs.items()}
         name = func.overloadpacket.__name__
-        # Leaky with a random slope in training, and with the average one otherwise.
+        # In training the negative slope is random; in evaluation it is the average slope.
         if name.startswith("rrelu_with_noise") and "training" in names:
             args, kwargs = args[: names.index("training")], {**kwargs, "training": False}
         if name == "native_dropout":
@@ -98,18 +98,18 @@ class _Averages(TorchDispatchMode):
         given: Given = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(names, args, strict=False)), **kwargs}
         average = AVERAGES[name](given)
-        # Nothing is drawn: the generator is the caller's, and other threads may be drawing from it.
+        # Draw nothing: the generator is the caller's, and other threads may be drawing from it.
         drawn = given["self"] if name.endswith("_") else _make_like_draw(average, given)
         return drawn.copy_(average) if isinstance(average, Tensor) else drawn.fill_(average)
 
 
 class _RowsAlone(TorchFunctionMode):
-    """Lets batch norms that would use the statistics of their batch use each row's own root mean square."""
+    """Makes batch norms divide each row by its own root mean square instead of using the batch's statistics."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Given | None = None
     ) -> Any:
-        """Return what `func` returns; batch norm's module calls it with everything by position but eps and mode."""
+        """Call `func`, or normalise each row if it is batch norm. nn.BatchNorm passes most arguments by position."""
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -118,7 +118,7 @@ class _RowsAlone(TorchFunctionMode):
         x: Any = given["input"]
         if not given["training"] and given["running_mean"] is not None:
             return func(*args, **(kwargs or {}))
-        # Not layer norm: of a single channel that would leave zeros.
+        # Not layer norm, which would turn a row with a single channel and position into zeros.
         x = x * (x.square().mean(tuple(range(1, x.ndim)), keepdim=True) + given["eps"]).rsqrt()
         shape = (1, -1, *[1] * (x.ndim - 2))
         for weight, join in ((given["weight"], torch.mul), (given["bias"], torch.add)):
@@ -135,6 +135,6 @@ def expect_averages() -> Iterator[None]:
 
 @contextmanager
 def normalise_rows_alone() -> Iterator[None]:
-    """Let batch norms normalise each row by itself inside the block, on this thread."""
+    """Make batch norms normalise each row by itself inside the block, on this thread."""
     with enter_function_mode(_RowsAlone()):
         yield

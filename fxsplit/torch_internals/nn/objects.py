@@ -1,8 +1,9 @@
-"""Take the objects among a call's arguments apart, so that torch's pytrees find the tensors and numbers inside.
+"""Register objects among a call's arguments with torch's pytrees, so that the tensors and numbers inside are found.
 
-For `batch = SimpleNamespace(ids=ids, scale=2.0)` pytrees know one leaf, the object. Taken apart it is a tree with the
-leaves `ids` and `2.0`, from which another object of the class is made, with other tensors in it. What cannot be taken
-apart is *opaque*. Inside of an object it is replaced by a stand-in which refuses to be read, so no graph can hold it.
+For `batch = SimpleNamespace(ids=ids, scale=2.0)` pytrees see a single leaf, the object. `take_apart` makes it a tree
+with the leaves `ids` and `2.0`, from which pytrees can rebuild an object of the class with other tensors. A value that
+cannot be taken apart is *opaque*. Inside an object, a stand-in replaces it and refuses to be read, so that no graph can
+contain it.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ VALUES = (
     *(type(None), bool, int, float, complex, str, bytes, range, decimal.Decimal, fractions.Fraction, pathlib.PurePath),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic),
 )
-"""Types whose values never change, and of which repr() tells all."""
+"""Immutable types with a repr() that describes the value completely."""
 NAMED = (
     *(Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, np.ufunc, nn.Module),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
-"""Types whose values are one thing with a name each: two of them are the same only where they are one object."""
+"""Types with identity: two values are the same only if they are one object."""
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
-"""What a class may be derived from, besides object: how many items there are is part of the structure."""
+"""Container base classes that an object may have. The number of items is part of its structure."""
 
 
 BLOCK_MASK = "BlockMask"
-"""The class of torch's masks for `flex_attention`. Importing it takes long, and few models use it."""
+"""The class of torch's masks for `flex_attention`. Few models use it, and importing it takes long."""
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """In place of a value of which nothing can be said. `kind` is the name of its type, `name` that of the argument.
+    """The replacement of a value that cannot be taken apart.
 
-    `inside` says that it is part of an object.
+    kind: the name of its type. inside: whether it is part of an object. name: the name of the argument.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class Opaque:
     name: str = ""
 
     def explain(self) -> str:
-        """Return why the value cannot be part of a call, and what to do instead."""
+        """Return why the value cannot be part of a call, and the next step."""
         what = f"argument {self.name!r} is a {self.kind}"
         if self.kind == "ndarray":
             return f"{what}, and a pipeline takes tensors: give torch.from_numpy(...) of the array"
@@ -77,7 +78,7 @@ class Opaque:
 
 
 class StandIn:
-    """Stands for an opaque value in a call of forward(): reading anything of the stand-in raises InputError."""
+    """Replaces an opaque value in a call of forward(). Reading anything of the stand-in raises InputError."""
 
     def __init__(self, opaque: Opaque) -> None:
         object.__setattr__(self, "_opaque", opaque)
@@ -87,7 +88,7 @@ class StandIn:
 
     __getattribute__ = _refuse
 
-    # Python looks these up on the class, and asks no __getattribute__.
+    # Python looks these up on the class, without __getattribute__.
     __bool__ = __call__ = __contains__ = __eq__ = __float__ = __ge__ = __getitem__ = __gt__ = __index__ = _refuse
     __int__ = __iter__ = __le__ = __len__ = __lt__ = __ne__ = __next__ = __repr__ = __str__ = __enter__ = _refuse
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = _refuse
@@ -95,28 +96,30 @@ class StandIn:
 
 
 class ObjectParts:
-    """An object taken apart: its class, what its attributes hold, and its items where it is a container as well."""
+    """The parts of an object: its class, its attributes by name, and its items and keys if it is a container."""
 
     def __init__(self, kind: Any, attributes: dict[str, Any], items: list[Any], keys: tuple[Any, ...] | None) -> None:
         self.kind, self.attributes, self.items, self.keys = kind, attributes, items, keys
 
 
 def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Return a leaf of torch's pytrees: as ObjectParts if the object has something inside, as Opaque if it is opaque.
+    """Convert a leaf of torch's pytrees to ObjectParts if it is an object with parts, or to Opaque if it is opaque.
 
-    Tensors, constants and stand-ins are returned as they are. `around` has the identities of the objects around.
+    Tensors, constants and stand-ins are returned unchanged.
+
+    around: the ids of the enclosing objects.
     """
     kind = type(value)
     if kind is StandIn or is_a(value, (Tensor, *NAMED, Opaque)):
         return value
-    # A text of a class of the user's own may hold more than its characters.
+    # A subclass, such as a user's own str, may carry attributes besides its value.
     if is_a(value, VALUES) and not getattr(value, "__dict__", None):
         return value
     if isinstance(value, types.MethodType) and isinstance(value.__self__, NAMED):
         return value
     if is_packed(value):
         return Opaque(kind.__qualname__, inside=bool(around))
-    # An object that holds itself has no end, and the class of an opaque one makes no objects out of attributes.
+    # Opaque: an object that contains itself, since its tree has no end, and a class that attributes do not rebuild.
     if id(value) in around or len(around) > 20 or not _can_be_made(kind) or kind.__name__ == BLOCK_MASK:
         return Opaque(kind.__qualname__, inside=bool(around))
     attributes = _read_attributes(value)
@@ -126,7 +129,7 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, dict):
         keys, items = tuple(value), list(dict.values(value))
     elif isinstance(value, CONTAINERS):
-        # The items of a set have no order of their own.
+        # The items of a set have no order, so sort them.
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
     for held in (*attributes.values(), *items):
         if type(held) is not StandIn:
@@ -136,24 +139,24 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def is_packed(value: Any) -> bool:
-    """Return whether a value is a PackedSequence, which torch's pytrees would take for a tuple of tensors."""
-    # By its type: a stand-in lets nobody ask for its class.
+    """Return whether a value is a PackedSequence, which torch's pytrees treat as a tuple of tensors."""
+    # By type(): isinstance() would read the __class__ of a stand-in, which raises.
     return issubclass(type(value), PackedSequence)
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """Return whether a value is of one of these types, as isinstance() does, but without asking the value itself.
+    """Return whether a value's type is one of `kinds`. Unlike isinstance(), this does not access the value.
 
-    A proxy, as weakref.proxy() makes one, hands the question on, which fails if what it stands for is gone.
+    A weakref.proxy forwards the access to its referent, which fails if the referent is gone.
     """
     return issubclass(type(value), kinds)
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Return whether two leaves that are no tensors are the same for every computation; no == of a user's is asked."""
+    """Return whether two leaves that are not tensors are equal in every computation. Calls no user's __eq__."""
     if a is b:
         return True
-    # Types too: True equals 1, and the graph of the one may be wrong for the other. Texts tell 0.0 from -0.0.
+    # Compare types too: True equals 1, but their graphs may differ. repr() tells 0.0 from -0.0.
     if type(a) is not type(b):
         return False
     if is_a(a, types.MethodType):
@@ -162,26 +165,26 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds, by the name of the attribute: in slots, and in its __dict__."""
+    """Return an object's attributes by name, from its slots and its __dict__."""
     found: dict[str, Any] = {}
     for kind in (k for k in type(value).__mro__ if "__slots__" in vars(k)):
         for name, slot in vars(kind).items():
             if isinstance(slot, types.MemberDescriptorType):
-                # Nothing may have been assigned to a slot yet.
+                # A slot may be unassigned.
                 with suppress(AttributeError):
                     found[name] = slot.__get__(value)
     return found | dict(getattr(value, "__dict__", {}))
 
 
 def _find_base(kind: Any) -> Any:
-    """Return what makes objects of a class: the container that it is derived from, or object."""
+    """Return the base class that allocates objects of a class: its container type, or object."""
     return next((base for base in (*CONTAINERS, types.SimpleNamespace) if issubclass(kind, base)), object)
 
 
 def _can_be_made(kind: Any) -> bool:
-    """Return whether all that an object of the class holds lies in its attributes and items."""
+    """Return whether attributes and items are the whole state of a class's objects."""
     try:
-        # Python refuses where the class has memory of another kind, as files, generators and numpy's arrays have.
+        # Python refuses if the class has C state of its own, as files, generators and numpy arrays do.
         _find_base(kind).__new__(kind)
     except TypeError:
         return False
@@ -189,7 +192,7 @@ def _can_be_made(kind: Any) -> bool:
 
 
 def _make_object(parts: Any, context: tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]) -> Any:
-    """Return an object of the class in `context`, made of what its attributes and its items hold."""
+    """Rebuild an object of the class in `context` from its attributes and items."""
     kind, names, _, keys = context
     held = list(parts)
     items = held[len(names) :]
@@ -200,13 +203,13 @@ def _make_object(parts: Any, context: tuple[Any, tuple[str, ...], int, tuple[Any
     elif base in (list, set, deque):
         base.__init__(made, items)
     for name, value in zip(names, held[: len(names)], strict=True):
-        # Past a __setattr__ of the class's own, which may refuse, as a frozen dataclass does.
+        # Bypass the class's own __setattr__, which may refuse, as in a frozen dataclass.
         object.__setattr__(made, name, value)
     return made
 
 
 def _flatten(parts: ObjectParts) -> tuple[list[Any], tuple[Any, tuple[str, ...], int, tuple[Any, ...] | None]]:
-    """Return what ObjectParts hold, and from what else the object is made again."""
+    """Return the attributes and items as leaves, and the context from which `_make_object` rebuilds the object."""
     return [*parts.attributes.values(), *parts.items], (
         parts.kind,
         tuple(parts.attributes),
@@ -216,7 +219,7 @@ def _flatten(parts: ObjectParts) -> tuple[list[Any], tuple[Any, tuple[str, ...],
 
 
 def _flatten_with_keys(parts: ObjectParts) -> tuple[list[Any], Any]:
-    """Return what ObjectParts hold with the name of each, and from what else the object is made again."""
+    """Return the same as `_flatten`, with a key for each leaf."""
     values, context = _flatten(parts)
     keys = range(len(parts.items)) if parts.keys is None else parts.keys
     names = [*map(pytree.GetAttrKey, parts.attributes), *map(pytree.MappingKey, keys)]

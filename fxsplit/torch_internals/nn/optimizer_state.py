@@ -1,7 +1,7 @@
-"""State of optimizers, such as Adam's averages, which follows its parameter to another device.
+"""Move optimizer state, such as Adam's averages, after its parameter has moved to another device.
 
-The state is the optimizer's, and the user's own. So a parameter that has moved is noted, and before an optimizer steps
-next, whichever it is, the state that it has of such parameters is moved.
+The state belongs to the user's optimizer, which fxsplit does not know. So each move of a parameter is recorded, and a
+hook moves the state of these parameters before any optimizer's next step.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch.utils import _pytree as pytree
 
 _changing = threading.Lock()
 _moves: dict[int, tuple[weakref.ref[Tensor], set[torch.device]]] = {}
-"""Parameters that have moved, by identity, each with the devices that it was on before."""
+"""Parameters that have moved, by id, each with the devices that it was on before."""
 _count = 0
-"""How many parameters have moved so far."""
+"""The number of moves recorded so far."""
 _up_to: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Up to which number of moves each optimizer has been looked at."""
+"""The number of moves that each optimizer's state has followed."""
 
 
 def note_move(weight: Tensor, before: torch.device) -> None:
-    """Let the state that optimizers have of a parameter follow it, before they step next; it was on `before`."""
+    """Record that a parameter moved from device `before`, so that optimizer state follows it before the next step."""
     global _count
     with _changing:
         if not _count:
-            # For as long as the process lives: any optimizer may step at any time, and few lines run where all is done.
+            # The hook stays for the life of the process: any optimizer may step at any time, and an idle hook costs
+            # little.
             register_optimizer_step_pre_hook(_follow)
         moved, devices = _moves.get(id(weight), (None, set[torch.device]()))
-        # Another parameter may have had this identity.
+        # A parameter that is gone may have had this id.
         devices = devices if moved is not None and moved() is weight else set()
         key = id(weight)
         _moves[key] = weakref.ref(weight, lambda gone: _forget(key, gone)), devices | {before}
@@ -41,13 +42,13 @@ def note_move(weight: Tensor, before: torch.device) -> None:
 
 
 def _forget(key: int, gone: weakref.ref[Tensor]) -> None:
-    """Forget a parameter that is gone, unless another one has its identity by now."""
+    """Forget a parameter that was collected, unless another parameter has its id by now."""
     if key in _moves and _moves[key][0] is gone:
         del _moves[key]
 
 
 def _follow(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Move the state that an optimizer has of parameters that have moved since this looked last."""
+    """Move an optimizer's state of parameters that have moved since its last step."""
     if _up_to.get(optimizer) == _count:
         return
     with _changing:
@@ -61,13 +62,13 @@ def _follow(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _move_state(state: dict[Any, Any], weight: Tensor, devices: set[torch.device], group: dict[str, Any]) -> None:
-    """Move to a parameter's device what is on one of `devices`."""
+    """Move state on one of `devices` to the parameter's device."""
 
     def move(value: Tensor) -> Tensor:
-        # What is elsewhere is so on purpose, as by an optimizer that keeps its state in host memory.
+        # State on any other device is there on purpose: some optimizers keep their state in host memory.
         return value.to(weight.device) if value.device in devices else value
 
     for key in state:
-        # As torch has it where a state is loaded: the number of steps is on the host, unless a kernel reads it.
+        # As in torch's load_state_dict: the step count stays on the host unless a fused or capturable kernel reads it.
         if key != "step" or group.get("fused") or group.get("capturable"):
             state[key] = pytree.tree_map_only(Tensor, move, state[key])

@@ -1,7 +1,7 @@
-"""Recurrent modules of torch's (LSTM, GRU, RNN): their layers one by one in a graph, and their weights for cuDNN.
+"""torch's recurrent modules (LSTM, GRU, RNN): one graph node per layer, and flat weights for cuDNN.
 
-`nn.LSTM(8, 8, num_layers=3)` is one call of a kernel with the weights of all layers. While a graph is made it is a call
-of `run_layer` for each layer, with the weights that the module has for it, so that a cut may lie between two layers.
+`nn.LSTM(8, 8, num_layers=3)` is one call of a kernel with the weights of all layers. While a graph is captured, the
+module calls `run_layer` for each layer with that layer's weights instead, so that a cut may lie between two layers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "RNN_TANH": torch.rnn_tanh,
     "RNN_RELU": torch.rnn_relu,
 }
-"""What computes layers, by the mode of a module."""
+"""The kernel that computes layers, by the mode of a module."""
 
 
 def flatten_weights(modules: Iterable[nn.Module]) -> None:
-    """Lay the weights of recurrent layers in one piece of memory, where they are on an accelerator and in several.
+    """Copy the weights of recurrent layers on an accelerator into one block of memory, if they are scattered.
 
-    `nn.Module.to` lays them so, for cuDNN. Where weights were moved one by one, cuDNN would copy all in every call.
+    `nn.Module.to` lays them out so for cuDNN. If weights were moved one by one, cuDNN would copy them in every call.
     """
     for module in modules:
         if isinstance(module, nn.RNNBase):
-            # The layer holds a list of its weights, which may be others by now, as those of a replica are.
+            # The module's list of weights may be stale, for example in a replica.
             module._update_flat_weights()
             weights = [w for w in module._flat_weights if isinstance(w, Tensor)]
             scattered = len({get_storage_id(w) for w in weights}) > 1
@@ -49,12 +49,12 @@ def flatten_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def _flatten_layer(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Lay the weights of one layer in one piece of memory, where they are on an accelerator and not in one yet."""
+    """Copy the weights of one layer on an accelerator into one block of memory, if they are not in one yet."""
     given: Any = node.args
     mode, _, _, fetches, sizes, (bias, bidirectional, batch_first) = given
     weights: Any = [attrgetter(str(fetch.target))(gm) for fetch in fetches]
     n_bytes = sum(w.numel() * w.element_size() for w in weights)
-    # A layer of a module that was laid in one piece has a part of it, in an order that is that of all layers.
+    # Weights in the block of a whole module do not count: their order there is that of all layers.
     whole = len({get_storage_id(w) for w in weights}) == 1 and weights[0].untyped_storage().nbytes() == n_bytes
     if whole or any(w.device.type == "cpu" for w in weights):
         return
@@ -68,17 +68,17 @@ def _flatten_layer(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def has_layers(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent one of several layers, whose weights it has itself and nobody hooks."""
+    """Return whether a recurrent module has several layers, plain parameters as weights, and no hooks."""
     if not isinstance(module, nn.LSTM | nn.GRU | nn.RNN) or module.num_layers == 1:
         return False
-    # weight_norm and the like compute weights anew, and set them as attributes, which no graph finds.
+    # weight_norm and the like recompute weights and set them as attributes, which a graph would not find.
     own = all(name in module._parameters for name in module._flat_weights_names)
     return own and not any(getattr(module, kind) for kind in HOOKS)
 
 
 @contextmanager
 def run_layers_apart() -> Iterator[None]:
-    """Let recurrent modules of several layers run a layer at a time in the block."""
+    """Make recurrent modules with several layers run layer by layer in the block."""
     with ExitStack() as stack:
         for kind in (nn.LSTM, nn.GRU, nn.RNN):
             stack.enter_context(patch_method(kind, "forward", lambda own: partial(_run_layers, own)))
@@ -86,7 +86,7 @@ def run_layers_apart() -> Iterator[None]:
 
 
 def _run_layers(own: Method, module: Any, input: Any, hx: Any = None) -> Any:
-    """Return what a recurrent module returns: its output, and the states of all layers at the end."""
+    """Run a recurrent module layer by layer. Returns its output and the final states of all layers."""
     if not has_layers(module) or isinstance(input, PackedSequence):
         return own(module, input, hx)
     directions = 2 if module.bidirectional else 1
@@ -108,7 +108,7 @@ def _run_layers(own: Method, module: Any, input: Any, hx: Any = None) -> Any:
 
 
 def _call(value: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns; where a value is traced, a call of the function becomes one node."""
+    """Call a function. If `value` is being traced, the call becomes a single node."""
     return (
         value.tracer.create_proxy("call_function", function, args, {})
         if isinstance(value, fx.Proxy)
@@ -117,7 +117,7 @@ def _call(value: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _take_states(hx: Any, first: int, directions: int) -> Any:
-    """Return the states that one layer begins with."""
+    """Return the initial states of one layer."""
     if isinstance(hx, tuple | list):
         return tuple(state[first : first + directions] for state in hx)
     return None if hx is None else (hx[first : first + directions],)
@@ -131,11 +131,11 @@ def run_layer(
     sizes: tuple[int, int],
     flags: tuple[bool, bool, bool],
 ) -> tuple[Tensor, ...]:
-    """Return the output of one layer, (rows, length, features) or without rows, and its states at the end.
+    """Return the output of one layer, (rows, length, features) or (length, features), and its final states.
 
-    mode: that of the module. begin: the states at the start, each (directions, rows, features); None for zeros. sizes:
-        the numbers of features of a state, and of a projected one (0: there is none). flags: whether there are biases,
-        two directions, and rows in the first dimension.
+    mode: the module's mode. begin: the initial states, each (directions, rows, features), or None for zeros. sizes: the
+    number of features of a state and of a projected state (0: no projection). flags: whether there are biases, two
+    directions, and rows in the first dimension.
     """
     bias, bidirectional, batch_first = flags
     batched = input.dim() == 3
@@ -157,12 +157,12 @@ def run_layer(
 
 
 def join_states(states: Sequence[Tensor]) -> Tensor:
-    """Return the states of all layers in one tensor, (layers times directions, rows, features)."""
+    """Join the states of all layers in one tensor, (layers * directions, rows, features)."""
     return torch.cat(list(states))
 
 
 def drop_unread_states(graph: fx.Graph) -> None:
-    """Take what nobody reads of states at the end out of a graph: each layer's would be handed on to the last stage."""
+    """Remove unread final states from a graph; otherwise each layer's would be sent on to the last stage."""
     for node in reversed(graph.find_nodes(op="call_function", target=join_states)):
         if not node.users:
             states = list(node.all_input_nodes)

@@ -1,8 +1,9 @@
-"""torch's own transformers, which ask values what decides only how fast they run; while a graph is made, nobody asks.
+"""Capture torch's own transformers without the data-dependent branches that only select faster kernels.
 
-`nn.TransformerEncoder` and `nn.TransformerDecoder` ask whether a mask is the causal one, for which there are faster
-kernels. In a graph the mask is applied as it is given, which is equal to rounding. In evaluation without gradients the
-encoder packs rows whose padding is at the end, and unpacks its output with zeros there: a graph writes these zeros.
+`nn.TransformerEncoder` and `nn.TransformerDecoder` read a mask's values to detect the causal mask, for which there are
+faster kernels. In a graph the mask is applied as given, which is equal up to rounding. In evaluation without gradients,
+the encoder packs rows that are padded at the end, and fills its output with zeros there. A graph writes these zeros
+instead.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ ENCODE = nn.TransformerEncoder.forward.__code__
 
 @contextmanager
 def take_masks_as_given() -> Iterator[None]:
-    """Let torch's transformers apply masks as they are given in the block, whether they are causal or not.
+    """Make torch's transformers apply masks as given in the block, without checking whether they are causal.
 
-    A mask that takes part in nothing has no gradient, which a graph would have.
+    The causal kernels ignore the mask, so a mask that requires grad would get no gradient from them.
     """
     with patch_method(transformer, "_detect_is_causal_mask", lambda own: _take_as_given):
         yield
@@ -35,20 +36,20 @@ def take_masks_as_given() -> Iterator[None]:
 
 @contextmanager
 def ask_no_values() -> Iterator[None]:
-    """Let torch's transformers ask no values in the block, so that they can be followed."""
+    """Make torch's transformers branch on no tensor values in the block, so that they can be traced."""
     with take_masks_as_given(), patch_method(nn.TransformerEncoder, "forward", lambda own: partial(_encode, own)):
         yield
 
 
 def may_pack(encoder: Any, mask: Any, padding: Any) -> bool:
-    """Return whether an encoder packs the rows of a call that is without gradients, if their padding is at the end."""
+    """Return whether an encoder would pack rows, in a call without gradients and with padding at the end."""
     first = encoder.layers[0]
     given = mask is None and padding is not None and not first.training
     return given and bool(getattr(encoder, "use_nested_tensor", False) and getattr(encoder, "mask_check", True))
 
 
 def _take_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether a mask was said to be causal."""
+    """Return whether the caller declared a mask causal."""
     return is_causal is True
 
 
@@ -60,11 +61,11 @@ def _encode(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Any:
-    """Return what the encoder returns, with zeros where rows are padded if it would pack them."""
+    """Run the encoder. If it would pack rows, write zeros at their padding instead."""
     padding = src_key_padding_mask
     if padding is None or not may_pack(encoder, mask, padding) or not _packs_now(encoder, src):
         return own(encoder, src, mask, padding, is_causal)
-    # As the encoder itself reads it: a mask of floats keeps what it adds 0 to.
+    # As the encoder itself reads it: positions to which a float mask adds 0 are kept.
     added = F._canonical_mask(padding, "src_key_padding_mask", None, "", src.dtype, check_other=False)
     assert added is not None, "there is padding"
     output = src
@@ -77,7 +78,7 @@ def _encode(
 
 
 def _packs_now(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
-    """Return whether the encoder packs rows in the modes that there are, as torch decides."""
+    """Return whether the encoder would pack rows in the current modes, by torch's own conditions."""
     if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled() or src.dim() != 3:
         return False
     return not (torch.is_grad_enabled() and any(w.requires_grad for w in encoder.layers[0].parameters()))

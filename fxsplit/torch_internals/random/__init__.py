@@ -1,1 +1,1 @@
-"""Random numbers: generators, draws that depend on no order, and dropout."""
+"""Random numbers: generators, draws that do not depend on execution order, and dropout."""

@@ -1,7 +1,7 @@
-"""Dropout as a product with a mask, so that torch.compile makes one graph of what lies on both sides of it.
+"""Dropout as multiplication by a mask, so that torch.compile does not break the graph at dropout.
 
-The mask is what dropout makes of ones, drawn by the same function from the same generator state: so the product is
-what dropout makes of the tensor.
+The mask is dropout applied to ones, by the same function from the same generator state. Multiplying by it therefore
+gives the same result as dropout.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MASKS: tuple[tuple[Any, str], ...] = (
     (nn.Dropout2d, "dropout2d"),
     (nn.Dropout3d, "dropout3d"),
 )
-"""Functions and classes of modules, and the name in torch.nn.functional of the function that they are."""
+"""The dropout functions and module classes, each with the name of its function in torch.nn.functional."""
 
 
 def find_mask(call: Any) -> str | None:
-    """Return which dropout function a function or a module is, if its result is a product with a mask."""
+    """Return the name of the dropout function of a function or module if a mask can replace it, else None."""
     if isinstance(call, nn.Module) and (call._forward_hooks or call._forward_pre_hooks or call._backward_hooks):
         return None
     return next((name for known, name in MASKS if call is known or type(call) is known), None)
@@ -38,7 +38,7 @@ def find_mask(call: Any) -> str | None:
 
 @torch.library.custom_op("fxsplit::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_mask(like: Tensor, p: float, name: str, key: str) -> Tensor:
-    """Return the mask that a dropout function makes for a tensor, in the state that the node `key` draws from."""
+    """Return a dropout function's mask for a tensor, drawn from the generator state of the node `key`."""
     draw = SeededCall(key, getattr(F, name))
     result: Tensor = draw(torch.ones_like(like), p, True)
     return result
@@ -50,7 +50,7 @@ def _(like: Tensor, p: float, name: str, key: str) -> Tensor:
 
 
 def multiply_by_mask(draw: SeededCall, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what `draw(*args, **kwargs)` returns, of a dropout that `find_mask` knows."""
+    """Return the result of `draw(*args, **kwargs)` for a dropout known to `find_mask`."""
     call = draw.call
     if isinstance(call, nn.Module):
         module: Any = call
@@ -61,7 +61,7 @@ def multiply_by_mask(draw: SeededCall, *args: Any, **kwargs: Any) -> Tensor:
 def _drop(
     call: Any, key: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> Tensor:
-    """Return a tensor times its mask; the last arguments are those of torch's dropout functions."""
+    """Multiply a tensor by its mask. The arguments from `p` on are as in torch's dropout functions."""
     if not (training and train) or p == 0.0:
         return input
     mask = torch.ops.fxsplit.dropout_mask(input.detach(), p, find_mask(call), key)

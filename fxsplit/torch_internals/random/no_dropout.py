@@ -1,4 +1,4 @@
-"""No dropout: a block in which torch's dropout drops nothing, so that two runs of a model are equal."""
+"""A block in which torch's dropout drops nothing, so that two runs of a model are equal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 @contextmanager
 def disable_dropout() -> Iterator[None]:
-    """Let torch's dropout functions and modules drop nothing inside the block."""
-    # Modules of dropout call these functions too, so patching the functions reaches both.
+    """Make torch's dropout functions and modules drop nothing inside the block."""
+    # Dropout modules call these functions too, so patching the functions covers both.
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     own = {name: getattr(F, name) for name in (*names, "scaled_dot_product_attention")}
 

@@ -1,9 +1,9 @@
-"""Random draws that depend neither on the order of threads nor on where a graph is cut.
+"""Random draws that depend neither on the order of threads nor on the cuts of a graph.
 
-Torch's default generators are shared by all threads, so stages that drop at the same time would draw from each other.
-A node that draws therefore gets, for the time of its call, a generator state of its own. The state is derived from the
-seed of the batch, the microbatch and the node's name. The seed of the batch comes from the caller's generator, so
-torch.manual_seed makes a run reproducible. The state is that of the generator of each device that the call may draw on.
+All threads share torch's default generators, so stages that run dropout at the same time would take draws from each
+other. Each random node therefore runs with its own generator state, derived from the batch's seed, the microbatch and
+the node's name. The batch's seed is drawn from the caller's generator, so torch.manual_seed makes a run reproducible.
+The state is set in the generator of each device on which the call may draw.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_NAMES: Mapping[str, Any] = {}
 
 
 class _Turn(NamedTuple):
-    """Whose draws a thread makes: the seed of the batch, the microbatch, and the devices that code may draw on."""
+    """The turn of a microbatch in a thread. `devices` are the devices on which code may draw."""
 
     seed: int
     microbatch: int
@@ -44,9 +44,9 @@ class _Turn(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread knows: its turn, or None, and the states that generators had before each block of draws it is in.
+    """Per-thread state: the current turn or None, and the generator states saved by each enclosing block of draws.
 
-    The outermost block is the first.
+    The outermost block comes first.
     """
 
     def __init__(self) -> None:
@@ -58,37 +58,37 @@ _thread = _Thread()
 
 
 class SeededCall(RunsUncompiled):
-    """Calls a module, a function or a tensor's method in a generator state of its own, when its microbatch has a turn.
+    """Calls a module, a function or a tensor's method with its own generator state during a microbatch's turn.
 
-    key: the name of the node, which no other node of the graph has. call: what the node calls; a text is a method.
-    Outside of any turn the call draws from the caller's generator, as it would without fxsplit.
+    key: the node's name, unique in the graph. call: the module or function, or the name of a method. Outside of any
+    turn, the call draws from the caller's generator, as it would without fxsplit.
     """
 
     def __init__(self, key: str, call: Any, *, drew: bool = False) -> None:
         super().__init__()
         self.call = call
         self.key = key
-        # Whether the call is of a module that was seen to draw in evaluation, as a sampler does.
+        # Whether the call is a module that was observed to draw in evaluation, as a sampler does.
         self.in_evaluation = False
         self.note(drew=drew)
 
     def note(self, *, drew: bool) -> None:
-        """Note whether the call drew in the mode that its module is in now."""
+        """Record whether the call drew in its module's current mode."""
         if isinstance(self.call, nn.Module) and not self.call.training:
             self.in_evaluation = drew
 
     @property
     def idle(self) -> bool:
-        """Whether the call is of a module that draws nothing: most in evaluation, or a dropout that drops nothing."""
-        # As the model: what the caller draws next must not depend on a dropout that is switched off.
+        """Whether the call is a module that draws nothing now: in evaluation, as a rule, or a dropout with p=0."""
+        # Like the model: a dropout that is switched off must not affect the caller's next draws.
         return isinstance(self.call, nn.Module) and (
             not (self.call.training or self.in_evaluation) or (is_dropout(self.call) and not self.call.p)
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the wrapped call returns."""
+        """Run the wrapped call."""
         call = self.call if not isinstance(self.call, str) else lambda x, *a, **k: getattr(x, self.call)(*a, **k)
-        # Asked first: torch.compile, which follows an idle call, is to find no turn, as each microbatch has another.
+        # Check `idle` first: torch.compile follows idle calls, and must not see the turn, which changes per microbatch.
         if self.idle or (turn := _thread.now) is None:
             return call(*args, **kwargs)
         generators = find_generators(self.call, args, kwargs, turn.devices)
@@ -105,19 +105,19 @@ def isolate_draws(
     kwargs: Mapping[str, Any] = _NO_NAMES,
     devices: Sequence[torch.device] = (),
 ) -> Iterator[Callable[[], bool]]:
-    """Let the block draw from a state of its own, while no other thread draws on the same devices in such a block.
+    """Run the block with its own generator state. No other thread draws on the same devices in such a block meanwhile.
 
-    The state follows from `seed`, `microbatch` and `key`. The generators are those of the CPU, of `devices`, and of the
-    devices that the arguments of the call in the block are on, or name. Afterwards they are as before. Yields a
-    function that says, after the block, whether the block drew.
+    The state is derived from `seed`, `microbatch` and `key`. It is set in the generators of the CPU, of `devices`, and
+    of the devices of tensors in the arguments or named by them. They are restored afterwards. Yields a function that
+    returns, after the block, whether the block drew.
     """
-    # Of no function that is known, so that the CPU is among them.
+    # An unknown function, so that the CPU is included.
     found = find_generators(None, args, kwargs, devices)
     generators = [generator for _, generator in found]
     with _set_states(found, seed, microbatch, key):
         begin = [generator.get_state() for generator in generators]
         end = begin
-        # `end` is read when the block has ended: the function is called after that.
+        # The function is called after the block, so it sees the final value of `end`.
         try:
             yield lambda: any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in zip(begin, end, strict=True))
         finally:
@@ -126,15 +126,15 @@ def isolate_draws(
 
 @contextmanager
 def notice_draws() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says, after the block, whether a default generator of torch moved meanwhile, on any device.
+    """Yield a function that returns, after the block, whether any default generator of torch moved during the block.
 
-    No other thread draws in `isolate_draws` during the block, which would hide a draw by putting the state back. Draws
-    of other threads that know nothing of fxsplit count as well.
+    No other thread enters `isolate_draws` during the block, which would hide a draw by restoring the state. Draws by
+    threads outside of fxsplit count as well.
     """
     with take_generators(list_places()):
         before = read_generators()
         after = before
-        # `after` is read when the block has ended: the function is called after that.
+        # The function is called after the block, so it sees the final value of `after`.
         try:
             yield lambda: before != after
         finally:
@@ -143,11 +143,11 @@ def notice_draws() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Let this thread draw in the block for one microbatch of the batch with `seed`; blocks may be nested.
+    """Make this thread draw for one microbatch of the batch with `seed` in the block. Blocks may be nested.
 
-    `devices` are those that code draws on which names none: the stage's, and the default device.
+    devices: where code that names no device may draw: the stage's device and the default device.
     """
-    # By thread: workers run different microbatches at the same time.
+    # Per thread, since workers run different microbatches at the same time.
     with restore_after(partial(setattr, _thread, "now", _thread.now)):
         _thread.now = _Turn(seed, microbatch, devices)
         yield
@@ -155,10 +155,10 @@ def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) 
 
 @contextmanager
 def lend_draws() -> Iterator[None]:
-    """Let other threads draw in the block, also where this thread is in a block that draws from a state of its own.
+    """Let other threads draw in the block, even if this thread is in a block with its own generator state.
 
-    It is to wait for them there: a loss function may call another pipeline, whose workers draw.
-    Meanwhile generators have the states that they had before this thread changed them.
+    This thread should wait for them in the block: a loss function may call another pipeline, and its workers draw.
+    Meanwhile, the generators have the states that they had before this thread changed them.
     """
     blocks = {generator: before for before in reversed(_thread.before) for generator in before}
     own: dict[Generator, Tensor] = {}
@@ -166,7 +166,7 @@ def lend_draws() -> Iterator[None]:
     def come_back() -> None:
         for generator, state in own.items():
             before = generator.get_state()
-            # They are equal where an interrupt came before the state was put back.
+            # Equal if an interrupt came before the state was set.
             if not torch.equal(before, state):
                 blocks[generator][generator] = before
                 generator.set_state(state)
@@ -180,12 +180,12 @@ def lend_draws() -> Iterator[None]:
 
 
 def current_microbatch() -> int:
-    """Return the microbatch whose turn it is in this thread; 0 outside of any turn."""
+    """Return the microbatch of this thread's turn, or 0 outside of any turn."""
     return 0 if _thread.now is None else _thread.now.microbatch
 
 
 def new_seed() -> int:
-    """Return a seed for one batch, drawn from torch's default generator on the CPU."""
+    """Draw a seed for one batch from torch's default generator on the CPU."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
@@ -195,44 +195,44 @@ def is_dropout(module: Any) -> TypeGuard[_DropoutNd]:
 
 
 def can_draw(call: Any) -> bool:
-    """Return whether `call` is a module that drops values in training mode, whatever mode it is in now."""
+    """Return whether `call` is a module that drops values in training mode, whatever its current mode is."""
     if not isinstance(call, nn.Module):
         return False
-    # Attention and recurrent layers drop by themselves, at a rate that they keep as `dropout`.
+    # Attention and recurrent layers apply dropout themselves, with the rate in the attribute `dropout`.
     return any(is_dropout(m) or bool(getattr(m, "dropout", 0.0)) for m in call.modules())
 
 
 @contextmanager
 def _set_states(generators: Iterable[tuple[Place, Generator]], seed: int, microbatch: int, key: str) -> Iterator[None]:
-    """Let generators have a state for the block that follows from the numbers and the key, in this thread alone."""
+    """Seed generators from the numbers and the key for the block. No other thread uses them meanwhile."""
     number = _mix(seed, microbatch, zlib.crc32(key.encode()))
     places = [place for place, _ in generators]
-    # Nearly always one generator.
+    # The usual case is one generator.
     with get_turn(places[0]).take() if len(places) == 1 else take_generators(places):
         before = {generator: generator.get_state() for _, generator in generators}
         with restore_after(partial(_put_back, before, len(_thread.before))):
             _thread.before.append(before)
             for _, generator in generators:
-                # One number for all: what is drawn must not depend on the number of the GPU that a stage is on.
+                # The same seed on every device: draws must not depend on the index of a stage's GPU.
                 generator.manual_seed(number)
             yield
 
 
 def _put_back(states: Mapping[Generator, Tensor], block: int) -> None:
-    """Give generators their states back, at the end of this thread's block of draws with a number."""
+    """Restore generator states, and end this thread's blocks of draws from number `block` on."""
     for generator, state in states.items():
         generator.set_state(state)
     del _thread.before[block:]
 
 
 def _mix(*numbers: int) -> int:
-    """Return one 63-bit number from several, by SplitMix64.
+    """Mix several numbers into one of 63 bits, by SplitMix64.
 
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. Numbers that differ in one bit give
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. Inputs that differ in one bit give
     unrelated results, so neighbouring microbatches draw unrelated masks.
     """
     state = 0
-    # The constants are those of the paper; without the mask Python's integers would grow.
+    # The constants are the paper's. The mask keeps Python's integers at 64 bits.
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK

@@ -1,1 +1,1 @@
-"""What is changed for a while and put back: modes of torch and of its threads, patched methods, logs."""
+"""Temporary changes that are restored after a block: torch's modes, patched methods, logging."""

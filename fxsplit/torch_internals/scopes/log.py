@@ -1,4 +1,4 @@
-"""Hide what a package warns of or logs as a warning, while something else tells the user what there is to know."""
+"""Hide the warnings that a package raises or logs, if something else reports the problem to the user."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 @contextmanager
 def hide_logged_warnings(package: str) -> Iterator[None]:
-    """Hide warnings and errors that a package logs inside the block, in this thread; what is less is shown as ever.
+    """Hide warnings and errors that a package logs in this thread inside the block. Lower levels are shown as usual.
 
-    A handler writes to the stream that there was when it was made, so redirecting standard error hides nothing of it.
-    And no handler is changed: a model's code may hold loggers, and what it reads must not change as it is captured.
+    Redirecting stderr would not work, since a handler keeps the stream that existed when it was made. Handlers are not
+    changed either: a model's code may read its loggers, and must see no difference while it is captured.
     """
 
     def wrap(call_handlers: Method) -> Method:

@@ -1,7 +1,7 @@
-"""The modes of torch that a thread is in, which an interrupt may keep a `with` block from leaving.
+"""Save and restore the torch modes of a thread, in case an interrupt keeps a `with` block from leaving its mode.
 
-`with torch.no_grad():` is left by Python code, and Ctrl-C may come before that code has done anything. So what changes
-modes reads them first, and puts them back where it fails.
+`with torch.no_grad():` is left by Python code, and Ctrl-C may come before that code has run. So code that changes modes
+reads them first, and restores them if it fails.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ FLAGS = (
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-"""What torch notes for the whole process when operators go to a mode: torch.compile compiles nothing then."""
+"""Process-wide flags that torch sets while a mode sees operators. torch.compile then compiles nothing."""
 _read_flags: Callable[[Any], Any] = operator.itemgetter(*FLAGS)
 
 
 class Modes(NamedTuple):
-    """What blocks such as torch.no_grad() change in a thread, but for inference mode.
+    """The modes of a thread that blocks such as torch.no_grad() change, except inference mode.
 
-    `functions` and `dispatches` are how many modes see its calls and its operators. `hooks` are the innermost pack and
-    unpack functions for saved tensors, or None. `autocast` says for each device whether it is on, and with which dtype;
-    `nesting` in how many blocks of it the thread is. `flags` are those of FLAGS. `lifts` is what modes of fake
-    tensors set.
+    `functions` and `dispatches` are the depths of the stacks of function and dispatch modes. `hooks` are the innermost
+    pack and unpack functions for saved tensors, or None. `autocast` has for each device type whether it is on, and its
+    dtype; `nesting` is the depth of autocast blocks. `flags` holds FLAGS. `lifts` is a flag that fake tensor modes set.
     """
 
     grad: bool
@@ -45,7 +44,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def read(cls) -> Modes:
-        """Return the modes of the calling thread."""
+        """Read the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
             torch._C._len_torch_function_stack(),
@@ -59,19 +58,19 @@ class Modes(NamedTuple):
         )
 
     def take_up(self, blocks: int) -> None:
-        """Put the thread into these modes of gradients and autocast, `blocks` blocks of autocast deeper."""
+        """Enter these gradient and autocast modes in the thread, `blocks` autocast blocks deeper."""
         for _ in range(blocks):
             torch.autocast_increment_nesting()
         self._set_autocast()
         torch.set_grad_enabled(self.grad)
 
     def put_back(self) -> None:
-        """Put the thread, which read them, back in these modes: blocks that were entered since are left."""
+        """Restore these modes in the thread that read them, and leave blocks entered since."""
         while torch._C._len_torch_function_stack() > self.functions:
             torch._C._pop_torch_function_stack()
         while torch._C._len_torch_dispatch_stack() > self.dispatches:
             torch._C._pop_torch_dispatch_stack(None)
-        # Another thread may be in a mode of its own: only what an interrupt has left is changed.
+        # Another thread may be in a mode of its own, so change the flags only if they differ.
         if _read_flags(vars(_python_dispatch)) != self.flags:
             vars(_python_dispatch).update(zip(FLAGS, self.flags, strict=True))
             tell_compiler(self.flags[-1])
@@ -79,13 +78,13 @@ class Modes(NamedTuple):
         drop_hooks(self.hooks)
         self._set_autocast()
         while _count_nesting() > self.nesting:
-            # Weights that were cast in a block are kept until its end, and would be used after they have changed.
+            # Autocast caches cast weights until its outermost block ends; they would be stale after an update.
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad)
 
     def _set_autocast(self) -> None:
-        """Switch autocast on or off for each device, as it was."""
+        """Switch autocast on or off for each device type, as recorded."""
         for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
@@ -93,24 +92,24 @@ class Modes(NamedTuple):
 
 
 def is_autocast_on(kinds: Iterable[str]) -> bool:
-    """Return whether operators on any of these kinds of devices convert what they are given."""
+    """Return whether autocast is on for any of these device types."""
     return any(kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def read_hooks() -> Any:
-    """Return the innermost pack and unpack functions of this thread for saved tensors, or None."""
-    # False: none while torch.compile traces a graph, which calls hooks in its runs alone.
+    """Return the innermost pack and unpack functions for saved tensors of this thread, or None."""
+    # False: return none while torch.compile traces a graph, which calls hooks only when it runs.
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def drop_hooks(innermost: Any) -> None:
-    """Drop hooks on saved tensors until these are the innermost ones again; the same ones twice look like once."""
+    """Remove hooks on saved tensors until these are the innermost. Equal entries are taken for one."""
     while (hooks := read_hooks()) is not None and hooks != innermost:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _count_nesting() -> int:
-    """Return in how many blocks of autocast this thread is."""
-    # Called from C, so that an interrupt comes before both or after.
+    """Return the depth of autocast blocks in this thread."""
+    # Called from C, so that an interrupt comes before both calls or after both.
     _, count = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
     return count

@@ -1,7 +1,7 @@
-"""Patch a method of torch's for as long as a block lasts, and for one thread only.
+"""Patch a method of torch for the duration of a block, in one thread only.
 
-A method that was ever patched keeps a dispatcher, which asks the calling thread for its patches and calls the method
-itself where there are none. So nothing has to be put back into torch, and no interrupt can keep that from happening.
+Once patched, a method keeps a dispatcher, which looks up the calling thread's patches and calls the original without
+any. Nothing has to be restored in torch, so an interrupt cannot leave a patch behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[Owner, str]
 
 
 class _Patches(threading.local):
-    """The functions that one thread calls in place of a method, the innermost last."""
+    """The replacements of each method in one thread, the innermost last."""
 
     def __init__(self) -> None:
         self.instead: dict[Key, tuple[Method, ...]] = {}
@@ -35,11 +35,13 @@ _patches = _Patches()
 
 @contextmanager
 def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
-    """Let this thread's calls of a method go to what `around` returns for it. Other threads' calls are unchanged.
+    """Redirect this thread's calls of a method to `around(method)` in the block. Other threads are not affected.
 
-    `owner` is a class that has the method, as a function or a classmethod, in Python or in C. `around` is given a
-    function whose first argument is the object, or the class. A module may be the owner of a function that its own code
-    calls by name. Blocks nest, and blocks of several threads may overlap in any way.
+    owner: a class with the method, as a function or classmethod, in Python or C; or a module with a function that its
+    own code calls by name. around: gets a function that takes the object or the class first, and returns the
+    replacement.
+
+    Blocks nest, and blocks of several threads may overlap in any way.
     """
     key = owner, name
     own = _install_dispatcher(owner, name)
@@ -50,10 +52,10 @@ def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) ->
 
 
 def find_owner_of_apply() -> type:
-    """Return the class whose `apply` every call of an autograd.Function comes to.
+    """Return the class with the `apply` through which every call of an autograd.Function goes.
 
-    A function that was kept before, such as `act = Act.apply`, is torch's own apply() and no patch of it. If that is
-    written in Python, it calls the one of its base class.
+    A reference made earlier, such as `act = Act.apply`, bypasses a patch of torch's own apply(). If that apply() is
+    written in Python, it calls the apply() of its base class, which can be patched.
     """
     function = torch.autograd.Function
     is_python = hasattr(getattr(getattr_static(function, "apply"), "__func__", None), "__code__")
@@ -61,14 +63,14 @@ def find_owner_of_apply() -> type:
 
 
 def _install_dispatcher(owner: Owner, name: str) -> Method:
-    """Return the method itself, behind a dispatcher now if it was not yet."""
+    """Return the original method, after installing a dispatcher if there is none yet."""
     found = getattr_static(owner, name)
-    # A classmethod keeps its function there; one of C's, as torch 2.14 has them, is called with the class itself.
+    # A classmethod keeps its function in __func__. A C classmethod, as in torch 2.14, is called with the class itself.
     function: Method = getattr(found, "__func__", found)
-    # What a class inherits may be the dispatcher of the class above.
+    # An inherited method may be the dispatcher of the base class.
     own: Method | None = getattr(function, "fxsplit_own", None) if name in vars(owner) else None
     if own is None:
-        # Several threads may come here at once: the last one wins, and all dispatchers do the same.
+        # Several threads may get here at once: the last one wins, and all dispatchers are equivalent.
         dispatch = _make_dispatcher((owner, name), function)
         of_class = isinstance(found, classmethod | ClassMethodDescriptorType)
         setattr(owner, name, classmethod(dispatch) if of_class else dispatch)

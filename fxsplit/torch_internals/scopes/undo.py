@@ -1,8 +1,8 @@
-"""Undo what is changed for a while, whichever line an interrupt comes at.
+"""Restore temporary changes after a block, whichever line an interrupt comes at.
 
-Ctrl-C raises KeyboardInterrupt between any two instructions: before a `try` begins, or in the middle of a `finally`.
-So whoever changes something for a while first notes in the thread's *journal* how it is changed back. Where the block
-that changed it cannot do so, the outermost function does that is marked with `restores_all`:
+Ctrl-C raises KeyboardInterrupt between any two instructions: before a `try` begins, or in the middle of a `finally`. So
+code that makes a temporary change first records in the thread's *journal* how to undo it. If the block is interrupted
+before it can undo the change, the outermost function marked with `restores_all` does so:
 
     @restores_all
     def compile(...):
@@ -25,30 +25,30 @@ from fxsplit.torch_internals.scopes.modes import Modes
 P = ParamSpec("P")
 R = TypeVar("R")
 Undo = Callable[[], object]
-"""Changes something back. It may be called before the change was made, and again after it was changed back."""
+"""Undoes a change. It may be called before the change was made, and again after it was undone."""
 
 
 class _Journal(threading.local):
-    """What one thread has to undo, the latest last."""
+    """The changes that one thread has to undo, the latest last."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
     def roll_back(self, begin: int) -> None:
-        """Undo all entries from number `begin` on, the latest first; called again, it goes on where it stopped."""
+        """Undo all entries from number `begin` on, the latest first. If interrupted, a second call continues."""
         while len(self.entries) > begin:
             self.entries[-1].run()
             self.entries.pop()
 
 
 class _Entry:
-    """One thing to undo, once."""
+    """A change to undo once."""
 
     def __init__(self, undo: Undo) -> None:
         self.undo: Undo | None = undo
 
     def run(self) -> None:
-        """Undo it, unless that is done."""
+        """Undo the change, unless it has been undone."""
         if self.undo is not None:
             self.undo()
             self.undo = None
@@ -58,22 +58,22 @@ _journal = _Journal()
 
 
 def _roll_back(begin: int, modes: Modes) -> None:
-    """Undo all entries from number `begin` on, and put modes of torch back."""
+    """Undo all entries from number `begin` on, and restore torch's modes."""
     _journal.roll_back(begin)
     modes.put_back()
 
 
 def restores_all(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, after which nothing is left to undo, whatever was raised in it, and at whichever line.
+    """Decorate a function so that nothing is left to undo after it, even if an interrupt comes at any line.
 
-    Where it raises, the thread is in the modes of torch again that it was in before.
+    If it raises, torch's modes in this thread are restored too.
     """
 
     @wraps(function)
     def undoing(*args: P.args, **kwargs: P.kwargs) -> R:
         begin = len(_journal.entries)
         modes = Modes.read()
-        # Twice: an interrupt may come in the middle of the first.
+        # Twice: an interrupt may cut off the first.
         try:
             try:
                 return function(*args, **kwargs)
@@ -91,29 +91,29 @@ def restores_all(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def restore_after(undo: Undo) -> Iterator[None]:
-    """Call `undo` after the block, or at the latest when the function marked with `restores_all` around it ends."""
+    """Call `undo` after the block, or at the latest at the end of the enclosing function marked with `restores_all`."""
     begin, entry = len(_journal.entries), _Entry(undo)
     _journal.entries.append(entry)
     try:
         yield
     finally:
-        # An interrupt may have skipped this for blocks inside, and undone this one where the garbage collector comes
-        # here later.
+        # An interrupt may have skipped this line for inner blocks. It may also have skipped it here, so that the
+        # garbage collector runs it later, after the undo has been done.
         if entry.undo is not None:
             _journal.roll_back(begin)
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Call one after the other from C: an interrupt comes before all of them, or after, if they run no Python."""
+    """Call functions in order, from C. If they run no Python, an interrupt comes before or after all of them."""
     one_by_one: Any = map(operator.call, calls)  # mypy does not know a call without arguments
     deque(one_by_one, maxlen=0)
 
 
 class CallerLock:
-    """A lock that is free again after a block, whichever line an interrupt comes at.
+    """A lock that is free after a block, whichever line an interrupt comes at. The holder may take it again.
 
-    A thread that holds it may take it once more. While a thread waits for it, the thread is in a block that `waiting`
-    returns, as one that lends what the holder may need.
+    waiting: returns a context for a thread that waits for the lock, for example to lend things that the holder may
+    need.
     """
 
     def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -123,12 +123,12 @@ class CallerLock:
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread holds it."""
+        """Whether the calling thread holds the lock."""
         return self._holder == threading.get_ident()
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Hold the lock for the block, after waiting for it."""
+        """Wait for the lock, and hold it for the block."""
         if self.mine:
             yield
             return
@@ -141,7 +141,7 @@ class CallerLock:
 
     @contextmanager
     def lend(self) -> Iterator[None]:
-        """Let other threads hold the lock in the block, where the calling thread does: it is to wait for them there."""
+        """Release the lock for the block, if the calling thread holds it, while this thread waits for other threads."""
         if not self.mine:
             yield
             return
@@ -150,16 +150,16 @@ class CallerLock:
             yield
 
     def _take_back(self) -> None:
-        """Hold the lock again, unless the calling thread does."""
+        """Take the lock again, unless the calling thread holds it."""
         if not self.mine:
             self._lock.acquire()
             self._holder = threading.get_ident()
 
     def _give_back(self) -> None:
-        """Free the lock, if the calling thread holds it."""
+        """Release the lock, if the calling thread holds it."""
         if self.mine:
             self._holder = None
-        # The lock knows best who holds it, and how often: an interrupt may have come before the holder was noted.
+        # Ask the lock itself, since an interrupt may have come before the holder was recorded.
         with suppress(RuntimeError):
             while True:
                 self._lock.release()

@@ -1,1 +1,1 @@
-"""Tensors: what they consist of, hold, and take in memory, on accelerators too, and how they differ."""
+"""Tensors: layouts, values, memory (of accelerators too), and differences."""

@@ -1,7 +1,7 @@
-"""Count what a piece of work allocates: the most at once, also inside of operators, on a CPU or on an accelerator.
+"""Measure the peak memory of a piece of work, including allocations inside operators, on a CPU or an accelerator.
 
-torch tells its profiler of every piece of memory that it takes and gives back, in order. The sizes of the results alone
-would say nothing of what an operator takes while it runs: for example a copy of its input in another layout.
+torch reports every allocation and free to its profiler, in order. The sizes of results would not show what an operator
+allocates while it runs, such as a copy of its input in another layout.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 @dataclass
 class Allocations:
-    """What the block of `count_allocations` allocates: the most that it holds at once, beside what was there before.
+    """The peak memory in bytes that the block of `count_allocations` allocated, on top of earlier allocations.
 
-    In bytes, and known once the block has ended. None where a profiler runs in this thread already.
+    Set when the block ends. None if a profiler was already running in this thread.
     """
 
     peak_bytes: int | None = None
@@ -26,12 +26,12 @@ class Allocations:
 
 @contextmanager
 def count_allocations() -> Iterator[Allocations]:
-    """Count what this thread allocates inside the block, on all devices, with what autograd does for it."""
+    """Count this thread's allocations inside the block, on all devices, including those in autograd's threads."""
     found = Allocations()
     if _profiler_enabled():
         yield found
         return
-    # Memory alone is recorded, with neither shapes nor stacks nor the times of an accelerator's kernels.
+    # Record memory only: no shapes, no stacks, no kernel times.
     no_more = _ExperimentalConfig()
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, no_more))
     try:
@@ -39,7 +39,7 @@ def count_allocations() -> Iterator[Allocations]:
     finally:
         threads = _disable_profiler_legacy()
     held = peak = 0
-    # Each thread that autograd works in has a list of its own, and the caller's waits meanwhile.
+    # Each autograd thread has its own list of events, and the caller waits while it runs.
     for event in (event for events in threads for event in events):
         if str(event.kind()) == "memory_alloc":
             held += event.cpu_memory_usage() + event.cuda_memory_usage()

@@ -1,6 +1,7 @@
-"""Blocks of bytes: several small tensors in one message, in the order of their memory, with strides kept.
+"""Byte blocks: pack several small tensors into one message, in memory order, with their strides.
 
-A tensor of a block has memory of the block, and a count of writes of its own: a write to one of them is none to others.
+A tensor from a block shares the block's memory, but has its own version counter, so a write to it does not count as a
+write to the other tensors of the block.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16
-"""Every tensor of a block begins at a multiple of so many bytes."""
+"""The alignment in bytes of each tensor in a block."""
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor lies in memory."""
+    """The memory layout of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -25,7 +26,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         count = 1
         for length in self.shape:
             count *= length
@@ -33,12 +34,12 @@ class TensorLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """The size of the elements in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its memory without holes, whatever the order of its dimensions."""
+    """Return whether a tensor fills its memory without holes, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -52,7 +53,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_row_major(part: TensorLayout) -> bool:
-    """Return whether a tensor lies in memory as torch makes one of its shape."""
+    """Return whether a layout has torch's default strides for its shape."""
     expected, strides = 1, []
     for length in reversed(part.shape):
         strides.append(expected)
@@ -61,7 +62,7 @@ def is_row_major(part: TensorLayout) -> bool:
 
 
 def place(parts: Sequence[TensorLayout]) -> tuple[list[int], int]:
-    """Return where each part begins in a block, in bytes, and how long the block is."""
+    """Return the offset of each part in a block, and the length of the block, both in bytes."""
     places, end = [], 0
     for part in parts:
         places.append(end)
@@ -70,31 +71,31 @@ def place(parts: Sequence[TensorLayout]) -> tuple[list[int], int]:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order of memory, as a view of one dimension."""
+    """Return a 1-D view of the elements of a dense tensor, in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def make_view(block: Tensor, part: TensorLayout, begin: int) -> Tensor:
-    """Return the tensor that lies in a block of bytes at a place; it is no view to autograd."""
+    """Return the tensor at an offset in a block of bytes. To autograd it is not a view."""
     made = torch.empty(0, dtype=part.dtype, device=block.device)
     at = (block.storage_offset() + begin) // part.dtype.itemsize
     return made.set_(block.untyped_storage(), at, part.shape, part.strides)
 
 
 def read_bytes(tensor: Tensor, begin: int, count: int) -> bytes:
-    """Return bytes of a dense tensor in host memory, which has them: `count` of them from the place `begin` on."""
-    # For a few bytes numpy takes several times as long.
+    """Return `count` bytes of a dense tensor in host memory, from the offset `begin` on."""
+    # For a few bytes, numpy takes several times as long.
     return ctypes.string_at(tensor.data_ptr() + begin, count)
 
 
 def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values to places of the same shapes, in one call."""
+    """Copy values to destinations of the same shapes, in one call."""
     with torch.no_grad():
         torch._foreach_copy_(places, values)
 
 
 def read_part(tensor: Any) -> TensorLayout:
-    """Return how a tensor lies in memory, or would if it were dense."""
+    """Return the layout of a tensor, or the default layout of its shape if it is not dense."""
     dense = is_dense(tensor)
     strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
     return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(strides))

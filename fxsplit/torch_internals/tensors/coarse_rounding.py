@@ -1,4 +1,4 @@
-"""Shake what a model computes in a coarser dtype than its weights by one rounding of that dtype."""
+"""Perturb results in a coarser dtype than the model's weights by one rounding error of that dtype."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 
 EXACT = {"clone", "cat", "stack", "copy_", "index", "index_select", "gather", "embedding", "constant_pad_nd"}
-"""Operators that move numbers and compute none. A copy into another dtype is shaken, since `_to_copy` rounds."""
+"""Operators that move values and compute none. `_to_copy` to another dtype is perturbed, since it rounds."""
 SEED = 0
 
 
 def find_eps(dtype: torch.dtype) -> float:
-    """Return the rounding of a floating or complex dtype, 0.0 for any other dtype."""
+    """Return the rounding error (eps) of a floating or complex dtype, 0.0 for any other dtype."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 class CoarseRounding(TorchDispatchMode):
-    """Multiplies results coarser than `dtype` by 1 +- their own rounding. `eps` is the coarsest rounding met so far.
+    """Multiplies results coarser than `dtype` by 1 ± their own eps. `eps` is the coarsest eps met so far.
 
-    Whole numbers stay, since every dtype holds small ones exactly: masks, zeros and counts are not off by rounding.
+    Whole numbers are not perturbed, since every dtype represents small ones exactly: masks, zeros and counts have no
+    rounding error.
     """
 
     supports_higher_order_operators = True
@@ -38,21 +39,22 @@ class CoarseRounding(TorchDispatchMode):
         self.eps = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
+        """Run one operator, and perturb its result."""
         found = func(*args, **(kwargs or {}))
-        # torch.cond and the like run operators themselves; what is not of torch's own operators computes nothing new.
+        # Higher-order operators such as torch.cond run operators themselves; views and prim operators compute no new
+        # values.
         if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("prim", "c10d") or func.is_view:
             return found
         if func.overloadpacket.__name__ in EXACT:
             return found
-        # What is written to stays the same object.
+        # An in-place operator must return the same object.
         if func._schema.is_mutable:
             pytree.tree_map_only(Tensor, lambda t: t.copy_(self._shake(t)) if self._is_coarse(t) else t, found)
             return found
         return pytree.tree_map_only(Tensor, lambda t: self._shake(t) if self._is_coarse(t) else t, found)
 
     def _is_coarse(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is of a coarser dtype, and note how coarse."""
+        """Return whether a tensor's dtype is coarser, and record its eps."""
         eps = find_eps(tensor.dtype)
         if eps <= self._finest or tensor.layout is not torch.strided or tensor.is_meta:
             return False
@@ -60,12 +62,12 @@ class CoarseRounding(TorchDispatchMode):
         return True
 
     def _shake(self, tensor: Tensor) -> Tensor:
-        """Return a tensor off by one rounding, up or down at random."""
+        """Return a tensor that is off by one rounding error, up or down at random."""
         wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
         parts = torch.view_as_real(wide) if wide.is_complex() else wide
         up = torch.randint(0, 2, parts.shape, generator=self._generator).to(parts.device)
         off = parts * (1.0 + (2.0 * up - 1.0) * find_eps(tensor.dtype))
-        # A number that would no longer be finite stays as it is.
+        # Keep whole numbers, and numbers that would overflow.
         off = torch.where((parts == parts.round()) | (off.abs() > torch.finfo(tensor.dtype).max), parts, off)
         shaken = torch.view_as_complex(off.contiguous()) if wide.is_complex() else off
         return torch.empty_like(tensor).copy_(shaken)
@@ -73,7 +75,7 @@ class CoarseRounding(TorchDispatchMode):
 
 @contextmanager
 def shake_coarse_parts(dtype: torch.dtype) -> Iterator[CoarseRounding]:
-    """Shake what is computed in a coarser dtype in the block, on this thread. Compiled blocks run as written."""
+    """Perturb results in a coarser dtype in the block, on this thread. Compiled functions run as written."""
     mode = CoarseRounding(dtype)
     with torch.compiler.set_stance("force_eager"), enter_dispatch_mode(mode):
         yield mode

@@ -1,8 +1,8 @@
-"""Watch how a function joins, cuts and turns tensors, so that the same can be done in place, a part at a time.
+"""Trace how a function joins, cuts and transposes tensors, so that the same result can be filled in part by part.
 
-A function that stacks eight tensors needs memory for all of them and for the result. Watched on the meta device, where
-tensors have no values, it tells which part of the result each of the eight becomes. They can then be read one after the
-other, each straight into the result.
+A function that stacks eight tensors needs memory for all of them and for the result. Tracing it on the meta device,
+where tensors have no values, shows which part of the result each source becomes. The sources can then be loaded one by
+one, each straight into the result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ View = Callable[[Tensor], Tensor]
 aten = torch.ops.aten
 
 COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
-"""Operators whose result has the values of what they are given, in the same shape."""
+"""Operators that keep the values and the shape of their input."""
 RESHAPES = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
-"""Operators whose result has the values of what they are given, in the same order."""
+"""Operators that keep the values of their input in the same order."""
 TURNS = {aten.transpose.int, aten.t.default, aten.permute.default}
 CUTS = {
     aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.select.int, aten.slice.Tensor,
@@ -37,9 +37,9 @@ CUTS = {
 
 @dataclass(frozen=True)
 class CopiedPart:
-    """A part of a result, which is a copy of a part of one source: `place(result).copy_(take(source))`.
+    """A part of a result that is a copy of a part of one source: `place(result).copy_(take(source))`.
 
-    source: the name of the source. take: what of the source is copied. place: where in the result it belongs, a view.
+    source: the name of the source. take: selects the part of the source. place: returns the view of the result to fill.
     """
 
     source: str
@@ -53,10 +53,10 @@ Parts = tuple[CopiedPart, ...]
 def trace_copies(
     make: Callable[[Callable[[str], Tensor]], dict[str, Tensor]], sources: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Parts] | None]:
-    """Return what `make` makes of tensors on the meta device, and of which parts of them, by the names of its results.
+    """Run `make` on meta tensors. Returns its results and their parts, both by the names of the results.
 
-    `make` gets a function that returns the source of a name. The parts cover each result once. They are None where
-    `make` does more than to copy values to other places.
+    make: gets a function that returns a source by name. The parts cover each result exactly once. They are None if
+    `make` does anything but copy values to other positions.
     """
     mode = _Copies(sources)
     with enter_dispatch_mode(mode):
@@ -67,11 +67,11 @@ def trace_copies(
 
 
 def fits(parts: Parts, sources: Mapping[str, Tensor], like: Tensor) -> bool:
-    """Return whether a tensor with the shape and strides of `like` can be filled part by part; needs no values."""
+    """Return whether parts can fill a tensor with the shape and strides of `like`. Needs no values."""
     target = torch.empty_strided(like.shape, like.stride(), device="meta")
     try:
         pairs = [(part.take(sources[part.source]), part.place(target)) for part in parts]
-    except RuntimeError:  # no view of this tensor is what a reshaped result is made of
+    except RuntimeError:  # the strides of this tensor do not allow the view
         return False
     return all(a.shape == b.shape for a, b in pairs) and sum(b.numel() for _, b in pairs) == target.numel()
 
@@ -81,18 +81,18 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes of which parts of which sources the results of operators are made."""
+    """Records from which parts of which sources the results of operators are made."""
 
     def __init__(self, sources: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By identity, with the tensor, so that no other one gets its id.
+        # By id. Keep the tensor too, so that no other tensor gets its id.
         self._parts: dict[int, tuple[Tensor, Parts]] = {}
         self.has_writes = False
         for name, tensor in sources.items():
             self._note(tensor, (CopiedPart(name, _keep, _keep),))
 
     def find(self, value: Any) -> Parts:
-        """Return the parts that a value is made of; none where that is not known."""
+        """Return the parts that make up a value, or () if unknown."""
         known = self._parts.get(id(value))
         return known[1] if known else ()
 
@@ -101,14 +101,14 @@ class _Copies(TorchDispatchMode):
             self._parts[id(tensor)] = (tensor, parts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
+        """Run one operator, and record the parts of its result."""
         kwargs = kwargs or {}
         known = any(self.find(value) for value in tree_iter((args, kwargs)))
         result = func(*args, **kwargs)
         if not known:
             return result
         if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
-            self.has_writes = True  # what shares memory with the tensor has changed as well
+            self.has_writes = True  # a write also changes tensors that share the memory
         elif func in (aten.cat.default, aten.stack.default):
             self._note(result, self._join(func, *args, **kwargs))
         elif func in COPIES | RESHAPES | TURNS | CUTS:
@@ -119,7 +119,7 @@ class _Copies(TorchDispatchMode):
         return result
 
     def _join(self, func: Any, tensors: list[Tensor], dim: int = 0) -> Parts:
-        """Return the parts of tensors that are joined along a dimension, an old one or a new one."""
+        """Return the parts of tensors that are concatenated along a dimension or stacked along a new one."""
         joined: list[CopiedPart] = []
         at = 0
         for i, tensor in enumerate(tensors):
@@ -128,7 +128,7 @@ class _Copies(TorchDispatchMode):
                 return ()
             if func is aten.stack.default:
                 own = _select(dim, i)
-            elif tensor.shape == (0,):  # torch leaves such out, whatever their dimensions
+            elif tensor.shape == (0,):  # torch.cat skips empty 1-D tensors
                 continue
             else:
                 own = _narrow(dim, at, tensor.shape[dim])
@@ -138,9 +138,9 @@ class _Copies(TorchDispatchMode):
 
 
 def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None, shape: torch.Size) -> Parts:
-    """Return the parts of what an operator makes of a tensor with these parts; none where they cannot be told.
+    """Derive the parts of an operator's result from the parts of its input, or () if unknown.
 
-    number: which of several results it is, of this shape.
+    number: the index of the result, if there are several. shape: the shape of the result.
     """
     before = args[0].shape
     if len(parts) == 1 and parts[0].place is _keep:
@@ -156,7 +156,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
         return (CopiedPart(parts[0].source, _chain(parts[0].take, take), _keep),)
     if func in COPIES:
         return parts
-    # A part of a tensor that was joined is of several sources, or of none.
+    # A slice of a concatenated tensor may span several sources.
     if func in CUTS:
         return ()
 
@@ -172,7 +172,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
 
 
 def _chain(first: View, second: View) -> View:
-    """Return the function that does one after the other."""
+    """Compose two views."""
     if first is _keep or second is _keep:
         return second if first is _keep else first
     return lambda tensor: second(first(tensor))

@@ -1,4 +1,4 @@
-"""Differences: by how much two tensors that should be equal differ, relative to their size."""
+"""Measure by how much two tensors that should be equal differ, relative to their size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of one output, gradient or buffer, and what rounding alone would make of it.
+    """The largest relative difference of one output, gradient or buffer, and the difference that rounding explains.
 
-    broken: whether the same operators in one piece make another tensor, so that no rounding excuses the difference.
+    broken: whether the difference cannot be rounding, since the same operators in one piece give another result.
     """
 
     kind: str
@@ -25,16 +25,16 @@ class Difference:
 
 
 def measure_difference(a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> float:
-    """Return max |a - b| / max(max |b|, scale); infinite where only one exists, or shapes or types differ."""
+    """Return max |a - b| / max(max |b|, scale), or infinity if only one exists, or if shapes or dtypes differ."""
     if a is None and b is None:
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
-    # torch.equal takes no sparse tensors, nor those of two devices. Most pairs are equal: nothing is copied for them.
+    # torch.equal takes no sparse tensors, and no tensors on two devices. Most pairs are equal, and need no copies.
     if a.numel() == 0 or (not a.is_sparse and a.device == b.device and torch.equal(a, b)):
         return 0.0
     a, b = widen(a), widen(b)
-    # Infinite less infinite is not a number, so where both are the same the difference is zero by definition.
+    # inf - inf is NaN, so define the difference of equal values as zero.
     alike = (a == b) | (a.isnan() & b.isnan())
     difference = float(torch.where(alike, 0.0, (a - b).abs()).max())
     size = max(float(b.abs().nan_to_num(posinf=0.0).max()), scale, sys.float_info.min)
@@ -48,5 +48,5 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def widen_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return a floating dtype, or the complex one of the same precision for a complex tensor."""
+    """Return a floating dtype, or the complex dtype of the same precision for a complex tensor."""
     return dtype.to_complex() if tensor.is_complex() else dtype

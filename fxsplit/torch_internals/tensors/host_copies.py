@@ -1,4 +1,4 @@
-"""Numbers of an accelerator that the host wants to know without waiting for them."""
+"""Read values from an accelerator on the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxsplit.torch_internals.tensors import accelerators
 T = TypeVar("T")
 
 MOST_COMING = 8
-"""So many answers are awaited at a time: a host that is far ahead of its accelerator asks no more."""
+"""The most copies under way at a time. A host that is this far ahead of its accelerator starts no more."""
 
 
 class HostCopy:
-    """A copy of a small tensor in host memory, which is there once the accelerator has come so far."""
+    """An asynchronous copy of a small tensor to host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
@@ -28,18 +28,18 @@ class HostCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether the copy can be read without waiting."""
+        """Whether the copy has arrived, so that reading it does not block."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Tensor:
-        """Return the copy; waits for the accelerator where it is not there yet."""
+        """Return the copy. Blocks until it has arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._value
 
 
 class PendingCopies(Generic[T]):
-    """Copies that are under way, the oldest first, each with what it is about."""
+    """Copies under way, the oldest first, each with an object of the caller's."""
 
     def __init__(self, most: int = MOST_COMING) -> None:
         self._copies: deque[tuple[HostCopy, T]] = deque()
@@ -47,15 +47,15 @@ class PendingCopies(Generic[T]):
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be asked."""
+        """Whether no more copies should be started."""
         return len(self._copies) >= self._most
 
     def add(self, tensor: Tensor, about: T) -> None:
-        """Begin to copy a tensor."""
+        """Start to copy a tensor."""
         self._copies.append((HostCopy(tensor), about))
 
     def take_arrived(self) -> Iterator[tuple[Tensor, T]]:
-        """Yield those that are there by now, up to the first one that is not, and forget them."""
+        """Yield and remove the copies that have arrived, oldest first, up to the first that has not."""
         while self._copies and self._copies[0][0].is_there:
             copy, about = self._copies.popleft()
             yield copy.read(), about

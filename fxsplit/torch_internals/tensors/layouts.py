@@ -1,4 +1,4 @@
-"""Layouts: what a tensor that is not strided consists of. Memory and values of a sparse one are those of its parts."""
+"""Tensor layouts: the strided tensors that hold the memory and the values of a sparse tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPRESSED = {
 
 
 def list_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that hold a sparse tensor, its values first; any other tensor alone."""
+    """Return the strided tensors that hold a sparse tensor, its values first, or [tensor] for any other tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
     if tensor.layout in _COMPRESSED:

@@ -1,1 +1,1 @@
-"""torch.compile: what it makes of code, what it compiles stages with, and what it has to leave as it is."""
+"""torch.compile: unwrapping compiled code, compiling stages, and keeping functions out of compilation."""

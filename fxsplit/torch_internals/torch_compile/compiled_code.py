@@ -1,4 +1,4 @@
-"""The things that torch.compile makes in Python: code in place of the user's, guards, modules around modules."""
+"""Trace objects made by torch.compile back to the user's: code objects and wrapped modules."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxsplit.errors import InputError
 from fxsplit.torch_internals.user_lines import TORCH
 
 COMPILER = f"{TORCH}_dynamo{os.sep}convert_frame.py"
-"""The file in which torch.compile begins to compile a function. The code that runs from there runs once."""
+"""The file in which torch.compile starts to compile a function. Code called from there runs only once."""
 _WRAPS = "_torchdynamo_orig_callable"
-"""The attribute of a function of torch.compile's that holds the function inside."""
+"""The attribute in which a function compiled by torch.compile keeps the original function."""
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 """The methods that run a module."""
 
 
 def find_original(code: CodeType) -> CodeType:
-    """Return the code that torch.compile has made other code of; code that it has not made as it is."""
-    # Whoever has compiled nothing does not pay for importing the compiler.
+    """Return the code from which torch.compile made `code`, or `code` itself if torch.compile did not make it."""
+    # Do not import the compiler if nothing was compiled.
     utils: Any = sys.modules.get("torch._dynamo.utils")
     known = getattr(utils, "orig_code_map", None)
     found = code if known is None else known.get(code, code)
@@ -31,11 +31,10 @@ def find_original(code: CodeType) -> CodeType:
 
 
 def unwrap_compiled(model: Any) -> nn.Module:
-    """Return the module that torch.compile and torch.compiler.disable were put around, in whatever order and number.
+    """Return the module inside any nesting of torch.compile and torch.compiler.disable.
 
-    They may have been given the module, or its forward(). A module without them is returned as it is.
-
-    Raises InputError for anything else, and for hooks on what is put around: the module inside never calls them.
+    They may wrap the module or its forward(). A module without wrappers is returned as is. Raises InputError for
+    anything else, and for hooks on a wrapper, which the module inside would never call.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     kind = getattr(frames, "OptimizedModule", ())
@@ -59,7 +58,7 @@ def unwrap_compiled(model: Any) -> nn.Module:
 
 
 def _refuse_hooks(compiled: nn.Module) -> None:
-    """Raise InputError for hooks on a module that torch.compile has returned."""
+    """Raise InputError if a module returned by torch.compile has hooks."""
     hooks = [
         name for name, held in vars(compiled).items() if name.endswith("_hooks") and isinstance(held, dict) and held
     ]

@@ -1,8 +1,8 @@
-"""Modules whose Python torch.compile cannot follow, or would compile anew for every microbatch, and what is done then.
+"""Modules that torch.compile cannot follow, or would recompile for every microbatch, and how compiled stages call them.
 
-A draw from a generator state of its own, and a batch norm that notes its statistics, read what differs from microbatch
-to microbatch. Where they are at work, a compiled stage calls them between two graphs. Dropout stays in the graph: there
-it is a product with a mask, which one operator draws that torch.compile does not look into.
+SeededCall and DeferredBatchNorm read state that changes with every microbatch. While they are active, a compiled stage
+calls them between two graphs. Dropout stays in the graph: it is a multiplication by a mask, drawn by an operator that
+is opaque to torch.compile.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from fxsplit.torch_internals.torch_compile.uncompiled import leave_uncompiled
 
 
 class RunsUncompiled(nn.Module):
-    """A module that is called between two graphs unless it is `idle`, and just hands on its call.
+    """A module that a compiled stage calls between two graphs. If it is `idle`, it only forwards its call.
 
-    row_dims: the dimensions of its output whose sizes follow the rows.
+    row_dims: the dimensions of its output that scale with the number of rows.
     """
 
     row_dims: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
-        """Whether the module just hands on its call, as it is now."""
+        """Whether the module only forwards its call in its current state."""
         raise NotImplementedError
 
 
 @leave_uncompiled
 def call_apart(module: RunsUncompiled, *args: Any, **kwargs: Any) -> Any:
-    """Return what a module returns, which runs as it is."""
+    """Call a module outside of compiled graphs."""
     result = module(*args, **kwargs)
     if isinstance(result, Tensor) and module.row_dims:
         mark_dynamic(result, module.row_dims)
@@ -41,9 +41,9 @@ def call_apart(module: RunsUncompiled, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_calls(module: fx.GraphModule, by: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a graph's function, in which `by[path](submodule, ...)` takes the place of calls of that submodule.
+    """Return a graph's function that calls `by[path](submodule, ...)` instead of each submodule in `by`.
 
-    It is a method of the same module, and so sees weights and modules as they are when it is called.
+    It is a method of the same module, so it uses the module's current weights and submodules.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

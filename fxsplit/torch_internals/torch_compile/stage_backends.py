@@ -1,4 +1,4 @@
-"""What torch.compile compiles stages with: which of its backends record CUDA graphs, and what they compile once."""
+"""Compile stages with torch.compile, and find out whether a backend records CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ RECORDING = "cudagraphs"
 
 
 def records_cuda_graphs(backend: str) -> bool:
-    """Return whether stages that a backend compiles for a GPU are recorded as CUDA graphs, as torch is set up now.
+    """Return whether a backend records stages on a GPU as CUDA graphs in torch's current configuration.
 
-    torch keeps the graphs of a function in a tree that belongs to one thread: in any other thread an assertion fails.
-    Stages run in threads of their own.
+    torch ties the CUDA graphs of a function to one thread, and an assertion fails in any other. Stages run in threads
+    of their own.
     """
     if backend != "inductor":
         return backend == RECORDING
     require(INDUCTOR)
-    from torch._inductor import config  # takes a while to load, and nobody else needs it
+    from torch._inductor import config  # takes a while to load, and is rarely needed
 
     return bool(config.triton.cudagraphs)
 
@@ -31,10 +31,10 @@ def records_cuda_graphs(backend: str) -> bool:
 def compile_function(
     function: Callable[..., Any], backend: str, dynamic: bool | None, note: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a function or a module as torch.compile makes it.
+    """Compile a function or a module with torch.compile.
 
-    note: called before each graph that is compiled, in the thread that waits for it.
-    dynamic: whether every size may differ from call to call (None: those that are marked, or have differed).
+    note: called before each graph is compiled, in the thread that waits for it. dynamic: whether every size may change
+    between calls (None: only sizes that are marked or have changed).
     """
     require(STAGE_COMPILERS)
     from torch._dynamo import lookup_backend
@@ -44,23 +44,23 @@ def compile_function(
 
     def noted(*graph_and_inputs: Any, **options: Any) -> Any:
         note()
-        # With its backward, which would otherwise be compiled as it first runs: then by several threads at once.
+        # Compile the backward too. Otherwise it is compiled at its first run, by several threads at once.
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             return compile_graph(*graph_and_inputs, **options)
 
-    # What torch calls the backend in errors.
+    # The backend's name in torch's errors.
     noted.__name__ = backend
     compiled: Callable[..., Any] = torch.compile(function, backend=noted, dynamic=dynamic)
     return compiled
 
 
 def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
-    """Let what is compiled for a tensor serve others as well whose sizes in these dimensions differ; 0 and 1 do not."""
+    """Mark dimensions as dynamic, so that code compiled for this tensor serves all their sizes except 0 and 1."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, list(dims))
 
 
 def read_recompile_limit() -> int:
-    """Return how often torch compiles one function at most. What comes then runs uncompiled."""
+    """Return how often torch compiles one function at most. After that it runs uncompiled."""
     return int(torch.compiler.config.recompile_limit)

@@ -1,4 +1,4 @@
-"""Keep functions out of what torch.compile compiles around them."""
+"""Keep functions out of code that torch.compile compiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def leave_uncompiled(function: F) -> F:
-    """Return a function that runs as it is, also where torch.compile compiles the caller.
+    """Return a function that runs uncompiled even if torch.compile compiles its caller.
 
-    A pipeline starts threads and may capture a model, of which torch.compile can make no graph.
+    A pipeline starts threads and may capture a model. torch.compile can trace neither.
     """
-    # torch.compiler.disable would import the compiler, which takes seconds, for those who never compile.
+    # torch.compiler.disable would import the compiler, which takes seconds even if nothing is ever compiled.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""What torch does while it traces or exports a model: what it changes, asks of sizes, and writes down."""
+"""Side effects and costs of torch's own tracing and export: global state, symbolic sizes, generated code."""

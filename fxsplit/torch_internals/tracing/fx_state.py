@@ -1,4 +1,4 @@
-"""What torch.fx changes for the whole process, or for a thread, for as long as it traces a model."""
+"""State of the process or thread that torch.fx changes while it traces a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 @contextmanager
 def leave_nothing_of_fx() -> Iterator[None]:
-    """Leave nothing of what torch.fx changes in the block, in nn.Module among others, whatever an interrupt skips."""
+    """Restore the state that torch.fx changes in the block, such as patches of nn.Module, even after an interrupt."""
     before = symbolic.CURRENT_PATCHER
 
     def put_back() -> None:
@@ -30,7 +30,7 @@ def leave_nothing_of_fx() -> Iterator[None]:
 
 
 def find_tracing_flag() -> tuple[Any, str]:
-    """Return the object in which torch.fx notes that it traces, and the name of the attribute."""
-    # Since torch 2.14 each thread has a note of its own; before, there was one for the process.
+    """Return the object and the attribute name of torch.fx's flag that says whether it is tracing."""
+    # Since torch 2.14 the flag is per thread; before, it was global.
     own: Any = getattr(symbolic, "_is_fx_tracing_tls", None)
     return (symbolic, "_is_fx_tracing_flag") if own is None else (own, "flag")

@@ -1,7 +1,7 @@
-"""Stack traces of nodes, made faster: a frame that was met before is the same object, and its source is read late.
+"""Faster stack traces for graph nodes: repeated frames share one object, and source lines are read lazily.
 
-For each node that it records, torch makes a stack trace of all its frames, of which a hundred are torch's own and are
-left out of the text. To read their lines of source took longer than to trace the operator.
+torch stores a stack trace with each node that it records. About a hundred of its frames are torch's own, and do not
+appear in the text. Reading their source lines took longer than tracing the operator.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fxsplit.torch_internals.scopes.patch import Method, patch_method
 
 @contextmanager
 def remember_frames() -> Iterator[None]:
-    """Let torch make stack traces of frames that are known already in the block; their text is the same."""
+    """Make torch cache the frames of stack traces in the block. The text of the traces does not change."""
     make_frame = cache(partial(FrameSummary, lookup_line=False))
 
     def summarise(_: Method, frames: Sequence[Mapping[str, Any]], skip: int) -> StackSummary:
-        # Torch lists the innermost first, and `skip` of them are its own.
+        # torch lists the innermost frame first; the first `skip` frames are its own.
         outermost_first = reversed(frames[skip:])
         return StackSummary(make_frame(f["filename"], f["line"], f["name"]) for f in outermost_first)
 

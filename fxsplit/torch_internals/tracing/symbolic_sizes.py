@@ -1,14 +1,15 @@
-"""Ask less of sizes that are symbols, while torch.export traces a model for any number of rows and other lengths.
+"""Evaluate fewer symbolic expressions while torch.export traces a model with a dynamic number of rows and lengths.
 
-With sizes that are numbers a question such as "is this tensor contiguous?" costs nothing. With symbols each question is
-algebra, and one of a padded and chunked length takes milliseconds. A loop over slices, as in linear attention, asks
-thousands of them. Four kinds are left out here, none of which changes what is computed:
+With concrete sizes, a check such as "is this tensor contiguous?" costs nothing. With symbols each check is algebra, and
+takes milliseconds for the length of a padded and chunked sequence. A loop over slices, as in linear attention, makes
+thousands of checks. Four kinds are avoided here, without a change of the recorded computation:
 
-- Torch remembers what an operator made of which kinds of arguments. To make a view from this memory it asks more than
-  the operator itself does, and asks again each time. So views of symbolic sizes are made by their operators.
-- Torch remembers the last 256 answers only, so that a second layer with more questions asks all of them again.
-- Torch notes of each value in which memory format it is contiguous, which nothing here reads.
-- Torch does not know how long the chunks of a padded length are. Here they have their length, a number.
+- The fake tensor cache stores an operator's result by its arguments. For a view, a cache hit needs more checks than the
+  operator itself, every time. So views with symbolic sizes bypass the cache.
+- torch caches only the last 256 evaluated expressions, so a second layer with more checks evaluates all of them again.
+  Here the cache is unbounded.
+- torch records in which memory formats each value is contiguous. Nothing here reads that.
+- torch does not know the length of the chunks of a padded length. Here the length becomes a number.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from fxsplit.torch_internals.tracing.whole_chunks import divide_by_count
 
 @contextmanager
 def ask_less_of_symbols() -> Iterator[None]:
-    """Let torch trace with fewer questions to symbolic sizes in the block; what it records computes the same."""
+    """Reduce checks of symbolic sizes while torch traces in the block. The recorded graph computes the same."""
     with (
         patch_method(FakeTensorMode, "dispatch", lambda dispatch: partial(_make_views_afresh, dispatch)),
-        # The answers are kept until the block ends; the next block starts without any.
+        # The cache lasts until the block ends.
         patch_method(ShapeEnv, "_inner_evaluate_expr", cache),
         patch_method(proxy_tensor, "_extract_tensor_metadata", lambda read: partial(read, include_contiguity=False)),
-        # A block of another thread has what sympy remembers of this one, which is true there too.
+        # sympy shares its own cache with blocks of other threads. The results hold there too.
         patch_method(FloorDiv, "eval", lambda divide: partial(divide_by_count, divide)),
     ):
         yield
@@ -46,7 +47,7 @@ def ask_less_of_symbols() -> Iterator[None]:
 def _make_views_afresh(
     dispatch: Method, mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Run an operator on fake tensors, without torch's memory if it makes a view of symbolic sizes."""
+    """Run an operator on fake tensors. Views with symbolic sizes bypass torch's cache."""
     if not (mode.cache_enabled and _is_symbolic_view(func, args)):
         return dispatch(mode, func, types, args, kwargs)
     with disable_fake_tensor_cache(mode):
@@ -54,7 +55,7 @@ def _make_views_afresh(
 
 
 def _is_symbolic_view(func: Any, args: Any) -> bool:
-    """Return whether an operator makes a view of a tensor whose sizes or strides are symbols."""
-    # Every operator that makes a view takes the tensor first.
+    """Return whether an operator makes a view of a tensor with symbolic sizes or strides."""
+    # Every view operator takes the tensor as its first argument.
     of_views = isinstance(func, torch._ops.OpOverload) and func.is_view
     return of_views and bool(args) and isinstance(args[0], Tensor) and args[0]._has_symbolic_sizes_strides

@@ -1,8 +1,8 @@
-"""Notice operators that run on weights themselves while a model is traced: their results would be constants.
+"""Detect operators that run directly on weights while a model is traced, since the graph would store their results.
 
-Tracing gives forward() a stand-in for `self.fc.weight`, and records what is done to that. Who goes
-around the attribute, as `self.parameters()` and `self.state_dict()` do, gets the weight itself. An operator on it runs
-at once, and the graph would keep what came out, whatever values the weight has later.
+Tracing gives forward() a proxy for `self.fc.weight`, and records the operations on it. Access that bypasses the
+attribute, such as `self.parameters()` or `self.state_dict()`, returns the weight itself. An operator on the weight runs
+immediately, and the graph would keep the result as a constant, whatever values the weight has later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 
 
 class _Refusal(TorchDispatchMode):
-    """Refuses operators on the memory of weights."""
+    """Refuses operators that read the memory of weights."""
 
     supports_higher_order_operators = True
 
@@ -29,12 +29,12 @@ class _Refusal(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = type(model).__name__
         named = (*model.named_parameters(), *model.named_buffers())
-        # By memory: an operator may get a view, or what detach() returns.
+        # By storage, since an operator may get a view, or the result of detach().
         self._paths = {get_storage_id(weight): path for path, weight in named}
         self.read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, unless it reads a weight."""
+        """Run one operator, or raise TraceError if it reads a weight."""
         kwargs = kwargs or {}
         memory = [get_storage_id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.read.update(memory)
@@ -52,7 +52,7 @@ class _Refusal(TorchDispatchMode):
 def refuse_weight_reads(model: nn.Module) -> Iterator[set[int]]:
     """Raise TraceError inside the block for an operator that this thread runs on a parameter or buffer.
 
-    Yields the memory of all other tensors that operators have read.
+    Yields the storage ids of the other tensors that operators have read.
     """
     refusal = _Refusal(model)
     with enter_dispatch_mode(refusal):

@@ -1,10 +1,10 @@
-"""Sizes of whole chunks: what is known of a length that was padded to a multiple of a number.
+"""Chunk lengths: simplify the division of a padded length by its number of chunks.
 
-Linear attention pads a length `s` to `e = s + (64 - s % 64) % 64`, counts `e // 64` chunks, and asks for the length of
-each, `e // (e // 64)`. Torch does not see that this is 64, so that each view of a chunk has a size that is a symbol,
-and every question to it is algebra.
+Linear attention pads a length `s` to `e = s + (64 - s % 64) % 64`, counts `e // 64` chunks, and computes the length of
+each chunk as `e // (e // 64)`. torch does not see that this is 64. Each view of a chunk then has a symbolic size, and
+every check of it is algebra.
 
-Such an `e` modulo 64 is periodic in `s`: it is a multiple of 64 for every `s` if it is for each `s` of one period.
+Modulo 64, such an `e` is periodic in `s`: it is a multiple of 64 for every `s` if it is one for each `s` of one period.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from fxsplit.torch_internals.scopes.patch import Method
 
 LONGEST = 4096
-"""A longer period is not looked at: it takes an evaluation for each value."""
+"""The longest period to check. Each value of the period takes one evaluation."""
 
 
 def divide_by_count(divide: Method, kind: type, base: Any, divisor: Any) -> Any:
-    """Return `base // divisor`, as `divide` does, or the length of a chunk if `divisor` counts chunks of `base`."""
+    """Return the chunk length if `divisor` counts chunks of `base`, else `base // divisor` as computed by `divide`."""
     if isinstance(divisor, FloorDiv) and divisor.args[0] == base:
         length = divisor.args[1]
-        # Of a positive number of whole chunks there is at least one, so that nothing is divided by 0.
+        # `base` is positive and a multiple of the length, so there is at least one chunk, and no division by 0.
         if length.is_Integer and length > 0 and base.is_positive and is_multiple(base, int(length)):
             return length
     return divide(kind, base, divisor)
@@ -34,7 +34,7 @@ def divide_by_count(divide: Method, kind: type, base: Any, divisor: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def is_multiple(size: Any, of: int) -> bool:
-    """Return whether an expression of one integer symbol is known to be a multiple of `of`, whatever the symbol is."""
+    """Return whether an expression of one integer symbol is provably a multiple of `of` for every value."""
     symbols = size.free_symbols
     period = _find_period(size, of)
     if period is None or len(symbols) > 1 or not all(symbol.is_integer for symbol in symbols):
@@ -43,7 +43,7 @@ def is_multiple(size: Any, of: int) -> bool:
 
 
 def _find_period(size: Any, modulo: int) -> int | None:
-    """Return after how many values of its symbol an expression is the same again, modulo a number; None if unknown."""
+    """Return the period of an expression modulo a number, in values of its symbol, or None if unknown."""
     if size.is_Integer:
         return 1
     if size.is_Symbol:
@@ -60,7 +60,7 @@ def _find_period(size: Any, modulo: int) -> int | None:
 
 
 def _evaluate(size: Any, value: int) -> int:
-    """Return an expression that has a period at a value of its symbol."""
+    """Evaluate an expression with a known period at a value of its symbol."""
     if size.is_Integer:
         return int(size)
     if size.is_Symbol:
