@@ -12,6 +12,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.microbatches import divide_rows
+from fxsplit.torch_internals.scopes.log import hide_warnings
 
 CaptureRows = Callable[[Sequence[int]], IR]
 """Captures the model for microbatches with these numbers of rows."""
@@ -43,7 +44,9 @@ def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRo
         known = options.costs
         for candidate in (c for c in candidates if c.n_microbatches == count):
             try:
-                final, costs = lower(options, captured, candidate, known)
+                # The candidate that is taken is lowered again, and warns then.
+                with hide_warnings():
+                    final, costs = lower(options, captured, candidate, known)
                 known = costs or known
             except PlanError as error:
                 # GPipe, for example, holds all microbatches at once, and 1F1B may still fit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,24 @@ def test_microbatches_that_the_model_does_not_run_on_are_left_out() -> None:
     for rows in (2, 1):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             fxsplit.compile(norm, ["cpu"] * 2, example_inputs=x[:rows], n_microbatches="auto", passes=FAST)
+
+
+def test_only_the_candidate_that_is_taken_warns() -> None:
+    """Schedules with two stages a device leave some stages of a small model empty, and are tried for each number."""
+    small, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(16, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pipe = fxsplit.compile(
+            small,
+            ["cpu"] * 2,
+            schedule="auto",
+            n_microbatches="auto",
+            loss_fn=F.mse_loss,
+            example_inputs=x,
+            passes=FAST,
+        )
+    idle = [w for w in said if "only pass values on" in str(w.message)]
+    assert len(idle) == any(not stage.nodes for stage in pipe.plan.stages)
 
 
 def test_memory_rules_schedules_out() -> None:
