@@ -180,6 +180,67 @@ def test_an_error_of_all_ranks_has_one_traceback_too(tmp_path: Path) -> None:
         assert "RanksDiffer: rank 1 has inputs of other shapes" in text.splitlines()[-1], text
 
 
+BY_THEMSELVES = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+import fxsplit
+
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+
+def fail(outputs, target):
+    raise ValueError("label out of range")
+
+schedule = "1f1b" if what in ("all", f"rank {rank}") else "1F1B"
+pipe = fxsplit.compile(model, "world", schedule=schedule, loss_fn=fail, n_microbatches=2)
+try:
+    pipe.step(x, target=x)
+except Exception as error:
+    if what == "wrapped":
+        raise RuntimeError(f"step 0 failed") from error
+    raise
+"""
+
+
+def run_both(folder: Path, what: str) -> list[str]:
+    """Return what each of two ranks writes to standard error until its program has failed."""
+    (folder / "program.py").write_text(BY_THEMSELVES)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "program.py", what], cwd=folder, env=make_environment() | {"RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [one.communicate(timeout=LIMIT_S)[1] for one in started]
+    assert [one.returncode for one in started] == [1, 1], said
+    return said
+
+
+def test_a_wrong_option_on_every_rank_has_one_traceback(tmp_path: Path) -> None:
+    """Each rank found it by itself, and showed it with a traceback of its own."""
+    brief, whole = sorted(run_both(tmp_path, "all"), key=len)
+    assert whole.count("Traceback") == 1 and "ScheduleError: unknown schedule '1f1b'" in whole.splitlines()[-1]
+    assert "Traceback" not in brief and "has raised ScheduleError: unknown schedule '1f1b'" in brief.splitlines()[-1]
+
+
+def test_a_wrong_option_on_one_rank_has_its_traceback(tmp_path: Path) -> None:
+    said = run_both(tmp_path, "rank 1")
+    assert "Traceback" in said[1] and "ScheduleError: unknown schedule '1f1b'" in said[1].splitlines()[-1]
+    assert "Traceback" not in said[0] and "rank 1 of 2 has raised ScheduleError" in said[0].splitlines()[-1]
+
+
+def test_an_error_that_the_program_wraps_has_one_chain(tmp_path: Path) -> None:
+    """Each rank showed the error of another one, and from it the program's own, with a traceback for both."""
+    brief, whole = sorted(run_both(tmp_path, "wrapped"), key=len)
+    assert "label out of range" in whole and "RuntimeError: step 0 failed" in whole.splitlines()[-1]
+    last = brief.splitlines()[-1]
+    assert "Traceback" not in brief and "label out of range" in last and "raised again as RuntimeError: step 0" in last
+
+
 @pytest.mark.parametrize("pressed_for", [[0, 1], [0]], ids=["all", "one"])
 def test_an_interrupt_ends_every_rank(pressed_for: list[int], tmp_path: Path) -> None:
     """One of them computes, and the other one waits for it inside of torch."""

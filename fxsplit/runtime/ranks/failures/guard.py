@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -22,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistError, ProcessGroup
 
-from fxsplit.errors import RankError, RanksDiffer
+from fxsplit.errors import FxsplitError, RankError, RanksDiffer
 from fxsplit.runtime.ranks.failures.board import FaultBoard, look_until
 from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.runtime.ranks.failures.membership import find_membership
@@ -208,6 +209,18 @@ class FaultGuard:
             elif error is not None and not isinstance(error, RankError):
                 self._board.wait_until_seen(SEEN_S)
 
+    def find_same(self, error: BaseException) -> RankError | None:
+        """Post an error that ends this rank's program; return the same one of another rank that was first, or None."""
+        if not self._members.is_mine:
+            return None
+        # The store may be gone, with the rank or the launcher that kept it.
+        with suppress(DistError):
+            own = Fault.of(error, self._board.me)
+            first = self._board.post(own)
+            if first.rank != own.rank and replace(first, rank=own.rank) == own:
+                return first.make_error(self._board.n_ranks)
+        return None
+
     def _settle(self, error: BaseException) -> Fault | None:
         """Let all ranks know of an error; return the failure that this rank is to raise in its place, or None."""
         own, fault = Fault.of(error, self._board.me), None
@@ -248,9 +261,10 @@ def _hear_of_ends() -> None:
     show = sys.excepthook
 
     def hear(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        told = _find_told_by_another(error)
         # A hook of the user's, as one that reports errors, is given what there is.
-        if _is_told_by_another(error) and (show is sys.__excepthook__ or show.__module__.startswith("torch.")):
-            _show_line(show, error, traceback)
+        if told is not None and (show is sys.__excepthook__ or show.__module__.startswith("torch.")):
+            _show_line(show, told, traceback)
         else:
             show(kind, error, traceback)
         _leave_all(error)
@@ -263,21 +277,42 @@ def _hear_of_ends() -> None:
         Finalize(None, _end_started, exitpriority=0)
 
 
-def _is_told_by_another(error: BaseException) -> bool:
-    """Return whether an error is another rank's, or one of all ranks, and another rank shows it with its traceback."""
+def _find_told_by_another(error: BaseException) -> BaseException | None:
+    """Return an error that another rank shows with its traceback, since it is that rank's or one of all ranks; or None.
+
+    Of an error that ranks have come to by themselves, as of a wrong option, the first rank is named.
+    """
     if isinstance(error, RanksDiffer):
-        return dist.is_initialized() and dist.get_rank() > 0
-    return isinstance(error, RankError) and error.rank not in (None, *(guard.rank for guard in _guards))
+        return error if dist.is_initialized() and dist.get_rank() > 0 else None
+    if isinstance(error, RankError):
+        return None if error.rank in (None, *(guard.rank for guard in _guards)) else error
+    same = (guard.find_same(error) for guard in list(_guards)) if isinstance(error, FxsplitError) else ()
+    found = next(filter(None, same), None)
+    if found is None and error.__cause__ is not None:
+        # A program that raises its own error from another rank's does so on each rank.
+        cause = _find_told_by_another(error.__cause__)
+        found = None if cause is None else RankError(f"{_shorten(cause)}, raised again as {_name(error)}")
+    return found
 
 
 def _show_line(show: Callable[..., Any], error: BaseException, traceback: TracebackType | None) -> None:
     """Show another rank's error in one line, with the line of this rank's program that it came out of."""
     # The first frame is the program's own. What this rank waited for meanwhile says nothing of the error.
     where = f' (at File "{traceback.tb_frame.f_code.co_filename}", line {traceback.tb_lineno})' if traceback else ""
-    lines = str(error).splitlines() or [""]
     kind = RanksDiffer if isinstance(error, RanksDiffer) else RankError
-    brief = kind(f"{lines[0]}{' ...' if lines[1:] else ''}{where}")
+    brief = kind(f"{_shorten(error)}{where}")
     show(type(brief), brief, None)
+
+
+def _shorten(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    lines = str(error).splitlines() or [""]
+    return f"{lines[0]}{' ...' if lines[1:] else ''}"
+
+
+def _name(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {_shorten(error)}"
 
 
 def _end_started() -> None:
