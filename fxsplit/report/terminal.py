@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fxsplit.schedule.action import NAMES, SEND_B, SEND_F, SENDS, Action
 from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.shown import WIDTH
 
 COLOURS = {"F": "white on blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
 OTHER = "white on magenta"
@@ -20,7 +21,7 @@ LETTERS = {op: op for op in NAMES} | {SEND_F: "f", SEND_B: "b"}
 """The first letter of a block, so that operations are distinct without colours too."""
 
 
-def draw(timeline: Timeline, width: int = 100) -> Text:
+def draw(timeline: Timeline, width: int = WIDTH) -> Text:
     """Draw a line of at most `width` characters for each device and link, and a legend below.
 
     A block shows the letter of its operation and the number of its microbatch, or the letter and dashes if it is too
@@ -47,19 +48,27 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
         text.append("." * (columns - at) + "\n", style="dim")
     ops = {span.action.op for _, spans in timeline.rows for span in spans}
     if ops:
-        text.append(_make_legend(ops))
+        text.append(_make_legend(ops, width))
     return text
 
 
-def _make_legend(ops: set[str]) -> Text:
-    """Return a line that explains the letters, in their colours."""
-    legend = Text()
-    for op, name in (NAMES | SENDS).items():
-        if op in ops:
-            legend.append(LETTERS[op], style=COLOURS.get(op, OTHER))
-            legend.append(f" {name}  ")
-    legend.append(". idle\n")
-    return legend
+def _make_legend(ops: set[str], width: int) -> Text:
+    """Return lines of at most `width` characters that explain the letters, in their colours.
+
+    An entry that is longer has a line of its own.
+    """
+    entries = [(LETTERS[op], name, COLOURS.get(op, OTHER)) for op, name in (NAMES | SENDS).items() if op in ops]
+    legend, line = Text(), 0
+    for letter, name, style in [*entries, (".", "idle", "")]:
+        length = len(f"{letter} {name}")
+        if line:
+            joined = line + 2 + length <= width
+            legend.append("  " if joined else "\n")
+            line = line + 2 if joined else 0
+        legend.append(letter, style=style)
+        legend.append(f" {name}")
+        line += length
+    return legend.append("\n")
 
 
 def _fill_block(action: Action, width: int) -> str:

@@ -281,14 +281,17 @@ def test_a_drawing() -> None:
     """Nine forwards' time on 18 columns; without room for numbers, only letters."""
     timeline = Timeline.of(simulate(generate("1F1B", 2, 2), Times.unit(2)), ("a", "b"))
     assert (
-        draw(timeline, 20).plain == "a F0F1.... B0 .. B1 \nb ..F0 B0 F1 B1 ....\n" + "F forward  B backward  . idle\n"
+        draw(timeline, 20).plain == "a F0F1.... B0 .. B1 \nb ..F0 B0 F1 B1 ....\n" + "F forward\nB backward  . idle\n"
     )
     many = Timeline.of(simulate(generate("GPipe", 1, 30), Times.unit(1)), ("a",))
     row, _ = draw(many, 50).plain.splitlines()
     assert set(row) <= set("aFB -0123456789.") and len(row) == 50
     halves = Timeline.of(simulate(generate("ZB-H1", 2, 2), Times.unit(2)), ("a", "b"))
     assert draw(halves, 31).plain.startswith("a  F0  F1 .... I0   W0  I1  W1 \nb .... F0  I0")
-    assert draw(halves, 31).plain.splitlines()[2] == "F forward  I input gradient  W weight gradient  . idle"
+    assert draw(halves, 31).plain.splitlines()[2:] == [
+        "F forward  I input gradient",
+        "W weight gradient  . idle",
+    ]
 
 
 def test_it_needs_no_torch() -> None:

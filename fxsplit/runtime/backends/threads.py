@@ -135,7 +135,7 @@ class ThreadBackend:
         with lend_draws(), restore_after(handle.give_up):
             if not self._wait(handle, math.inf if timeout_s is None else timeout_s):
                 raise StepTimeout(
-                    f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status()}\n"
+                    f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status().describe()}\n"
                     "No gradient has changed. The pipeline can be used again when these actions are over"
                 )
         # Also after a failure: the caller may write to weights, which kernels that are queued still read.
@@ -230,7 +230,7 @@ class ThreadBackend:
         given_up = [handle for ref in self._handles if (handle := ref()) and handle.begun and handle.given_up]
         if any(not handle.over.wait(GRACE_S) for handle in given_up):
             raise BusyError(
-                f"a call that was interrupted is not over yet:\n{self.get_status()}\n"
+                f"a call that was interrupted is not over yet:\n{self.get_status().describe()}\n"
                 "Call the pipeline again when that is done, or close it and compile the model again"
             )
 

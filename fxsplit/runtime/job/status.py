@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxsplit.system.shown import Parts, Shown, Table
+
+NO_WORKERS = "no workers yet: they start with the first batch"
+
 
 @dataclass(frozen=True)
 class WorkerStatus:
@@ -32,8 +36,8 @@ class WorkerStatus:
         return f"{name}: stage {self.stage}, {self.operation}{microbatch}{self.node}{waits}, for {self.seconds:.1f} s"
 
 
-@dataclass(frozen=True)
-class Status:
+@dataclass(frozen=True, repr=False)
+class Status(Shown):
     """What every worker of a pipeline does; print it. Empty before the first batch."""
 
     workers: tuple[WorkerStatus, ...] = ()
@@ -43,5 +47,25 @@ class Status:
         """Whether no worker has anything to do."""
         return all(worker.stage is None for worker in self.workers)
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.workers)) or "no workers yet: they start with the first batch"
+    def describe(self) -> str:
+        """Return a line for each worker, for errors."""
+        return "\n".join(map(str, self.workers)) or NO_WORKERS
+
+    def show(self) -> Parts:
+        """Return a table with a row for each worker, and the nodes that run below it."""
+        if not self.workers:
+            return [NO_WORKERS]
+        rows = []
+        for each in self.workers:
+            busy = each.stage is not None
+            doing = f"{each.operation}, waits for another worker" if each.waits else each.operation
+            numbers = ("-" if number is None else number for number in (each.stage, each.microbatch))
+            rows.append((each.worker, each.device, doing, *numbers, f"{each.seconds:.1f} s" if busy else "-"))
+        table = Table((">worker", "device", "does", ">stage", ">microbatch", ">for"), rows)
+        # A node comes with the user's line, which has no room in a column.
+        return [table, *(f"worker {each.worker} is in{each.node[1:]}" for each in self.workers if each.node)]
+
+    def summarise(self) -> str:
+        """Return how many workers there are, and how many have something to do."""
+        busy = sum(worker.stage is not None for worker in self.workers)
+        return f"{len(self.workers)} workers, {busy} busy"

@@ -125,7 +125,7 @@ class RankBackend:
         stream = self.streams[me]
         ready = mark_caller([device, *job.list_devices()])
         self._now = job, threading.get_ident()
-        self.world.describe_job = lambda: str(self.get_status())
+        self.world.describe_job = lambda: self.get_status().describe()
         try:
             # As in a worker: hooks of leaves expect the sum of a batch, and the thread computes its backwards itself.
             with mute(()), torch.autograd.set_multithreading_enabled(False):

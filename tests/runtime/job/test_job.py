@@ -77,7 +77,7 @@ def test_a_traced_step_is_a_step(schedule: str) -> None:
             for row in timeline.spans:
                 assert all(0 <= a.begin_ms <= a.end_ms <= b.begin_ms for a, b in itertools.pairwise(row))
             assert timeline.devices == ("cpu:0", "cpu:1")
-            assert len(draw(timeline, 60).plain.splitlines()) == 3, "a line for each device, and the legend"
+            assert len(draw(timeline, 80).plain.splitlines()) == 3, "a line for each device, and the legend"
         assert measured.title == f"{schedule}, measured" and not measured.memory and len(predicted.memory) == 2
 
 

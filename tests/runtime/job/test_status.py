@@ -19,6 +19,7 @@ import fxsplit
 from fxsplit.errors import BusyError, FxsplitError, InputError, StepTimeout
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.job.status import Status, WorkerStatus
+from fxsplit.system.shown import WIDTH
 from tests.support.models import FAST
 from tests.support.times import state_times
 
@@ -100,7 +101,7 @@ def test_what_each_worker_does_is_seen_from_another_thread(monkeypatch: pytest.M
         step = threading.Thread(target=lambda: pipe.step(x, target=x))
         step.start()
         assert inside.wait(60.0)
-        lines = str(pipe.status()).splitlines()
+        lines = pipe.status().describe().splitlines()
         go_on.set()
         step.join()
     assert len(lines) == 2 and sum("node 'pause' from File" in line for line in lines) == 1
@@ -110,10 +111,24 @@ def test_what_each_worker_does_is_seen_from_another_thread(monkeypatch: pytest.M
 
 def test_a_status_reads_like_a_sentence() -> None:
     status = Status((WorkerStatus(0, "cpu:0", "forward", 0, 3, ", node 'h'", True, 1.25), WorkerStatus(1, "cpu:1")))
-    assert str(status) == (
+    assert status.describe() == (
         "worker 0 on cpu:0: stage 0, forward of microbatch 3, node 'h', waiting for another worker, for 1.2 s\n"
         "worker 1 on cpu:1: idle"
     )
+
+
+def test_a_status_is_a_table() -> None:
+    """Figures are those of the workers, and the user's line stands below."""
+    node = ", node 'h' from File \"model.py\", line 7"
+    status = Status((WorkerStatus(0, "cpu:0", "forward", 0, 3, node, True, 1.25), WorkerStatus(1, "cpu:1")))
+    assert str(status).splitlines() == [
+        "worker  device  does                               stage  microbatch    for",
+        "     0  cpu:0   forward, waits for another worker      0           3  1.2 s",
+        "     1  cpu:1   idle                                   -           -      -",
+        "worker 0 is in node 'h' from File \"model.py\", line 7",
+    ]
+    assert repr(status) == "Status(2 workers, 1 busy)" and "<pre" in status._repr_html_()
+    assert max(map(len, str(status).splitlines())) <= WIDTH
 
 
 AT_EXIT = """
