@@ -140,8 +140,10 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
         ):
             checked = _choose_explained(replace(subject, empty_caches=partial(empty_caches, watch, restore)))
     except TraceError as error:
-        if watch.gradients:
-            raise TraceError(_say_gradients(subject, watch), next(iter(watch.gradients)) or None) from error
+        for found, say in ((watch.gradients, _say_gradients), (watch.tangents, _say_tangents)):
+            if found:
+                path, line = next(iter(found.items()))
+                raise TraceError(say(subject, path, line), path or None) from error
         if not changes:
             raise
         # The second run of such a model may differ from the first, and so may its graph: that comes first.
@@ -152,6 +154,10 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     return checked
 
 
+LABELS = "labels"
+"""The argument from which Hugging Face's models compute their own loss."""
+
+
 def _choose_explained(subject: Subject) -> Checked:
     """Return the checked graph of a subject; raises InputError for a model that runs on whole batches alone."""
     try:
@@ -159,14 +165,27 @@ def _choose_explained(subject: Subject) -> Checked:
     except Exception as error:
         # Front ends blame what they could not follow, which may be a number of rows that the model itself refuses.
         explained = explain_failure(subject, error)
-        if explained is None:
-            raise
-        raise explained from error
+        if explained is not None:
+            raise explained from error
+        labelled = any(spec.name == LABELS for spec in subject.inputs.specs)
+        if isinstance(error, TraceError) and labelled and LABELS in str(error):
+            way = f"or call {subject.name} without {LABELS}, and compute the loss of its outputs in loss_fn"
+            raise TraceError(f"{error}, {way}", error.submodule) from error
+        raise
 
 
-def _say_gradients(subject: Subject, watch: Watch) -> str:
+def _say_tangents(subject: Subject, path: str, line: str) -> str:
+    """Return what to do about a forward() that takes derivatives in forward mode, of which no graph can be made."""
+    where = f"in submodule {path!r}" if path else "in its own forward()"
+    way = f"keep that submodule whole, fxsplit.leaf({path!r})" if path else "move that part into a submodule"
+    return (
+        f"{subject.name} takes derivatives by itself {where} at {line}, as torch.func.jvp does, which no graph can "
+        f"hold: {way}, which is one node then"
+    )
+
+
+def _say_gradients(subject: Subject, path: str, line: str) -> str:
     """Return what to do about a forward() that takes gradients by itself, of which no graph can be made."""
-    path, line = next(iter(watch.gradients.items()))
     where = f"in submodule {path!r}" if path else "in its own forward()"
     way = "take it" if path else "move that part into a submodule, take it there"
     return (

@@ -115,6 +115,7 @@ NEEDED = (
     "torch._C._get_tracing_state",
     "torch._C._functorch._vmap_decrement_nesting",
     "torch._C._functorch.maybe_current_level",
+    "torch.autograd.forward_ad._current_level",
     "torch._functorch.vmap.lazy_load_decompositions",
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
     "torch.utils._python_dispatch.TorchDispatchMode",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,6 +201,11 @@ def refuse_foreign_modes() -> None:
         raise InputError(
             f"a transform of torch.func (grad, vmap, jvp) sees the operators of this thread, {OTHERS}: call pipe.model "
             "in it, which is the unsplit model"
+        )
+    if forward_ad._current_level >= 0:
+        raise InputError(
+            "torch.autograd.forward_ad computes tangents in this thread, and a pipeline's stages, which run in others, "
+            "would lose them: call pipe.model in its block, which is the unsplit model"
         )
     dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
+from tests.support.models import FAST
 from tests.support.refusals import refused
 
 
@@ -55,3 +58,48 @@ def test_a_model_that_raises_by_itself_says_on_what() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         fxsplit.compile(model, 2, example_inputs=x(4), n_microbatches=4)
     assert "not on microbatches of 1" in str(caught.value) and "n_microbatches=1" in str(caught.value)
+
+
+class Tangent(nn.Module):
+    """Adds a derivative in forward mode to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, slope, *_ = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+        return torch.as_tensor(y + slope)
+
+
+def test_derivatives_in_forward_mode_are_named_and_right_in_a_submodule() -> None:
+    """The error was torch's own, of dimensions and proxies."""
+    batch = torch.randn(4, 8)
+    with pytest.raises(TraceError, match=r"Tangent takes derivatives by itself.*test_capture\.py.*into a submodule"):
+        fxsplit.compile(Tangent(), 2, example_inputs=batch, n_microbatches=2, passes=FAST)
+    model = nn.Sequential(nn.Linear(8, 8), Tangent(), nn.Linear(8, 3))
+    passes = f"leaf{{path=1}},{FAST}"
+    with fxsplit.compile(model, 2, example_inputs=batch, n_microbatches=2, passes=passes) as pipe:
+        torch.testing.assert_close(pipe(batch), model(batch))
+
+
+class ChecksLabels(nn.Module):
+    """Refuses labels that are no classes, as Hugging Face's models for CTC do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.b(self.a(x))
+        if labels is None:
+            return logits
+        if labels.max() >= 3:
+            raise ValueError("labels are too large")
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def test_a_loss_that_looks_at_labels_may_be_computed_in_loss_fn() -> None:
+    batch = {"x": x(4), "labels": torch.tensor([0, 1, 2, 0])}
+    with pytest.raises(TraceError, match=r"or call ChecksLabels without labels, and compute the loss .* in loss_fn"):
+        fxsplit.compile(ChecksLabels(), 2, example_inputs=batch, n_microbatches=2, passes=FAST)

@@ -155,14 +155,17 @@ def _is_dict_of_texts(value: Any) -> bool:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete checkpoints in a folder, newest last; none if the folder does not exist."""
+    """Return the complete checkpoints in a folder, newest last; none if the folder does not exist.
+
+    A link to a checkpoint of the same folder is that checkpoint's other name, and none of its own.
+    """
     try:
         found = [(int(m[1]), path) for path in Path(folder).iterdir() if (m := STEP.fullmatch(path.name))]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise InputError(f"{os.fspath(folder)!r} is no folder of checkpoints: {error}") from error
-    return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+    return [path for _, path in sorted(found) if (path / MANIFEST).is_file() and not _is_other_name(path)]
 
 
 def put_back(folder: str | os.PathLike[str]) -> None:
@@ -305,6 +308,14 @@ def _is_checkpoint(path: Path) -> bool:
         return bool(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _is_other_name(path: Path) -> bool:
+    """Return whether a path is a link to a checkpoint beside it. A link to another place may be the only one to it."""
+    target = path.resolve()
+    return (
+        target.parent == path.parent.resolve() and target.name != path.name and STEP.fullmatch(target.name) is not None
+    )
 
 
 def _clear_left_over(folder: Path) -> None:

@@ -250,6 +250,8 @@ class _Trial:
         shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
         found = f"{name} of {self._here.name} is {_describe(whole)} for {sum(run.rows)} rows, {' and '.join(shown)}"
         way = describe_counting(self._here) or ALONE
+        if "aux_loss" in name:
+            way += ", or leave it out (Hugging Face: output_router_logits=False)"
         return OutputKind("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
 
     @property

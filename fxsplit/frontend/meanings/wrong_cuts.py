@@ -7,6 +7,7 @@ argument cut otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -67,6 +68,12 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
         or "state which arguments have rows and which every microbatch needs whole, chunks={'name': 0} or "
         "chunks={'name': fxsplit.Replicate}, or compile for larger microbatches, such as with n_microbatches=1"
     )
+    # A number of rows that the model states itself is in most errors of torch.
+    if not (cuts or counting or said) and re.search(rf"\b{subject.batch}\b", str(error)):
+        way += (
+            f"; or, if the model states {subject.batch} rows itself, as torch.zeros({subject.batch}, 4) does, let it "
+            "take them from an argument, as torch.zeros(len(x), 4) does"
+        )
     which = f"microbatches of {subject.rows}" if failing == 0 else f"microbatch {failing}, which has {sizes[failing]}"
     return InputError(
         f"{here.name} runs on the whole example of {subject.batch} rows, and not on {which} "

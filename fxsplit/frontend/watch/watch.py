@@ -61,8 +61,10 @@ _CALLS_OF_MODULES = ("_call_impl", "inner")
 _READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
 """What all ways to read the environment end in, as os.getenv() does."""
 
-_DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
-"""What takes gradients, also for torch.func.grad and Tensor.backward()."""
+_FORWARD_MODE = torch.autograd.forward_ad.make_dual.__code__
+"""What takes derivatives forward, also for torch.func.jvp and jacfwd."""
+_DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__, _FORWARD_MODE)
+"""What takes derivatives, also for torch.func.grad and Tensor.backward()."""
 _ASIDES = ("_find_and_load", "_call_with_frames_removed")
 """The functions in which Python runs the bodies of modules."""
 
@@ -195,6 +197,7 @@ class Watch:
         self._in_aside = False
         # Where forward() takes gradients by itself: the path of the submodule, and the user's line.
         self.gradients: dict[str, str] = {}
+        self.tangents: dict[str, str] = {}  # the same of derivatives in forward mode
         self._imported = frozenset(sys.modules)
         self._note_weights()
         # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
@@ -410,7 +413,8 @@ class Watch:
             caller = caller.f_back
         if caller is not None:
             line = describe_line(caller.f_code.co_filename, caller.f_lineno)
-            self.gradients.setdefault(self._frames[caller].home.path, line)
+            found = self.tangents if frame.f_code is _FORWARD_MODE else self.gradients
+            found.setdefault(self._frames[caller].home.path, line)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         """Note which objects the code holds by now, and which one it returns to its caller."""

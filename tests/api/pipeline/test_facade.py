@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
@@ -168,4 +169,7 @@ def test_tracers_and_transforms_are_refused() -> None:
             torch.jit.trace(pipe, x, check_trace=False)
         with pytest.raises(InputError, match=r"a transform of torch.func.* call pipe.model in it"):
             torch.vmap(pipe)(torch.randn(2, 8, 8))
+        # A tangent was lost without a word.
+        with forward_ad.dual_level(), pytest.raises(InputError, match=r"tangents.* would lose them: call pipe.model"):
+            pipe(forward_ad.make_dual(x, x))
         torch.testing.assert_close(pipe(x), model(x))

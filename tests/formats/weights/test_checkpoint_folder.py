@@ -88,6 +88,20 @@ def test_only_own_names_are_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "step-12").read_text() == "notes"
 
 
+def test_a_link_to_a_checkpoint_beside_it_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """A link to the best one was the latest, counted in keep=, and was left without what it led to."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for name, target in (("step-9", "step-2"), ("step-8", tmp_path / "step-1"), ("step-7", "step-9")):
+        (tmp_path / name).symlink_to(target)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-1", "step-2"]
+    save(tmp_path, 3, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-2", "step-3"]
+    save(tmp_path, 9)
+    assert not (tmp_path / "step-9").is_symlink()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-2", "step-3", "step-9"]
+
+
 def test_an_empty_folder_and_a_link_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     save(tmp_path, 1)

@@ -222,3 +222,40 @@ def test_an_argument_that_counts_entries_of_another_is_named(pool: Any, values: 
         pipe(*call)
     with fxsplit.compile(Packed(pool), 2, n_microbatches=1, passes=FAST) as pipe:
         torch.testing.assert_close(pipe(*call), pipe.model(*call))
+
+
+class Counted(nn.Module):
+    """Adds rows up in as many rows as its example has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(8, 4).index_add(0, torch.arange(8), self.a(x))
+
+
+def test_a_number_of_rows_that_the_model_states_is_named() -> None:
+    said = r"runs on the whole example of 8 rows, and not on microbatches of 4.* states 8 rows itself.*len\(x\)"
+    with pytest.raises(InputError, match=said):
+        fxsplit.compile(Counted(), 2, example_inputs=X, n_microbatches=2, passes=FAST)
+
+
+class Routed(nn.Module):
+    """Returns a number that compares rows beside its own output, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shares = self.a(x).softmax(1)
+        return {"aux_loss": (shares.mean(0) * shares.square().mean(0)).sum(), "logits": self.b(shares)}
+
+
+def test_a_loss_of_a_router_may_be_left_out() -> None:
+    with (
+        pytest.raises(InputError, match=r"'aux_loss'.*rows depend on each other.*output_router_logits=False"),
+        fxsplit.compile(Routed(), 2, example_inputs=X, n_microbatches=2, passes=FAST) as pipe,
+    ):
+        pipe(X)
