@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,8 +32,30 @@ from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumula
 from fxsplit.torch_internals.autograd import split as grad_split
 from tests.support.times import measure_times, state_times
 
+MANY = 100
+"""How many modules are loaded before what they hold is frozen."""
+_frozen = 0
 END_S = 30.0
 """How long a worker whose pipeline is gone may take to end, on a busy machine: it ends by itself, on its own thread."""
+
+
+def freeze_modules() -> None:
+    """Let the collector of garbage pass over what modules hold: all of torch takes longer than most tests."""
+    global _frozen
+    if len(sys.modules) > _frozen + MANY:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze_modules()
+
+
+@pytest.fixture(autouse=True)
+def modules_frozen() -> Iterator[None]:
+    yield
+    freeze_modules()
 
 
 @pytest.fixture(autouse=True)

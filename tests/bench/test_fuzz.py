@@ -33,15 +33,15 @@ def test_checkpoints() -> None:
     assert list_faults(checkpoints.try_case, range(100)) == []
 
 
-@pytest.mark.parametrize("first", [0, 50])
-def test_plans(first: int) -> None:
-    assert list_faults(planner.try_case, range(first, first + 50)) == []
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 100), marks=pytest.mark.long)], ids=str)
+def test_plans(seeds: range) -> None:
+    assert list_faults(planner.try_case, seeds) == []
 
 
 def test_plans_whose_bound_was_above_the_optimum() -> None:
     assert list_faults(planner.try_case, HAD_A_BOUND_ABOVE_THE_OPTIMUM) == []
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_models(seed: int) -> None:
-    assert models.try_case(seed).fault is None
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 12), marks=pytest.mark.long)], ids=str)
+def test_models(seeds: range) -> None:
+    assert list_faults(models.try_case, seeds) == []

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -110,11 +112,27 @@ def is_quick(name: str, devices: int, schedule: str) -> bool:
     return name in EVERY_SCHEDULE or one
 
 
+def give_memory_back() -> None:
+    """Collect garbage, and return its memory to the system: glibc keeps what threads have freed, here gigabytes."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """A pipeline is part of cycles, and here of gigabytes."""
+    """A pipeline is part of cycles."""
     yield
-    gc.collect()
+    give_memory_back()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_network_is_kept() -> Iterator[None]:
+    yield
+    for kept in (case, expected, keep_captures, profile):
+        kept.cache_clear()
+    give_memory_back()
 
 
 @contextlib.contextmanager

@@ -63,8 +63,17 @@ DRAWS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("exported", [False, True])
-@pytest.mark.parametrize("name", DRAWS)
+EXPORTED = ("a factor", "seldom another way", "numpy's choice")
+"""What is drawn while a model is exported at every change; that takes longer, and all are in `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "exported"),
+    [
+        *((name, False) for name in DRAWS),
+        *(pytest.param(name, True, marks=() if name in EXPORTED else pytest.mark.long) for name in DRAWS),
+    ],
+)
 def test_a_draw_that_changes_the_graph_is_refused(name: str, exported: bool) -> None:
     model = Draws(DRAWS[name], exported=exported)
     with pytest.raises(TraceError, match="Draws draws random numbers"):
