@@ -1,7 +1,11 @@
 """Join the pipeline to the caller's autograd graph: one node, whose backward is the pipelined backward.
 
-Behind it each stage has a node for its parameters. Autograd runs a node's backward on the stream that was current when
-the node was made, and here that is the stage's own: the stage has computed the gradients there, and accumulates there.
+inputs ------------------.
+stage 0's leaves -- node --+-- PipelineFunction -- outputs -- the caller's loss
+stage 1's leaves -- node --'
+
+Each stage has a node of its own for its parameters. Autograd runs a node's backward on the stream that was current when
+the node was made. Here that is the stage's own stream, on which the stage has computed its gradients.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ from fxsplit.runtime.stage.streams import DeviceStream, hand_over, make_caller_w
 from fxsplit.torch_internals.thread_modes import refuse_foreign_modes
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""From the gradients of the outputs to those of the inputs; None where there is no gradient."""
+"""A function from the gradients of the outputs to the gradients of the inputs (None: no gradient)."""
 
 
 class LeafNode(NamedTuple):
     """The node of one stage's leaves in the caller's graph.
 
-    leaves: the stage's own. value: a tensor without elements that depends on them, on the stage's device.
+    leaves: the stage's own leaves. value: an empty tensor on the stage's device that depends on them.
     """
 
     leaves: Sequence[Tensor]
@@ -31,24 +35,25 @@ class LeafNode(NamedTuple):
 
     @classmethod
     def make(cls, leaves: Sequence[Tensor], stream: DeviceStream) -> LeafNode:
-        """Return the node of some leaves, made on a stream."""
+        """Return the node of `leaves`, made on `stream`."""
         with stream.enter():
             return cls(leaves, _StageLeaves.apply(stream.device, *leaves))  # type: ignore[no-untyped-call]
 
     def carry(self, gradients: Sequence[Tensor | None], tokens: Sequence[Any]) -> Tensor:
-        """Return a gradient of the value that carries those of the leaves, which are there from `tokens` on."""
-        # Autograd hands on this very object, or drops it with all that it carries where nobody asks for the leaves.
+        """Return a gradient of `value` that carries the gradients of the leaves, which are ready after `tokens`."""
+        # Autograd passes on this very object; if nobody wants the leaves' gradients, it drops the object and all it
+        # carries.
         carrier = torch.empty_like(self.value, requires_grad=False)
         carrier.carried = gradients, tokens  # type: ignore[attr-defined]
         return carrier
 
 
 class _StageLeaves(torch.autograd.Function):
-    """The leaves of one stage as one operator of autograd, which itself adds to `.grad` and runs the leaves' hooks."""
+    """The leaves of one stage as one operator: autograd adds to their `.grad` and runs their hooks."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, *leaves: Tensor) -> Tensor:
-        """Return a tensor without elements that depends on the leaves."""
+        """Return an empty tensor that depends on the leaves."""
         return torch.empty(0, device=device)
 
     @staticmethod
@@ -64,7 +69,8 @@ class _StageLeaves(torch.autograd.Function):
 class PipelineFunction(torch.autograd.Function):
     """The pipeline as one operator of autograd.
 
-    Its inputs are the differentiable inputs of the batch, and a tensor of each stage that depends on its parameters.
+    Its inputs are the differentiable inputs of the batch, and an empty tensor for each stage that depends on its
+    parameters.
     """
 
     @staticmethod
@@ -74,14 +80,14 @@ class PipelineFunction(torch.autograd.Function):
         `wanted` says which outputs want a gradient.
         """
         ctx.backward_of_pipeline = backward
-        # An output that the loss does not use gets None. Zeros would go backward through all stages.
+        # An output that the loss does not use gets None. Zeros would run a backward through all stages.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, w in zip(outputs, wanted, strict=True) if not w))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Run the pipelined backward. Raises BackwardError where it should itself be differentiated."""
+        """Run the pipelined backward. Raises BackwardError for a second derivative."""
         # Autograd turns grad mode on in a backward only for create_graph=True.
         if torch.is_grad_enabled():
             raise BackwardError(
@@ -89,5 +95,5 @@ class PipelineFunction(torch.autograd.Function):
                 "or a Hessian on the unsplit model, which shares the pipeline's parameters"
             )
         refuse_foreign_modes()
-        # Autograd wants a result for each argument of forward; the first three are no tensors.
+        # Autograd wants a result for each argument of forward; the first three are not tensors.
         return (None, None, None, *ctx.backward_of_pipeline(gradients))

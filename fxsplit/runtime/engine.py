@@ -1,4 +1,10 @@
-"""Engine: runs a program's batches on its workers, forward alone, with autograd, or as a training step."""
+"""Run batches of a program on its workers: inference, a forward with autograd, or a training step.
+
+pipe(x)               Engine.forward: all forwards, then outputs as one autograd node
+  loss.backward()     its backward:   all backwards, from the activations that the forward kept (the tape)
+pipe.step(x, y)       Engine.step:    forwards and backwards interleaved by the schedule, then .grad += sums
+pipe.stream(...)      begin_forward, finish_forward: several batches in flight, without gradients
+"""
 
 from __future__ import annotations
 
@@ -39,7 +45,7 @@ SPENT = (
     "this pipeline's outputs have been backwarded already and their activations are freed: call the pipeline again, or "
     "add the losses and call backward() once (retain_graph is not supported)"
 )
-"""What a second backward of one forward is told."""
+"""The error of a second backward of one forward."""
 
 
 class Engine:
@@ -49,11 +55,11 @@ class Engine:
         self._backend = backend
         self.close = self._backend.close
         self.get_status = self._backend.get_status
-        # Jobs of one pipeline share its workers and buffers, so callers take turns.
+        # Jobs of one pipeline share its workers and buffers, so only one caller at a time runs a job.
         self._turn = CallerLock(lend_draws)
 
     def refuse_own_callers(self) -> None:
-        """Raise FxsplitError where what the pipeline runs calls the pipeline, and would wait for itself."""
+        """Raise FxsplitError if code that the pipeline runs calls the pipeline: it would wait for itself."""
         if self._backend.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
@@ -65,15 +71,15 @@ class Engine:
             )
 
     def _take_turn(self) -> AbstractContextManager[None]:
-        """Let one caller at a time run a job."""
+        """Return a context that lets one caller at a time run a job."""
         self.refuse_own_callers()
         return self._turn.take()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let no job run in the block, which changes what workers read and write, after waiting for those under way.
+        """Wait until running jobs end, and let no job run in the block, which changes weights or buffers.
 
-        Raises BusyError where a worker is still in a job that was given up.
+        Raises BusyError if a worker is still in a job that was given up.
         """
         with self._take_turn():
             self._backend.check_free()
@@ -82,34 +88,35 @@ class Engine:
 
     @contextmanager
     def keep_idle(self) -> Iterator[None]:
-        """Let no job begin in the block, which changes weights or modes, after waiting for those under way.
+        """Wait until running jobs end, and let no job begin in the block, which changes weights or modes.
 
-        Unlike `pause` it does not mind a job that was given up, nor a caller inside of a job, as a gradient hook is.
+        Unlike `pause`, this ignores a job that was given up. A caller inside a job, such as a gradient hook, may use it
+        too.
         """
-        # Who is in a job cannot wait for it, and in a forked process nobody gives the turn back.
+        # A caller inside a job cannot wait for it, and in a forked process no thread releases the lock.
         with nullcontext() if self._backend.cannot_be_waited_for else self._turn.take():
             self._backend.wait_until_idle()
             yield
 
     @contextmanager
     def _take_turn_to_copy(self, program: Program, *, anyway: bool = True) -> Iterator[bool]:
-        """Let one caller at a time make a job, and tell it whether to copy weights anew for devices that have copies.
+        """Let one caller at a time make a job. Yields whether the job must refresh copied weights first.
 
-        It is to where copies are not what the model is now, or `anyway`.
+        Some devices read copies of weights that live on another device. With `anyway`, the copies are always refreshed,
+        and otherwise only if they are stale.
         """
         with self._take_turn():
             refresh = program.copies_weights and (anyway or program.has_stale_copies())
-            # A batch of a stream that is under way reads the copies that there are.
+            # An earlier batch of a stream still reads the present copies.
             if refresh:
                 self._backend.wait_until_idle()
             yield refresh
 
     def begin_forward(self, batch: Batch, *, refresh: bool) -> JobHandle:
-        """Give the workers the forwards of a batch, and do not wait for them; gradients are off.
+        """Give the workers the forwards of a batch, and do not wait for them. Gradients are off.
 
-        Batches that are begun run one after the other. `refresh`: whether devices are to have new copies of weights
-        that live elsewhere in any case, and not only where torch has counted a write to one of them. For new copies it
-        waits until no batch is under way.
+        Batches run in the order in which they were begun. `refresh`: copy weights again to devices that read copies,
+        even if torch has counted no write to a weight. New copies wait until no batch is running.
         """
         program = batch.program
         program.deferred_errors.raise_arrived()
@@ -123,21 +130,23 @@ class Engine:
 
     @restores_all
     def finish_forward(self, batch: Batch, handle: JobHandle) -> list[Any]:
-        """Return the outputs of a batch that was begun, once they are there."""
+        """Wait for a batch that was begun, and return its outputs."""
         self._backend.finish(handle)
         batch.program.tell_compilations()
         return join_outputs(handle.job, batch.rows, batch.weigh_outputs(), batch.program.deferred_errors)[0]
 
     def give_up_forward(self, handle: JobHandle) -> None:
-        """Stop a batch that was begun, if it is not over, and wait a moment for its workers."""
+        """Stop a batch that was begun, unless it has ended, and wait briefly for its workers."""
         self._backend.give_up(handle)
 
     @restores_all
     def forward(self, batch: Batch) -> list[Any]:
-        """Return the outputs of a batch, joined over microbatches; part of the autograd graph where that is on."""
+        """Return the outputs of a batch, joined over microbatches. With grad mode on they are part of the autograd
+        graph.
+        """
         program, tensors, rows, *_ = batch
         program.deferred_errors.raise_arrived()
-        # Forwards now; backwards, if any come, in a job of their own, which takes over the tape.
+        # This job runs only forwards. A later backward is a job of its own, and takes over the tape.
         job_inputs = JobInputs(cut_packets(batch), kv_caches=batch.kv_caches)
         schedule = program.pass_forward(len(rows))
         with self._take_turn_to_copy(program), self._backend.meet(JobRequest("forward", batch, schedule)) as session:
@@ -145,7 +154,7 @@ class Engine:
                 job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
                 session.run(job)
             session.end(job)
-            # Here: buffers of other ranks that counts read are lent for as long as ranks meet.
+            # Weigh before the session ends: counts may read buffers of other ranks, which are lent only until then.
             meanings = batch.weigh_outputs()
         program.tell_compilations()
         outputs, wanted = join_outputs(job, rows, meanings, program.deferred_errors)
@@ -153,7 +162,7 @@ class Engine:
             return outputs
         nodes = self._make_leaf_nodes(program)
         backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch))
-        # torch warns of a leaf whose gradient comes from another device's node. A view is a node of the leaf's own.
+        # torch warns if a leaf's gradient comes from another device's node. A view has a node on the leaf's device.
         inputs = [t.view_as(t) if t.is_leaf else t for t in tensors if t.requires_grad]
         tied = [node.value for node in nodes]
         joined: tuple[Tensor, ...] = PipelineFunction.apply(backward, outputs, wanted, *inputs, *tied)  # type: ignore[no-untyped-call]
@@ -171,12 +180,14 @@ class Engine:
         commit: CommitRecord | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Run forward, loss and backward in the program's schedule, add to every `.grad`; let `watch` see it.
+        """Run forward, loss and backward in the order of the schedule, then add the gradients to every `.grad`.
 
-        In an asynchronous schedule `stepper` has stepped with the gradients already. Returns the batch's loss, and with
-        `keep_outputs` a tuple of it and the outputs. `commit` says whether gradients were added, should this raise.
-        Raises StepTimeout where the workers take longer than `timeout_s`. Workers add to each `.grad` that is
-        there already, where the receipt allows it.
+        Returns the loss of the batch; with `keep_outputs`, a tuple of the loss and the outputs. In an asynchronous
+        schedule `stepper` has already stepped with the gradients. `watch` times the actions. `commit` says afterwards,
+        even if this raises, whether gradients were added. If it permits, workers add to existing `.grad` tensors
+        directly.
+
+        Raises StepTimeout if the workers take longer than `timeout_s` seconds.
         """
         program = batch.program
         program.deferred_errors.raise_arrived()
@@ -185,11 +196,11 @@ class Engine:
             loss.look_at(m, program, outputs)
             return loss(m, program.build_result(outputs), partial(loss.look_at, m, program, outputs))
 
-        # No input gets a gradient, and a packet that wants none spares the first stage's backward its share.
+        # Inputs get no gradient here. Detaching them saves the first stage's backward that work.
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
         trained = program.list_trained()
         job_inputs = JobInputs(packets, finish, keep_outputs, loss.make_output_gradients, trained)
-        # Versions of weights are leaves of their own, without hooks.
+        # Weight versions are leaves of their own, without hooks.
         for leaf in list_leaves(trained) if stepper is None else []:
             make_mutable(leaf)
         schedule = program.schedule(len(batch.rows))
@@ -208,12 +219,12 @@ class Engine:
             if not (commit.atomic or stepper):
                 session.add_to_gradients(job)
                 commit.begun = True
-            # Versions of weights have leaves that come later.
+            # Weight versions make their leaves later.
             watched = list_local_leaves(program, trained) if stepper is None else []
             with count_as_one_batch(program.noted), job.accumulator.watch(watched):
                 session.run(job, timeout_s)
             program.tell_compilations()
-            # Of a mean that torch itself makes 0 / 0 nothing need be asked.
+            # If torch itself computes the mean, 0 / 0 is its own result and needs no check.
             late = program.deferred_errors if program.keeps_zeros or loss.divides else None
             total = session.end(job, partial(loss.compute_total, late))
             meanings = batch.weigh_outputs() if keep_outputs else []
@@ -221,7 +232,7 @@ class Engine:
             result = (total, program.build_result(outputs)) if keep_outputs else total
             sums = session.total(job)
             raise_lost_interrupt()
-            # Last, so that a step that fails leaves every .grad as it was.
+            # Accumulate last, so that a failed step leaves every .grad as it was.
             if stepper is None:
                 accumulate(sums, commit, session.agree_to_add)
                 session.share_gradients()
@@ -230,27 +241,27 @@ class Engine:
         return result
 
     def _make_leaf_nodes(self, program: Program) -> list[LeafNode]:
-        """Return a node of autograd for each stage that has leaves, made on the stage's own stream."""
+        """Return an autograd node for each stage with leaves, made on the stage's own stream."""
         nodes, seen = [], set[Tensor]()
         for leaves, home in zip(program.list_trained(), program.homes, strict=True):
-            # A leaf of two stages is given its gradient by the first of them.
+            # If two stages share a leaf, the first of them gives it its gradient.
             own = [leaf for leaf in leaves if leaf not in seen]
             seen.update(own)
             if own:
                 nodes.append(LeafNode.make(own, self._backend.streams[home[0]]))
-        # A rank whose stages have no weights takes part in the backward too, and autograd calls it for a leaf alone.
+        # A rank whose stages have no weights takes part in the backward too, and autograd calls it only for a leaf.
         return nodes or [LeafNode((), torch.empty(0, requires_grad=True))]
 
     def _make_backward(
         self, batch: Batch, meanings: Sequence[OutputKind], nodes: Sequence[LeafNode], tape: Tape, then: WeightSnapshot
     ) -> Backward:
-        """Return the pipelined backward of a forward pass; it keeps the engine alive until autograd drops it."""
+        """Return the pipelined backward of a forward. It keeps the engine alive until autograd drops it."""
         program, tensors, rows, *_ = batch
         trained = program.list_trained()
         devices = [*(stream.device for stream in self._backend.streams), *(t.device for t in tensors)]
-        # Autograd calls the backward where, of the caller's streams, only that on the outputs' device is current.
+        # When autograd calls the backward, only the stream on the outputs' device is the caller's current stream.
         queued = mark_caller(devices)
-        # The tape does not say: a rank may have none of the microbatches.
+        # An empty tape proves nothing: a rank may have no microbatch.
         spent = False
 
         @lose_no_interrupt
@@ -259,7 +270,7 @@ class Engine:
             nonlocal spent
             if spent:
                 raise BackwardError(SPENT)
-            # Before anything has run. Of the first stage whole graphs are searched, and hooks keep the last one too.
+            # Check before any action runs. In stage 0 this searches whole graphs, so it checks one microbatch.
             for (stage, m), saved in tape.items():
                 if isinstance(saved, SavedForBackward) and (stage or m == len(rows) - 1):
                     refuse_kept(saved)
@@ -270,7 +281,7 @@ class Engine:
             job_inputs = JobInputs(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             schedule = program.pass_backward(len(rows))
             try:
-                # Hooks of leaves run once, on the sums, as autograd accumulates those.
+                # Hooks of leaves run once, on the summed gradients, as in autograd.
                 for leaf in list_leaves(trained):
                     make_mutable(leaf)
                 with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
@@ -289,7 +300,7 @@ class Engine:
                 spent = True
                 tape.clear()
             of_inputs = join_returned(job, batch)
-            # Autograd hands all results on as made on one stream of this thread, and each stage's node has another.
+            # Autograd takes all results as made on one stream, but each stage's node has its own: pass tokens.
             tokens = join_caller(devices)
             of_leaves = (node.carry([sums.totals.get(leaf) for leaf in node.leaves], tokens) for node in nodes)
             return [*of_inputs, *of_leaves]
@@ -298,24 +309,24 @@ class Engine:
 
 
 def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the leaves of all stages, each once: stages may share one."""
+    """Return the leaves of all stages, each once, since stages may share a leaf."""
     return list(dict.fromkeys(leaf for part in trained for leaf in part))
 
 
 def list_local_leaves(program: Program, trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the leaves of all stages as each of their devices has them."""
+    """Return the leaves of all stages, as the replicas on each device hold them."""
     pairs = zip(program.replicas, trained, strict=True)
     return [leaf for replicas, leaves in pairs for r in replicas for leaf in r.list_leaves(leaves, 0)]
 
 
 def cut_packets(batch: Batch) -> list[Packet]:
-    """Return what the first stage gets for each microbatch: views, or copies where the graph writes to its inputs."""
+    """Return the first stage's packet for each microbatch: views, or copies if the graph writes to its inputs."""
     program, tensors, rows, numbers, _ = batch
     columns = [s.cut.split(t.detach(), rows) for t, s in zip(tensors, program.inputs.specs, strict=True)]
     if program.writes_inputs:
-        # Autograd would take a write to one piece of a tensor for a write to all of its pieces.
+        # Autograd takes a write to one piece of a tensor as a write to all its pieces, so each piece is cloned.
         copies = {id(t): tuple(piece.clone() for piece in column) for t, column in zip(tensors, columns, strict=True)}
-        columns = [copies[id(t)] for t in tensors]  # an input given twice stays one
+        columns = [copies[id(t)] for t in tensors]  # an input passed twice stays one tensor
     wanted = (*(t.requires_grad for t in tensors), *(False for _ in numbers))
     return [Packet((*(c[m] for c in columns), *numbers), wanted) for m in range(len(rows))]
 
@@ -323,9 +334,10 @@ def cut_packets(batch: Batch) -> list[Packet]:
 def join_outputs(
     job: Job, rows: Sequence[int], meanings: Sequence[OutputKind], late: DeferredErrors
 ) -> tuple[list[Any], list[bool]]:
-    """Return a job's outputs over all microbatches, and which of them want a gradient.
+    """Return a job's outputs joined over all microbatches, and a flag for each that says whether it wants a gradient.
 
-    Raises InputError for an output that microbatches do not make, or has it raised `late`.
+    Raises InputError if the outputs of the microbatches cannot be joined. If only an accelerator knows, `late` raises
+    it in a later batch.
     """
     packets = [p for p in job.outputs if p is not None]
     outputs = []
@@ -339,16 +351,16 @@ def join_outputs(
 
 
 def gather(values: Sequence[Any]) -> list[Any]:
-    """Return values of several microbatches with all tensors among them on the device of the first one.
+    """Move the tensors of several microbatches to the device of the first one. Other values stay as they are.
 
-    The first stage, and the last one, may have several devices, which take turns.
+    The first and the last stage may have replicas on several devices, which take turns.
     """
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return [move(v, device) if isinstance(v, Tensor) and device is not None else v for v in values]
 
 
 def join_returned(job: Job, batch: Batch) -> list[Tensor | None]:
-    """Return the gradient of each input of a batch that wants one, from those of its microbatches."""
+    """Return the gradient of each input of the batch that wants one, joined over microbatches."""
     specs = batch.program.inputs.specs
     return [
         join_gradients([g[i] for g in job.returned], spec.cut.split(t, batch.rows), spec.cut)
@@ -358,9 +370,10 @@ def join_returned(job: Job, batch: Batch) -> list[Tensor | None]:
 
 
 def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: ChunkSpec) -> Tensor | None:
-    """Return the gradient of a whole batch, zero for microbatches that got none; their sum where all share a tensor.
+    """Return an input's gradient for the whole batch: joined if the input is cut, summed if microbatches share it.
 
-    pieces: on the first stage's devices. like: the microbatches of the input, on whose device the gradient is.
+    pieces: the gradient of each microbatch, on a device of the first stage; None counts as zero. like: the input's
+        microbatches; the result is on their device.
     """
     there = next((p.device for p in pieces if p is not None), None)
     if there is None:
@@ -369,5 +382,5 @@ def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut:
     hand_over(found)
     found = gather(found)
     joined = torch.stack(found).sum(0) if cut.dim is None else cut.join(found)
-    # Autograd refuses a gradient elsewhere than its input, which may be in host memory while the stage is not.
+    # Autograd requires the gradient on its input's device: the input may be in host memory and the stage on a GPU.
     return joined.to(like[0].device)

@@ -1,7 +1,7 @@
-"""Cut a batch into microbatches, and join what comes out. Nothing is padded.
+"""Cut a batch into microbatches, and join their outputs. Nothing is padded.
 
-A *row* is one sample of a batch, and `rows` has the number of rows of each microbatch: a batch of 7 rows in 3
-microbatches has rows [3, 2, 2]. `dim` is the dimension of a tensor that its rows lie on, None where it has no rows.
+A *row* is one sample of a batch. `rows` lists the number of rows of each microbatch: a batch of 7 rows in 3
+microbatches has rows [3, 2, 2]. `dim` is the dimension of a tensor that counts rows, or None if it has no rows.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.torch_internals import pytree
 
 NOT_THE_SAME = (
-    "every microbatch of the example had the same, and those of this batch have not, so that nothing tells whether it "
-    "is a sum: compile with n_microbatches=1, or with an example that shows it"
+    "every microbatch of the example gave the same value and the microbatches of this batch differ, so it may be a "
+    "sum: compile with n_microbatches=1, or with an example whose microbatches differ"
 )
-"""What is said of an output that was the same for all microbatches, and is not any more."""
+"""The error of an output that was the same for all microbatches of the example, and is not for this batch."""
 
 
 def divide_rows(rows: int, n_microbatches: int) -> list[int]:
     """Return the rows of each microbatch: as even as possible, the larger ones first.
 
-    Raises InputError when there are fewer rows than microbatches.
+    Raises InputError if there are fewer rows than microbatches.
     """
     if rows < n_microbatches:
         raise InputError(
@@ -41,26 +41,27 @@ def divide_rows(rows: int, n_microbatches: int) -> list[int]:
 
 
 def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None) -> list[Any]:
-    """Return one target for each microbatch: tensors are cut where they have the rows, everything else is repeated.
+    """Return one target for each microbatch: tensors with rows are cut, and all else is repeated.
 
-    Tensors have them on their first dimension, or on the one that `chunks=` states for "target", which may have several
-    entries for each row. Where an input has its rows on another dimension than the first, and `chunks=` states none, it
-    is the only dimension of the rows' length. Raises InputError for a tensor with another number of rows. The target of
-    a batch in one piece is no one's business but the loss's.
+    A target has its rows on the first dimension, or on the dimension that `chunks=` states for "target"; that one may
+    have several entries for each row. If an input has its rows on another dimension than the first and `chunks=` states
+    none, it is the only dimension of that length. If the batch has one microbatch, the target is not looked at.
+
+    Raises InputError for a tensor with another number of rows.
     """
     if len(rows) == 1:
         return [target]
     leaves, structure = pytree.tree_flatten(target)
     cuts = find_target_cuts(leaves, sum(rows), inputs)
     columns = [cut.split(leaf, rows) for leaf, cut in zip(leaves, cuts, strict=True)]
-    # Mostly a tensor by itself, of which nothing has to be put together again for each microbatch.
+    # Most targets are one tensor: skip rebuilding the container for each microbatch.
     if isinstance(target, Tensor):
         return list(columns[0])
     return [pytree.tree_unflatten([c[m] for c in columns], structure) for m in range(len(rows))]
 
 
 def join_target(pieces: Sequence[Any], whole: Any, rows: int, inputs: Inputs | None = None) -> Any:
-    """Return the target that is made of those of several microbatches; `whole` is the batch's, of so many rows."""
+    """Return the target joined from several microbatches. `whole` is the batch's target, of `rows` rows."""
     if len(pieces) == 1:
         return pieces[0]
     cuts = find_target_cuts(pytree.tree_leaves(whole), rows, inputs)
@@ -70,7 +71,10 @@ def join_target(pieces: Sequence[Any], whole: Any, rows: int, inputs: Inputs | N
 
 
 def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[ChunkSpec]:
-    """Return where each part of a target has so many rows. Raises InputError as `split_target` does."""
+    """Return the dimension on which each tensor of a target has `rows` rows.
+
+    Raises InputError as `split_target` does.
+    """
     stated = find_stated_dim(TARGET, TARGET, inputs.chunks) if inputs else None
     elsewhere = inputs is not None and any(s.cut.dim for s in inputs.specs)
     found: list[ChunkSpec] = []
@@ -84,7 +88,7 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
         else:
             dims = [d for d, length in enumerate(leaf.shape) if length == rows]
             cuts = [ChunkSpec(d) for d in dims if elsewhere or d == 0]
-        # Two dimensions of the right length leave open which has the rows.
+        # If two dimensions have the right length, either may count the rows.
         if len(cuts) != 1:
             way = "state the dimension that holds them, chunks={'target': 1}"
             if leaf.ndim < 2:
@@ -100,10 +104,10 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
 def join(
     pieces: Sequence[Tensor], rows: Sequence[int], meaning: OutputKind = ROWS, late: DeferredErrors | None = None
 ) -> Tensor:
-    """Return one output of all microbatches as that of the batch. In a mean, a microbatch weighs by its rows.
+    """Return one output of the batch, joined from all microbatches. In a mean, each microbatch weighs by its rows.
 
-    Raises InputError for pieces that do not have what their meaning says: so many rows, or the same values. What only
-    an accelerator knows is told to `late`, which raises it in a later batch.
+    Raises InputError if the pieces do not fit their kind: other numbers of rows, or different values for "same". If
+    only an accelerator knows, `late` raises the error in a later batch.
     """
     late = late or DeferredErrors()
     if len(pieces) == 1:
@@ -140,7 +144,7 @@ def join(
 
 
 def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
-    """Return what a microbatch adds to a mean; nothing where it weighs nothing, whatever its number is."""
+    """Return a microbatch's share of a mean: zero if its weight is zero, even if the piece is NaN."""
     if isinstance(weight, Tensor):
         weight = weight.to(piece.device)
         return (piece.double() * weight).where(weight != 0, 0.0).to(piece.dtype)
@@ -148,23 +152,23 @@ def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return whether two tensors of one shape are other than equal but for rounding, as a flag where they are."""
+    """Return a flag that is set if two tensors of one shape differ by more than rounding."""
     if not a.is_floating_point():
         return (a != b).any()
     return ~torch.isclose(a, b, rtol=1e-4, equal_nan=True).all()
 
 
 def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: OutputKind = ROWS) -> Sequence[Tensor | None]:
-    """Return the gradient, or None for none, of each piece that `join` was given, from the gradient of its result."""
+    """Return the gradient of each piece that `join` joined, from the gradient of the result (None: no gradient)."""
     if len(rows) == 1:
         return [gradient]
     if meaning.kind == "rows":
         return meaning.cut.split(gradient, rows)
     if meaning.kind == "sum":
         return [gradient] * len(rows)
-    # What is the same for all microbatches is made by each of them: their shares add up to one.
+    # Every microbatch computes an output of kind "same", so their shares of its gradient add up to one.
     weights = meaning.list_weights(rows)
-    # Where the host does not know whether a weight is zero, the backward is right for zeros too.
+    # If the host does not know whether a weight is zero, the product is right for zero too.
     return [
         gradient * weight.to(gradient) if isinstance(weight, Tensor) else gradient * weight if weight else None
         for weight in weights

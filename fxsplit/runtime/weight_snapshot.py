@@ -1,4 +1,4 @@
-"""What weights and inputs were at a forward: a backward in a later job may find others, and would be silently wrong."""
+"""Detect that weights or inputs changed between a forward and its backward, which would make gradients wrong."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ADVICE = "step the optimizer, and write to weights or load them, after backward(
 INPUT_ADVICE = "write to it after backward(), or call the pipeline with a clone"
 
 Mark = tuple[int, int | None, int]
-"""A weight by its identity, how often it had been written to, and its memory, since `.data` may be replaced."""
+"""A weight's identity, its count of writes, and its storage, since `.data` may be replaced."""
 
 
 class WeightSnapshot:
-    """Every stage's weights at the forward of a batch, and the batch itself."""
+    """The state of every stage's weights, and of the inputs, at the forward of a batch."""
 
     def __init__(self, batch: Batch) -> None:
         program, tensors, rows, *_ = batch
         self._program = program
         self._marks = [_mark_all(held) for held in program.weight_dicts]
-        # Another object may have the identity of one that is gone.
+        # Keep the weights alive: a new object could have the id of one that is gone.
         self._alive = [w for dicts in program.weight_dicts for held in dicts for w in held.values()]
         self._trained = program.list_trained()
         self._inputs = [(spec.name, t, _mark(t)) for spec, t in zip(program.inputs.specs, tensors, strict=True)]
@@ -38,10 +38,9 @@ class WeightSnapshot:
         ]
 
     def check(self) -> None:
-        """Raise ChangedWeightError for a change of a weight with which a stage is to compute again.
+        """Raise ChangedWeightError if a weight that a stage will recompute with has changed, or a weight was frozen.
 
-        So it does for a weight that has been frozen. Raises BackwardError for a write to an input with which a stage is
-        to compute again.
+        Raises BackwardError if an input that stage 0 will recompute with was written to.
         """
         frozen = next((leaf for part in self._trained for leaf in part if not leaf.requires_grad), None)
         if frozen is not None:
@@ -63,13 +62,13 @@ class WeightSnapshot:
                 )
 
     def explain(self, error: Exception) -> None:
-        """Raise ChangedWeightError in place of torch's own error for a weight that it has kept and that has changed.
+        """Raise ChangedWeightError in place of torch's error if autograd saved a weight that has changed since.
 
-        Raises BackwardError in place of its error for an input.
+        Raises BackwardError if it saved an input that has changed. Other errors pass.
         """
         if not is_changed_tensor(error):
             return
-        # Buffers that autograd has kept are copies.
+        # Buffers need no look: autograd has saved copies of them.
         modules = [stage.module for stage in self._program.stages.stages]
         known = {mark for marks in self._marks for mark in marks}
         changed = dict.fromkeys(p for m in modules for p, w in m.named_parameters() if _mark(w) not in known)
@@ -86,19 +85,21 @@ class WeightSnapshot:
             ) from error
 
     def _find_path(self, weight: Tensor) -> str:
-        """Return the path of a weight; another one may have taken its place in the model since."""
+        """Return the path of a weight, which the model may have replaced since."""
         named = (pair for stage in self._program.stages.stages for pair in stage.module.named_parameters())
         return next((path for path, other in named if other is weight), "a parameter that was replaced")
 
     def _find_written(self, *, read_again: bool) -> str | None:
-        """Return the name of an input that is another now; with `read_again`, of one that the first stage keeps."""
-        # Where the graph writes to its inputs they are copies, and a first stage elsewhere keeps copies too.
+        """Return the name of an input that has changed; with `read_again`, only of an input that stage 0 keeps
+        uncopied.
+        """
+        # If the graph writes to its inputs, or stage 0 is on another device, stage 0 keeps copies.
         home = [self._program.machine.torch_devices()[d] for d in self._program.homes[0]]
         kept = [one for one in self._inputs if not self._program.writes_inputs and one[1].device in home]
         return next((name for name, t, mark in (kept if read_again else self._inputs) if _mark(t) != mark), None)
 
     def _find_changed(self, stage: int) -> str | None:
-        """Return the path of a weight of a stage that is another now; not one that the stage's own forward writes."""
+        """Return the path of a weight of a stage that has changed, unless the stage's own forward writes it."""
         marks = self._marks[stage]
         if _mark_all(self._program.weight_dicts[stage]) == marks:
             return None
@@ -109,10 +110,10 @@ class WeightSnapshot:
 
 
 def _mark_all(dicts: Sequence[Mapping[str, Tensor | None]]) -> list[Mark]:
-    """Return what tells whether any weight has changed."""
+    """Return the marks of all weights, to compare later."""
     return [_mark(weight) for held in dicts for weight in held.values() if weight is not None]
 
 
 def _mark(weight: Tensor) -> Mark:
-    """Return what tells whether a weight has changed."""
+    """Return the mark of one weight, to compare later."""
     return id(weight), count_writes(weight), get_storage_id(weight)

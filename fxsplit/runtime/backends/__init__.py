@@ -1,1 +1,1 @@
-"""Where workers live. A backend runs jobs on all devices, stops them on Ctrl-C, and ends with the pipeline."""
+"""Backends own the workers: they run jobs on all devices, stop them on Ctrl-C, and end with the pipeline."""

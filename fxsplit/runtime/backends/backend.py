@@ -1,7 +1,14 @@
-"""Meetings: what the processes that run one pipeline do together around each job; a process by itself does nothing.
+"""Interfaces of backends, which run jobs, and of sessions, which coordinate processes around each job.
 
-The engine meets before a job, runs it, and ends it. Ranks compare what they are about to do when they meet, and share
-what the job has made when it ends.
+with backend.meet(request) as session:     ranks compare what they will run
+    session.add_to_gradients(job)          optional, before the run
+    session.run(job)                       this process's part
+    session.end(job, compute_total)        share outputs, input gradients and the loss, or an error
+    session.total(job)                     sums of the weights that live here
+    session.agree_to_add(leaves)           no process can fail any more; then each adds to .grad
+    session.share_gradients()              which parameters have a gradient
+
+In one process there is nothing to compare or share: see `LocalSession`.
 """
 
 from __future__ import annotations
@@ -26,9 +33,9 @@ from fxsplit.torch_internals.autograd.sums import Sums
 
 @dataclass(frozen=True, eq=False)
 class JobRequest:
-    """What processes meet for: "step", "forward" or "backward" of a batch, by a schedule.
+    """A request to run one job: "step", "forward" or "backward" of a batch, by a schedule.
 
-    loss: that of a step. keep_outputs: whether a step returns its outputs.
+    loss: the loss of a step. keep_outputs: whether a step returns its outputs.
     """
 
     call: str
@@ -39,41 +46,41 @@ class JobRequest:
 
 
 class JobSession(Protocol):
-    """One job of all processes of a pipeline. `channels` and `seed` are the job's; None for its own."""
+    """One job of all processes of a pipeline. `channels` and `seed` are for the job (None: the job makes its own)."""
 
     channels: Channels | None
     seed: int | None
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this process's part of the job, and return when it is done; raises its first error."""
+        """Run this process's part of the job until it is done. Raises its first error."""
 
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Let every process have the outputs, the gradients of inputs and the loss, which `compute_total` returns.
+        """Give every process the outputs, the gradients of inputs, and the loss, which `compute_total` returns.
 
-        Raises on every process what one of them raised.
+        An error of one process is raised on every process.
         """
 
     def add_to_gradients(self, job: Job) -> None:
-        """Let a job add to each `.grad` that is there, before it runs."""
+        """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
 
     def total(self, job: Job) -> Sums:
         """Return the sums of gradients of the weights that live in this process."""
 
     def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Return once no process can fail any more before it adds its sums; `leaves` have no `.grad` of them yet.
+        """Wait until every process is ready to add its sums. `leaves` have no `.grad` of these sums yet.
 
-        Raises on every process what one of them raised.
+        An error of one process is raised on every process.
         """
 
     def share_gradients(self) -> None:
-        """Let every process know which parameters have a gradient, once the sums have been added."""
+        """Share which parameters have a gradient, after the sums have been added."""
 
     def share_gradients_after_backward(self) -> None:
-        """Do so when the backward of the caller's loss, which runs now, is over."""
+        """Do the same when the running backward of the caller's loss is over."""
 
 
 class LocalSession:
-    """A session of one process. `run` runs a job with a limit of time."""
+    """A session of one process. `run` runs a job with a time limit in seconds."""
 
     channels: Channels | None = None
     seed: int | None = None
@@ -82,7 +89,7 @@ class LocalSession:
         self._run = run
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run the job, and return when it is done; raises its first error."""
+        """Run the job until it is done. Raises its first error."""
         self._run(job, timeout_s)
 
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -90,7 +97,7 @@ class LocalSession:
         return None if compute_total is None else compute_total()
 
     def add_to_gradients(self, job: Job) -> None:
-        """Let a job add to each `.grad` that is there, before it runs."""
+        """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
         job.add_to_gradients()
 
     def total(self, job: Job) -> Sums:
@@ -98,7 +105,7 @@ class LocalSession:
         return job.total()
 
     def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Do nothing: there is nobody else."""
+        """Do nothing: there is only this process."""
 
     def share_gradients(self) -> None:
         """Do nothing: all parameters are here."""
@@ -108,37 +115,37 @@ class LocalSession:
 
 
 class Backend(Protocol):
-    """Who runs the actions of jobs: threads of this process, or the calling thread beside other processes."""
+    """Runs the actions of jobs: threads of this process, or the calling thread of each rank."""
 
     streams: list[DeviceStream]
 
     def meet(self, request: JobRequest) -> AbstractContextManager[JobSession]:
-        """Return a session for the length of a block, in which one job is run."""
+        """Return a session for the block, which runs one job."""
 
     def begin(self, handle: JobHandle) -> None:
         """Begin a job, and do not wait for it."""
 
     def finish(self, handle: JobHandle, timeout_s: float | None = None) -> None:
-        """Return when a job that was begun is done; raises its first error."""
+        """Wait until a job that was begun is done. Raises its first error."""
 
     def give_up(self, handle: JobHandle) -> None:
-        """Stop a job that was begun, if it is not over."""
+        """Stop a job that was begun, unless it is over."""
 
     def has(self, thread: Any) -> bool:
         """Return whether a thread runs actions."""
 
     def get_status(self) -> Status:
-        """Return what is being done now."""
+        """Return the present state of the workers."""
 
     @property
     def cannot_be_waited_for(self) -> bool:
-        """Whether a wait would have no end, or no sense, as in a thread that runs actions."""
+        """Whether a wait for jobs would never end or is not needed, for example in a worker thread."""
 
     def wait_until_idle(self) -> None:
-        """Return when nothing is under way."""
+        """Wait until no job is running."""
 
     def check_free(self) -> None:
-        """Raise BusyError where a job that was given up is not over, ClosedError where no job can be run any more."""
+        """Raise BusyError if a job that was given up still runs, and ClosedError if no job can run any more."""
 
     def close(self) -> None:
-        """End; nothing can be run afterwards."""
+        """End the workers; no job can run afterwards."""

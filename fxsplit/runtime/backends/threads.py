@@ -1,6 +1,6 @@
-"""ThreadBackend as threads of this process: one for each device, which waits for jobs and ends with the pipeline.
+"""A backend of threads in this process: one for each device. They wait for jobs and end with the pipeline.
 
-torch gives up Python's interpreter lock inside its operators, so the threads compute at the same time.
+torch releases Python's interpreter lock inside its operators, so the threads compute at the same time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.undo import call_all, restore_after, restores_all
 
 LOOK_S = 5.0
-"""How often a caller that waits looks whether the workers are still there."""
+"""How often, in seconds, a waiting caller checks that the workers are alive."""
 EXIT_S = 10.0
-"""How long an interpreter that ends waits for workers: one that ran on while it is taken down would abort it."""
+"""How long, in seconds, an ending interpreter waits for workers: a thread that runs on would abort it."""
 
 Task = Callable[[DeviceStream], None]
-"""What one worker does for one job, on its stream."""
+"""One worker's part of one job, on its stream."""
 Tasks = SimpleQueue[Task | None]
 
 
 class ThreadBackend:
-    """One thread for each device. Holds no reference to a pipeline, so that a pipeline can end while they wait.
+    """One thread for each device. It holds no reference to a pipeline, so that a pipeline can be freed while they wait.
 
-    `intraop_threads` is how many threads an operator may use inside of each worker. `names` are those of the devices.
-    Each worker has its own of `streams`. Raises what keeps a worker from starting, as an accelerator whose memory is
-    full.
+    `intraop_threads` is how many threads an operator may use inside each worker. `names` are the names of the devices.
+    Each worker has its own of `streams`. If a worker cannot start, for example because its accelerator's memory is
+    full, its error is raised.
     """
 
     @restores_all
@@ -60,23 +60,23 @@ class ThreadBackend:
         self._closed = self._started = False
         self._process = os.getpid()
         self._threads: list[threading.Thread] = []
-        # Those that may not be over, in the order in which they were begun. One that is over may be gone.
+        # Jobs that may not be over, in the order in which they were begun. A job that is over may be freed.
         self._handles: list[weakref.ref[JobHandle]] = []
         _note_running(self)
         up: SimpleQueue[BaseException | None] = SimpleQueue()
-        # What a worker sets for itself is also what threads that start later would get.
+        # The number of threads that a worker sets is also the default of threads that start later: restore it.
         with (
             restore_after(partial(torch.set_num_threads, torch.get_num_threads())),
             restore_after(self._end_unless_started),
         ):
             for i, (tasks, stream) in enumerate(zip(self._tasks, self.streams, strict=True)):
-                # Workers that are dropped, or never got ready, end too. This calls put(None, ...) in C: of an interrupt
-                # in a finaliser written in Python nobody would hear.
+                # This also ends workers when the backend is dropped or did not start. The partial calls put(None, ...)
+                # in C: an interrupt inside a finaliser written in Python would be lost.
                 dropped = weakref.ref(self, partial(tasks.put, None))
                 name, arguments = f"fxsplit-worker-{i}", (tasks, stream, intraop_threads, up, dropped)
                 self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
                 self._threads[-1].start()
-            # All workers have set their number of threads when this loop ends.
+            # When this loop ends, all workers have set their number of threads.
             for _ in self._threads:
                 if (error := up.get()) is not None:
                     raise error
@@ -88,18 +88,18 @@ class ThreadBackend:
 
     @contextmanager
     def meet(self, request: JobRequest) -> Iterator[LocalSession]:
-        """Return a session of this process."""
+        """Yield a session of this process."""
         yield LocalSession(self.run)
 
     @property
     def cannot_be_waited_for(self) -> bool:
-        """Whether a wait would have no end, or no sense: in a forked process, of closed workers, and in a worker."""
+        """Whether a wait would never end or is not needed: in a forked process, after close(), or in a worker."""
         return self._process != os.getpid() or self._closed or self.has(threading.current_thread())
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run a job on all devices and return when it is done. Raises what `begin` and `finish` raise.
+        """Run a job on all devices until it is done. Raises what `begin` and `finish` raise.
 
-        Interrupted (Ctrl-C), it stops the workers after the action they are in, and waits at most GRACE_S for that.
+        On Ctrl-C it stops the workers after their present actions, and waits at most GRACE_S seconds for them.
         """
         handle = JobHandle(job)
         with restore_after(handle.give_up):
@@ -107,10 +107,10 @@ class ThreadBackend:
             self.finish(handle, timeout_s)
 
     def begin(self, handle: JobHandle) -> None:
-        """Give the workers a job, which they do after those that were begun before; do not wait for it.
+        """Queue a job for the workers, which run jobs in order; do not wait for it.
 
-        Raises BusyError where a worker is still in a job that was given up; ClosedError after close(), and in a process
-        that was forked from the one with the threads.
+        Raises BusyError if a worker is still in a job that was given up. Raises ClosedError after close(), or in a
+        forked process, which has no workers.
         """
         job = handle.job
         ready = mark_caller([*self._devices, *job.list_devices()])
@@ -119,17 +119,17 @@ class ThreadBackend:
         self.check_free()
         self._handles = [ref for ref in self._handles if (one := ref()) and not one.over.is_set()]
         self._handles.append(weakref.ref(handle))
-        # All workers get their task, or none does, whenever an interrupt comes.
+        # Even if an interrupt comes, all workers get their task or none does.
         call_all([partial(setattr, handle, "begun", True), *hand_out])
-        # close() may have come in between. Some worker never sees its task then, and those that do would wait for it.
+        # close() may have come in between. Then some workers never see their task, and the rest would wait for them.
         if self._closed:
             handle.give_up(grace_s=0.0)
         self._check_open()
 
     def finish(self, handle: JobHandle, timeout_s: float | None = None) -> None:
-        """Return when a job that was begun is done; raises the first error of any worker, StepTimeout after a time.
+        """Wait until a job that was begun is done. Raises the first error of any worker.
 
-        Raises ClosedError for a job that another thread has given up.
+        Raises StepTimeout after `timeout_s` seconds, and ClosedError if another thread has given up the job.
         """
         job = handle.job
         with lend_draws(), restore_after(handle.give_up):
@@ -138,7 +138,7 @@ class ThreadBackend:
                     f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status().describe()}\n"
                     "No gradient has changed. The pipeline can be used again when these actions are over"
                 )
-        # Also after a failure: the caller may write to weights, which kernels that are queued still read.
+        # Also after a failure: the caller may write to weights that queued kernels still read.
         make_caller_wait(self._devices, job.marks)
         if handle.given_up:
             raise ClosedError("another thread has stopped what was under way")
@@ -150,27 +150,27 @@ class ThreadBackend:
                 del error
 
     def give_up(self, handle: JobHandle) -> None:
-        """Stop a job that was begun, if it is not over, and wait a moment for its workers."""
+        """Stop a job that was begun, unless it is over, and wait briefly for its workers."""
         handle.give_up()
-        # Kernels that are queued still read what the caller may free then.
+        # Queued kernels may still read memory that the caller is about to free.
         if handle.over.is_set():
             make_caller_wait(self._devices, handle.job.marks)
 
     def wait_until_idle(self) -> None:
-        """Return when all jobs that were begun are over, but for those that were given up.
+        """Wait until all jobs that were begun are over, except jobs that were given up.
 
-        Where `cannot_be_waited_for` says so, it returns at once.
+        Returns at once if `cannot_be_waited_for`.
         """
         if self.cannot_be_waited_for:
             return
         with lend_draws():
             for handle in [one for ref in self._handles if (one := ref()) and one.begun and not one.given_up]:
                 self._wait(handle, math.inf)
-        # Of what is over here, kernels may still be queued.
+        # Kernels of finished jobs may still be queued.
         make_caller_wait(self._devices, [stream.mark() for stream in self.streams])
 
     def _wait(self, handle: JobHandle, timeout_s: float) -> bool:
-        """Wait until a job is over, and return whether it is; raises ClosedError where a worker that is at it ended."""
+        """Wait for a job, and return whether it is over. Raises ClosedError if one of its workers has died."""
         deadline = time.monotonic() + timeout_s
         while (rest := deadline - time.monotonic()) > 0:
             raise_lost_interrupt()
@@ -181,7 +181,7 @@ class ThreadBackend:
         return False
 
     def get_status(self) -> Status:
-        """Return what each worker does now."""
+        """Return each worker's present state."""
         frames = sys._current_frames()
         handles = [handle for ref in self._handles if (handle := ref()) and handle.begun]
         found = []
@@ -192,7 +192,7 @@ class ThreadBackend:
         return Status(tuple(found))
 
     def close(self) -> None:
-        """End the threads; safe to call twice, and from a worker itself."""
+        """End the threads. It may be called twice, and by a worker itself."""
         self._closed = True
         _end(self._tasks)
         # A worker may drop the last reference to the pipeline, and a thread cannot wait for itself.
@@ -201,7 +201,7 @@ class ThreadBackend:
                 thread.join(timeout=5.0)
 
     def end_at_exit(self) -> None:
-        """End the threads for good: Python is about to end, and would be aborted by a thread that runs on."""
+        """End the threads for good: Python is exiting, and a thread that runs on would abort it."""
         self._closed = True
         _end(self._tasks)
         for ref in self._handles:
@@ -210,7 +210,7 @@ class ThreadBackend:
         deadline = time.monotonic() + EXIT_S
         for thread in self._threads:
             thread.join(timeout=0.2)
-            # It is inside a node, and may be for long: what is left of it no longer matters to anybody.
+            # The thread is inside a node, perhaps for long. Its result no longer matters.
             while thread.is_alive() and time.monotonic() < deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
@@ -218,14 +218,14 @@ class ThreadBackend:
                 thread.join(timeout=0.1)
 
     def _check_open(self) -> None:
-        """Raise ClosedError where the threads have been ended, or are those of another process."""
+        """Raise ClosedError if the threads have been ended, or belong to another process."""
         if self._process != os.getpid():
             raise ClosedError("the pipeline's threads stayed in the process that forked: compile the model in this one")
         if self._closed:
             raise ClosedError("the pipeline is closed: compile the model again")
 
     def check_free(self) -> None:
-        """Raise BusyError where a worker is still in a job that was given up, after a moment; ClosedError if closed."""
+        """Raise ClosedError after close(), and BusyError while a job that was given up runs longer than GRACE_S."""
         self._check_open()
         given_up = [handle for ref in self._handles if (handle := ref()) and handle.begun and handle.given_up]
         if any(not handle.over.wait(GRACE_S) for handle in given_up):
@@ -235,15 +235,15 @@ class ThreadBackend:
             )
 
     def _end_unless_started(self) -> None:
-        """End the threads where an interrupt came before all were ready."""
+        """End the threads if an interrupt came before all were ready."""
         if not self._started:
             self._closed = True
             _end(self._tasks)
 
 
 def _run_task(job: Job, device: int, ready: list[object], handle: JobHandle, stream: DeviceStream) -> None:
-    """Do one worker's part of a job, and say when it is over. `ready` are tokens of the caller's work."""
-    # Twice, as an exception may come in the middle of the first, and the caller would wait for ever.
+    """Run one worker's part of a job, and note its end. `ready` are tokens of the caller's work."""
+    # The end is noted twice: an exception may interrupt the first, and the caller would wait forever.
     try:
         try:
             job.run(device, stream, ready)
@@ -262,22 +262,22 @@ def _serve(
     up: SimpleQueue[BaseException | None],
     dropped: weakref.ref[ThreadBackend],
 ) -> None:
-    """Do tasks on a stream until None comes. `up` is told that the worker is ready, or why it cannot be.
+    """Run tasks on a stream until None comes. Puts None into `up` when the worker is ready, or the error if it fails.
 
-    `dropped` puts None when nobody can give tasks. It does so for as long as it is held here.
+    `dropped` puts None into `tasks` when the backend is gone. The weak reference works only while it is held here.
     """
     try:
-        # torch sets up a thread's number in its first call, which would undo the second line.
+        # The first call in a thread sets up torch's number of threads, and would undo the second line.
         torch.get_num_threads()
         torch.set_num_threads(intraop_threads)
-    # The caller waits for an answer, and raises what it gets.
+    # The caller waits for an answer, and raises the error that it gets.
     except BaseException as error:
         up.put(error)
         return
     up.put(None)
-    # All backwards of a worker are of microbatches, and gradient hooks expect the sum of a batch. The worker computes
-    # them itself: autograd has one thread for each accelerator, in which the caller's own backward may be waiting for
-    # the workers.
+    # A worker's backwards are of microbatches, while the user's gradient hooks expect the sum of a batch, so hooks are
+    # muted. The worker runs autograd in its own thread: autograd's thread for an accelerator may be busy with the
+    # caller's own backward, which waits for the workers.
     with mute(()), torch.autograd.set_multithreading_enabled(False):
         while (task := tasks.get()) is not None:
             task(stream)
@@ -286,7 +286,7 @@ def _serve(
 
 
 def _end(queues: Sequence[Tasks]) -> None:
-    """Tell the workers behind these queues to end."""
+    """Make the workers of these queues end."""
     for tasks in queues:
         tasks.put(None)
 
@@ -295,7 +295,7 @@ _running: list[weakref.ref[ThreadBackend]] = []
 
 
 def _note_running(workers: ThreadBackend) -> None:
-    """Keep in mind that these workers may run when Python ends."""
+    """Note that these workers may still run when Python exits."""
     for gone in [ref for ref in _running if ref() is None]:
         # Another thread may have removed it.
         with suppress(ValueError):
@@ -305,7 +305,7 @@ def _note_running(workers: ThreadBackend) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all workers when Python ends."""
+    """End all workers when Python exits."""
     for ref in _running:
         if (workers := ref()) is not None:
             workers.end_at_exit()

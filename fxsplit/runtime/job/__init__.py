@@ -1,1 +1,1 @@
-"""A job: one run of a schedule on one batch, and what its workers share."""
+"""A job: one run of a schedule on one batch, with the state that its workers share."""

@@ -1,7 +1,7 @@
-"""Compress what crosses from device to device, and restore it there; see ir/facts/costs/compress.py for the ways.
+"""Compress values that cross between devices, and restore them there. `ir/facts/costs/compress.py` lists the methods.
 
-Nothing here is differentiated. The receiving stage takes what is restored for the value itself, and its gradient comes
-back compressed as well and is taken for the gradient of the value: the cut is *straight-through*.
+Neither is differentiated. The receiving stage takes the restored value for the value itself. Its gradient comes back
+compressed as well, and is taken for the gradient of the value: the cut is a *straight-through* estimator.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from fxsplit.ir.facts.costs.compress import find_row_length, is_compressed
 
 MOST = 127.0
-"""The largest whole number that int8 is used for: the range is symmetric."""
+"""The largest magnitude used in int8: the range is symmetric."""
 
 
 @torch.no_grad()
 def compress(values: Sequence[Any], about: Sequence[Any], how: str) -> tuple[list[Any], list[Any]]:
-    """Return values in fewer bytes, and behind them as many others that restore each of them; `about` is doubled.
+    """Return the values in fewer bytes, followed by as many items that restore them. `about` is doubled likewise.
 
-    What restores a value is None for one that stays as it is, the scales of its rows for int8, and for bf16 an empty
-    tensor of the dtype that it had. A gradient that is None has the places of one that is there.
+    The item is None for a value that stays as it is, the scales of its rows for int8, and for bf16 an empty tensor of
+    the original dtype. A gradient of None takes its two places too.
     """
     short: list[Any] = []
     rest: list[Any] = []
-    # Behind all values and not beside each, so that a value keeps its place, where its gradient will be, too.
+    # All items follow all values, so that each value keeps its index, which its gradient will have too.
     for value in values:
         if not _is_compressed(value, how):
             pair: tuple[Any, Any] = value, None
@@ -42,11 +42,11 @@ def compress(values: Sequence[Any], about: Sequence[Any], how: str) -> tuple[lis
 
 @torch.no_grad()
 def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """Return the values that `compress` was given, as far as they can be restored."""
+    """Return the values that `compress` was given, up to its loss of precision."""
     half = len(values) // 2
     found = []
     for value, rest in zip(values[:half], values[half:], strict=True):
-        # Of a gradient that there is not, what restores it may be there: without elements, it cannot be marked.
+        # The item of a missing gradient may still arrive: an empty tensor cannot be sent as None.
         if rest is None or value is None:
             found.append(value)
         elif value.dtype is torch.int8:
@@ -57,13 +57,13 @@ def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Seq
 
 
 def quantize(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers of at most MOST, int8 in the shape of `value`, and the scale of each row, in its dtype.
+    """Return int8 numbers of at most MOST in the shape of `value`, and a scale for each row, in its dtype.
 
-    A row with an element that is infinite or no number is restored as such elements alone: what looks for them, as
-    GradScaler does, finds them.
+    A row with an infinite or NaN element is restored as only infinite or NaN elements, so that checks such as
+    GradScaler's find them.
     """
     rows = value.reshape(-1, find_row_length(value.shape))
-    # In float32 at least: float16 has too small a range for what is divided here.
+    # Divide in float32 at least: the range of float16 is too small.
     wide = rows.to(torch.promote_types(value.dtype, torch.float32))
     scales = (wide.abs().amax(1, keepdim=True) / MOST).to(value.dtype)
     divisors = scales.to(wide.dtype)
@@ -73,10 +73,10 @@ def quantize(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(whole: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers that `quantize` was given, as far as they can be restored."""
-    # The number of scales says how long the rows are.
+    """Return the numbers that `quantize` was given, up to rounding."""
+    # The number of scales gives the length of the rows.
     rows = whole.reshape(scales.numel(), -1).to(scales.dtype)
-    # Infinite times zero is no number, and so is all of the row.
+    # Infinity times zero is NaN, so the whole row becomes infinite or NaN.
     return (rows * scales.unsqueeze(1)).view(whole.shape)
 
 

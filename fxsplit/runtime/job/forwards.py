@@ -1,4 +1,4 @@
-"""Forwards: run stages forward for one job, each microbatch with random draws of its own, activations kept or not."""
+"""Run the forwards of one job: each microbatch draws random numbers of its own, and activations are kept or not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Forwards:
-    """The forwards of one job; made in the caller's thread, whose random generator gives the job's seed.
+    """The forwards of one job, made in the caller's thread, whose random generator gives the job's seed.
 
-    `kv_caches` are what stages keep from job to job, if a graph has operators for that. `seed` is the job's, if it was
-    drawn already.
+    `kv_caches` keep attention keys and values between jobs, if the graph has operators for them. `seed` is given if the
+    job's seed has been drawn already.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Forwards:
         self._n_microbatches = n_microbatches
         self._kv_caches = kv_caches
         self._draws = program.draws()
-        # One number for each batch that draws, as the unsplit model would take some: torch.manual_seed rules both.
+        # Draw one number for each batch that needs random numbers, so that torch.manual_seed determines them.
         self._seed = (new_seed() if self._draws else 0) if seed is None else seed
         self._turns = program.turns.list_contexts()
         self._rewritten = program.find_rewritten_memory()
-        self._loss_draws: bool | None = None  # not known before the first loss
+        self._loss_draws: bool | None = None  # None until the first loss shows whether it draws random numbers
 
     def run(
         self, replica: Replica, action: Action, packet: Packet
     ) -> tuple[SavedForBackward | ForwardRecord, tuple[Any, ...]]:
-        """Run a stage forward on a microbatch's packet; return what its backward starts from, and the outputs."""
+        """Run a stage forward on a microbatch's packet. Returns the start of its backward, and the outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
             around = partial(self._surround, replica, m)
@@ -66,8 +66,8 @@ class Forwards:
         return saved, saved.outputs
 
     def compute_loss(self, finish: Finish, m: int, outputs: tuple[Any, ...]) -> Tensor:
-        """Return a microbatch's loss; one that draws does so in a state of its own, as nodes do."""
-        # Setting a generator's state takes longer than a small loss, so the first loss tells whether there is need.
+        """Return a microbatch's loss. A loss that draws random numbers has a generator state of its own."""
+        # Setting a generator's state takes longer than a small loss, so it is done only if the first loss drew numbers.
         if not self._draws or self._loss_draws is False:
             return finish(m, outputs)
         with isolate_draws(self._seed, m, "loss", outputs, devices=[self._context.device]) as drew:
@@ -76,13 +76,13 @@ class Forwards:
         return loss
 
     def _surround(self, replica: Replica, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
-        """Return what a stage's forward needs around it.
+        """Return the context of a stage's forward.
 
-        That is draws of its own, copies of the buffers that autograd saves, and a turn with modules that it shares.
-        `more` is memory that is written to besides that of the buffers known.
+        It gives the stage random draws of its own, lets autograd save copies of buffers, and locks shared modules.
+        `more`: storages that are written, besides the known buffers.
         """
         rewritten = self._rewritten | more
-        # Most stages need nothing of it, and this runs for every action.
+        # Most stages need only the lock, and this runs for every action.
         stage, here = replica.stage.index, replica.stage.torch_device
         if not self._draws and not rewritten and not self._program.noted and self._kv_caches is None:
             return self._turns[stage]

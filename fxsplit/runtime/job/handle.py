@@ -1,4 +1,4 @@
-"""JobHandle: how far a job has come that other threads run."""
+"""The progress of a job that other threads run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 from fxsplit.runtime.job.job import Job
 
 GRACE_S = 1.5
-"""How long an interrupted caller waits for workers to finish the action they are in."""
+"""How long, in seconds, an interrupted caller waits for workers to finish their present actions."""
 
 
 class JobHandle:
-    """How far a job has come: whether it was begun, who is still at it, and whether nobody waits for it any more."""
+    """The progress of a job: whether it was begun, which devices still run it, and whether it was given up."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -20,7 +20,7 @@ class JobHandle:
         self.over = threading.Event()
 
     def give_up(self, grace_s: float = GRACE_S) -> None:
-        """Stop the job if it is not over, and wait a moment for workers that are at it."""
+        """Stop the job unless it is over, and wait briefly for its workers."""
         if not self.over.is_set():
             self.given_up = True
             self.job.stop()
@@ -28,7 +28,7 @@ class JobHandle:
                 self.over.wait(grace_s)
 
     def end(self, device: int) -> None:
-        """Note that a device's worker has ended its part; to do so again changes nothing."""
+        """Note that a device's worker has ended its part. A second call changes nothing."""
         self.left.discard(device)
         if not self.left:
             self.over.set()

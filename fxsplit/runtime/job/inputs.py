@@ -1,4 +1,4 @@
-"""JobInputs: what a job starts from, and what is to be kept of it."""
+"""The inputs of a job, and the activations that it keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxsplit.runtime.stage.run import Packet, SavedForBackward
 from fxsplit.torch_internals.fx.kv_cache import KVCaches
 
 Tape = dict[tuple[int, int], SavedForBackward | ForwardRecord]
-"""What the backwards of a forward pass start from, by stage and microbatch."""
+"""The starts of the backwards, written by a forward pass, by stage and microbatch."""
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
@@ -21,15 +21,15 @@ Seeds = Callable[[int], Sequence[Tensor | None]]
 
 @dataclass(frozen=True, eq=False)
 class JobInputs:
-    """What a job starts from, and what is to be kept of it.
+    """The inputs of a job, and the activations that it keeps.
 
-    packets: for each microbatch, the packet for the first stage; empty for a job of backwards alone.
-    finish: computes a microbatch's loss from the last stage's outputs; its backward starts there.
-    keep_outputs: whether the last stage's outputs are to be kept.
+    packets: for each microbatch, the packet for the first stage; empty for a job of only backwards.
+    finish: computes a microbatch's loss from the last stage's outputs; its backward starts at the loss.
+    keep_outputs: whether to keep the last stage's outputs.
     seeds: the gradients that the last stage's backwards start from.
     trained: each stage's leaves that want a gradient.
-    tape: what backwards start from; forwards write it, so a job of backwards alone is given that of its forwards.
-    pasts: what stages keep of each microbatch from job to job (None: nothing).
+    tape: the starts of backwards. Forwards write it; a job of only backwards gets the tape of its forwards.
+    kv_caches: attention keys and values of each microbatch, kept from job to job (None: no cache).
     """
 
     packets: Sequence[Packet] = ()

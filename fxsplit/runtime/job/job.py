@@ -1,4 +1,9 @@
-"""Job: one run of a schedule, shared by the workers; values go straight from stage to stage through channels."""
+r"""A job: one run of a schedule by all workers. Values go from stage to stage through channels.
+
+device 0   run:  [F 0.0] [F 0.1] ........ [B 0.0] [B 0.1]
+                    \ send  \               ^ send
+device 1   run:    [F 1.0] [B 1.0] [F 1.1] [B 1.1]          F s.m: forward of stage s on microbatch m
+"""
 
 from __future__ import annotations
 
@@ -45,18 +50,18 @@ from fxsplit.torch_internals.thread_modes import ThreadModes
 from fxsplit.torch_internals.user_lines import find_users_line
 
 WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
-"""What an error calls each action."""
+"""The name of each action in error texts."""
 
 
 class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
-    Afterwards `outputs` holds the last stage's packets, `returned` the gradients of the first stage's inputs, `sums`
-    the gradients of leaves for each stage and replica, and `marks` a token for each device's work. `accumulator` adds
-    large gradients to the sums while it watches the leaves. `stepper` steps at the steps of an asynchronous schedule.
-    Channels and sums belong to the job: nothing of a job that failed, or was given up, can reach the next one. Without
-    `refresh` devices go on with the copies of weights that they have. Random draws follow from `seed`, if several
-    processes run one job. `after` is called after each action.
+    Afterwards `outputs` has the last stage's packets, `returned` the gradients of the first stage's inputs, `sums` the
+    gradients of leaves for each stage and replica, and `marks` a token for each device's work. `accumulator` adds large
+    gradients to the sums while it watches the leaves. `stepper` steps at the steps of an asynchronous schedule.
+    Channels and sums belong to the job, so nothing of a failed job reaches the next one. Without `refresh`, devices
+    keep their present copies of weights. If several processes run one job, random draws follow from `seed`. `after` is
+    called after each action.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Job:
         self.after: Callable[[Action], None] = lambda action: None
         self._stopped = False
         self._errors: list[BaseException] = []
-        # What each device does, and since when; nothing else is noted for `describe_work` while a job runs.
+        # Each device's action, and its start. Nothing else is recorded for `describe_work` while a job runs.
         self._doing: list[tuple[Action, float] | None] = [None] * len(schedule.actions)
         self.outputs: list[Packet | None] = [None] * n
         self.returned: list[list[Tensor | None]] = [[] for _ in range(n)]
@@ -98,16 +103,16 @@ class Job:
                 replica.refresh()
 
     def take_error(self) -> BaseException | None:
-        """Return the first error of any worker, once all have ended, and let go of it and of all that was computed."""
+        """Return the first error of any worker, after all have ended, and drop it with all computed values."""
         error = self._errors[0] if self._errors else None
-        # An error knows the frames that it came through, which know the job. If the job knew the error, both would stay
-        # in memory, with the activations of all microbatches, until Python looks for cycles.
+        # An error's traceback holds frames that hold the job. If the job held the error too, both would stay in memory,
+        # with the activations of all microbatches, until Python's collector finds the cycle.
         self._errors.clear()
-        # Whoever handles the error, and so keeps the frames for that long, may need the memory for a smaller batch.
+        # The handler of the error holds the frames while it may need the memory for a smaller batch.
         if error is not None:
             self.job_inputs.tape.clear()
             self._weight_backwards.clear()
-            # The frame of a failed backward knows its stage's sums.
+            # The frame of a failed backward holds its stage's sums.
             for made in (s for sums in self.sums for s in sums):
                 made.totals.clear()
             self.sums.clear()
@@ -115,14 +120,14 @@ class Job:
         return error
 
     def total(self, add: Callable[[int, int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
-        """Return one sum of all stages' gradients, in their replicas' place; a loss may depend on any of them.
+        """Return one sum of all stages' gradients, with the sums of replicas as the model's own weights'.
 
-        The job holds no sums afterwards. `add` changes what a stage's replica adds, as where other processes have parts
-        of it.
+        A loss may depend on weights of any stage. The job holds no sums afterwards. `add` may change the shares of a
+        stage's replica, for example to add parts of other processes.
         """
-        # A worker may hold the job for a moment still, and autograd copies a gradient that others hold.
+        # Take the sums from the job: a worker may still hold it, and autograd copies a gradient with other references.
         parts, self.sums = self.sums, []
-        # Workers have made them, and sums that are added to others are gone before the caller's stream has read them.
+        # Workers made these sums. A sum that is added to another is freed before the caller's stream has read it.
         for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
         whole = Sums()
@@ -133,33 +138,37 @@ class Job:
         return whole
 
     def add_to_gradients(self) -> None:
-        """Let workers add to the `.grad` of each leaf that has one, where nothing but an addition is to be done."""
+        """Let workers add in place to the `.grad` of leaves whose accumulation is a plain addition."""
         start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.job_inputs.trained)
 
     @restores_all
     def run(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
-        """Do a device's actions in order; `ready` are tokens of the caller's work. The first failure stops all."""
-        # Two threads cannot enter one set of context variables at a time, so each worker has a copy.
+        """Run a device's actions in order. `ready` are tokens of the caller's work. The first failure stops all
+        devices.
+        """
+        # Two threads cannot enter one context at a time, so each worker has a copy.
         self._context.variables.copy().run(self._run_actions, device, stream, ready)
 
     def fail(self, error: BaseException) -> None:
-        """Keep an error of a worker and stop all; of a job that is stopped already, errors are consequences."""
-        # No lock, which an interrupt could leave taken: two workers may fail at once, and then the first one counts.
+        """Keep a worker's error and stop the job. Errors of a job that is stopped already are consequences, and are
+        dropped.
+        """
+        # No lock, since an interrupt could leave it locked. If two workers fail at once, the first error counts.
         if not self._stopped:
             self._errors.append(error)
         self.stop()
 
     def stop(self) -> None:
-        """Let every worker end after the action that it is in, and wake those that wait."""
+        """Make every worker end after its present action, and wake workers that wait."""
         self._stopped = True
         self._channels.fail()
 
     def list_devices(self) -> list[torch.device]:
-        """Return the devices of the values that the job starts from, where those are not the stages' own."""
+        """Return the devices of the tensors that the job starts from."""
         return [v.device for packet in self.job_inputs.packets[:1] for v in packet.values if isinstance(v, Tensor)]
 
     def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
-        """Return what a device's worker does now, or None before its first action; `frame` is its innermost frame."""
+        """Return a device's present action, or None before its first. `frame` is the innermost frame of its worker."""
         doing = self._doing[device]
         if doing is None:
             return None
@@ -178,12 +187,12 @@ class Job:
         )
 
     def _run_actions(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
-        """Do a device's actions, with the caller's context variables and modes."""
+        """Run a device's actions, with the caller's context variables and modes."""
         action: Action | None = None
         watch = self._watch
         try:
             with stream.enter(), self._context.work_on(self._devices[device]).enter():
-                # On a GPU, weights and inputs may still be under way on the caller's stream.
+                # On a GPU, work on weights and inputs may still be queued on the caller's stream.
                 for token in ready:
                     stream.wait_for(token)
                 if watch is not None:
@@ -202,23 +211,25 @@ class Job:
             return
         except Exception as error:
             self.fail(locate_stage_error(error, self._describe_place(action, error)) if action else error)
-        except BaseException as error:  # SystemExit in a model must not leave the others waiting
+        except BaseException as error:  # SystemExit in a model must not leave the other workers waiting
             self.fail(error)
         finally:
             self._mark_end(device, stream)
 
     def _mark_end(self, device: int, stream: DeviceStream) -> None:
-        """Note how far a device's work goes, also of a job that failed: the caller may write what it still reads."""
-        # A device that has broken down refuses this as well, which is an error only where none came before.
+        """Record a token for a device's work, even of a failed job: kernels may still read memory that the caller
+        writes.
+        """
+        # A device that has broken down refuses this too. `fail` drops this error if an earlier one exists.
         try:
             self.marks[device] = stream.mark()
         except Exception as error:
             self.fail(error)
 
-    # What a device does for each kind of action
+    # Handlers of the kinds of actions
 
     def _run_forward(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Run a stage forward on a microbatch and hand its outputs on."""
+        """Run a stage forward on a microbatch and send its outputs on."""
         stage, m, job_inputs = action.stage, action.microbatch, self.job_inputs
         assert self._forwards is not None, "a schedule with forwards needs packets"
         if stage == 0:
@@ -244,9 +255,9 @@ class Job:
             job_inputs.tape[stage, m] = saved
 
     def _run_backward(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Compute the gradients of a stage's inputs on a microbatch and hand them back.
+        """Compute the gradients of a stage's inputs on a microbatch and send them back.
 
-        A full backward computes the gradients of the weights too. An input gradient leaves those for later.
+        A full backward also computes the gradients of the weights. An input gradient leaves them for later.
         """
         needed = self._take_gradients(action, device, stream)
         key = action.stage, action.microbatch
@@ -254,7 +265,7 @@ class Job:
         with self._context.leave_autocast(), replica.use_version(action.version, catches=True):
             saved, gradients = self._restore(action, needed)
             trained = replica.list_leaves(self.job_inputs.trained[action.stage], action.version)
-            # A node that has hooks would run them in both parts of a backward.
+            # A node with hooks would run them in both parts of a split backward.
             first = len(sums.totals) < len(trained)
             finder = replica.branches if action.op == INPUT_GRADIENT and not self._hooked[action.stage] else None
             self.accumulator.add(saved.extra)
@@ -262,23 +273,23 @@ class Job:
             of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
             shares = replica.key_shares(shares)
             if action.op == BACKWARD:
-                # Dropped before the next action, or memory would hold one microbatch more than the schedule says.
+                # Drop it before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.job_inputs.tape[key]
             else:
                 # The weight gradient needs the activations of a recomputed forward too.
                 self._weight_backwards[key], self.job_inputs.tape[key] = later, saved
-        # Handed to the stage before, or to the caller, before the sums are added: the stage before waits for it.
+        # Send before adding the sums, since the stage before waits for it.
         if action.stage > 0:
             self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
         else:
             self.returned[action.microbatch] = of_inputs
-        # Autograd adds up what arrives at a leaf on the stream of whoever used the leaf first.
+        # Autograd adds to a leaf on the stream of the leaf's first user.
         if self._program.shares_leaves:
             hand_over(gradient for _, gradient, _ in shares)
         sums.add(shares)
 
     def _run_weight_gradient(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Compute the gradients of a stage's weights on a microbatch, from what the gradients of its inputs left."""
+        """Compute the gradients of a stage's weights on a microbatch, from the gradients kept at branch nodes."""
         key = action.stage, action.microbatch
         sums = self.sums[action.stage][action.replica]
         first = len(sums.totals) < len(self.job_inputs.trained[action.stage])
@@ -287,9 +298,9 @@ class Job:
         del self.job_inputs.tape[key]
 
     def _run_reduce(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Sum the gradients of a stage's replicas, on the device of the first one."""
+        """Sum the gradients of a stage's replicas on the device of the first replica."""
         replicas, sums = self._replicas[action.stage], self.sums[action.stage]
-        # All replicas but the first hand over what they have where it is: the first one fetches it piece by piece.
+        # Other replicas send references to their sums, and the first replica fetches them piece by piece.
         if action.replica:
             part, sums[action.replica] = sums[action.replica], Sums()
             self._channels.send(self.schedule.homes[action.stage][0], Message(action, [part], stream.mark()))
@@ -301,8 +312,8 @@ class Job:
             add_replica(sums[0], part, dict(zip(other.list_leaves(trained, 0), leaves, strict=True)), stream)
 
     def _run_step(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Let the optimizer make a version of a stage's weights from the gradients there are."""
-        # The next version starts from no gradients: each step uses those since the one before.
+        """Let the optimizer make a new version of a stage's weights from the present gradients."""
+        # The next version starts without gradients: each step uses the gradients since the step before.
         found = self.sums[action.stage][action.replica]
         self.sums[action.stage][action.replica] = Sums()
         self._replicas[action.stage][action.replica].step(action, found)
@@ -315,37 +326,37 @@ class Job:
         REDUCE: _run_reduce,
         STEP: _run_step,
     }
-    """What a device does for each kind of action."""
+    """The handler of each kind of action."""
 
     def _restore(
         self, action: Action, gradients: Sequence[Tensor | None]
     ) -> tuple[SavedForBackward, Sequence[Tensor | None]]:
-        """Return what a backward starts from, and with which gradients; a stage that recomputes runs forward again."""
+        """Return the start of a backward, and its gradients. A stage that recomputes runs forward again."""
         saved = self.job_inputs.tape[action.stage, action.microbatch]
         if isinstance(saved, SavedForBackward):
             return saved, gradients
-        # The loss was computed once, with its graph kept. Its backward gives the gradients of the stage's outputs.
+        # The loss was computed once and its graph kept. Its backward gives the gradients of the stage's outputs.
         if saved.head is not None:
             sums = self.sums[action.stage][action.replica]
             self.accumulator.add(saved.head.extra)
             gradients, shares, _ = backward(saved.head, gradients, (), sums=sums, keeps_zeros=self._program.keeps_zeros)
             sums.add(shares)
-            # The outputs are computed once more: the first ones, and what the loss made of them, take their memory.
+            # Free the first outputs and the loss's graph before the outputs are computed again.
             saved = self.job_inputs.tape[action.stage, action.microbatch] = replace(saved, head=None)
         replica = self._replicas[action.stage][action.replica]
         return saved.recompute(replica.stage, self._program.writes_inputs), gradients
 
-    # What goes between devices
+    # Messages between devices
 
     def _take_gradients(self, action: Action, device: int, stream: DeviceStream) -> list[Any]:
-        """Return the gradients of a stage's outputs: from the stage behind, or from the loss."""
+        """Return the gradients of a stage's outputs, from the next stage or from the loss."""
         if action.stage < self._last:
             return self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)[0]
         assert self.job_inputs.seeds is not None, "a schedule with backwards needs seeds"
         return stream.receive(self.job_inputs.seeds(action.microbatch))
 
     def _send(self, to: Action, stream: DeviceStream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
-        """Send values to the device that does action `to`, which is named without its replica."""
+        """Send values to the device of action `to`, which is given without its replica."""
         device = self.schedule.device_of(to.stage, to.microbatch)
         if self._crosses(to, device):
             values, about = compress(values, about, self._program.plan.compress)
@@ -353,36 +364,36 @@ class Job:
         self._channels.send(device, Message(to, sent, token, about))
 
     def _receive(self, action: Action, device: int, stream: DeviceStream) -> tuple[list[Any], Sequence[Any]]:
-        """Return the values that were sent to `action`, of this device, and what was said about them.
+        """Return the values that were sent to this device's `action`, and their descriptions.
 
-        What the stream does next waits for them.
+        Later work of the stream waits for them.
         """
         message = self._channels.receive(device, action)
         values, about = stream.receive(message.values, message.token), message.about
         if self._crosses(action, device):
             values, about = restore(values, about)
         if self._watch is not None:
-            # The wait is idle time: an action begins when what it needs has arrived.
+            # The wait is idle time: an action begins when its inputs have arrived.
             self._watch.begin(device, stream)
         return values, about
 
     def _crosses(self, to: Action, device: int) -> bool:
-        """Return whether what is sent for an action of a device is compressed: where it comes from another device."""
+        """Return whether the message for action `to` is compressed: it comes from another device."""
         if not self._program.plan.compress or to.op == REDUCE:
             return False
         maker = to.stage - 1 if to.op == FORWARD else to.stage + 1
         return self.schedule.device_of(maker, to.microbatch) != device
 
     def _describe_place(self, action: Action, error: Exception) -> str:
-        """Return stage, device, microbatch and node of a failure, for its message."""
+        """Return the stage, device, microbatch and node of a failure, for its message."""
         stage = self._replicas[action.stage][action.replica].stage
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         microbatch = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
         if loss := describe_loss(error):
-            return f"in {loss},{microbatch.replace(' of', '', 1)} behind {place}"
+            return f"in {loss},{microbatch.replace(' of', '', 1)} after {place}"
         nodes = self._program.plan.stages[stage.index].nodes
         frames = list(traceback.walk_tb(error.__traceback__))
-        # Of a backward only a Function of the user's own has a line in Python.
+        # In a backward, only a user's autograd.Function has a line in Python.
         node = find_node(frames, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         line = "" if " from File " in node else find_users_line(frames)
         return f"in {place}, {WORDS[action.op]}{microbatch}{node}{line}"
@@ -391,7 +402,7 @@ class Job:
 def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:
     """Return the stages of an asynchronous schedule, each with its versions of weights.
 
-    Raises PlanError for a parameter that two stages have: their versions of it would differ.
+    Raises PlanError if two stages share a parameter: their versions of it would differ.
     """
     if program.shares_parameters:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline do at this moment, for whoever wonders why a step does not end."""
+"""The state of a pipeline's workers, to see why a step does not end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ NO_WORKERS = "no workers yet: they start with the first batch"
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What one worker does: its number, its device, and the action that it is in, with how long it has been in it.
+    """One worker's state: its number, its device, and its present action.
 
-    stage, microbatch: None where it is idle, or where its action has no microbatch. operation: such as "forward", or
-    "idle" where it has nothing to do. node: that of the stage that runs, with the user's line; empty where none does.
-    waits: whether it waits for what another worker is to send. seconds: since the action began, its wait included.
+    stage, microbatch: None if it is idle; microbatch is None also for an action without one. operation: such as
+        "forward", or "idle". node: the node that the stage is running, with the user's line; empty if none is known.
+        waits: whether it waits for a message of another worker. seconds: the time since the action began, including
+        waits.
     """
 
     worker: int
@@ -38,13 +39,13 @@ class WorkerStatus:
 
 @dataclass(frozen=True, repr=False)
 class Status(Shown):
-    """What every worker of a pipeline does; print it. Empty before the first batch."""
+    """The state of every worker of a pipeline; print it. Empty before the first batch."""
 
     workers: tuple[WorkerStatus, ...] = ()
 
     @property
     def idle(self) -> bool:
-        """Whether no worker has anything to do."""
+        """Whether all workers are idle."""
         return all(worker.stage is None for worker in self.workers)
 
     def describe(self) -> str:

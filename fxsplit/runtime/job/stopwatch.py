@@ -11,10 +11,10 @@ from fxsplit.schedule.simulation.timeline import Span, Timeline
 
 
 class Stopwatch:
-    """Collects times while workers run a schedule. Each worker writes the row of its own device, so no lock is needed.
+    """Collect times while workers run a schedule. Each worker writes its own device's row, so no lock is needed.
 
-    An action begins when what it waits for has arrived. On an accelerator that is when the accelerator itself begins,
-    which may be long after its worker has queued the action.
+    An action begins when its inputs have arrived. On an accelerator it begins when the accelerator itself begins, which
+    may be long after its worker has queued the action.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -25,11 +25,11 @@ class Stopwatch:
 
     def start(self, device: int, stream: DeviceStream) -> None:
         """Start the clock of the device with this number."""
-        # An event knows times between events alone. Once it has been waited for, the host's clock tells its moment.
+        # An event knows only the time to another event. After a wait for it, the host's clock gives its moment.
         self._starts[device] = stream.wait_for_instant()
 
     def begin(self, device: int, stream: DeviceStream) -> None:
-        """Note that a device begins an action. Called again when a message has arrived, it replaces the first time."""
+        """Note that a device begins an action. A second call, after a message has arrived, replaces the first time."""
         self._begins[device] = stream.record_time()
 
     def end(self, device: int, stream: DeviceStream, action: Action) -> None:
@@ -40,7 +40,7 @@ class Stopwatch:
         """Return the times in milliseconds from the first device's start; `devices` are the names of the devices."""
         starts = [start for start in self._starts if start is not None]
         first = min((start.seconds for start in starts), default=0.0)
-        # Workers that share an accelerator share its clock, which is more exact than that of the host.
+        # Workers on one accelerator share its clock, which is more exact than the host's.
         clocks = {start.device: start for start in reversed(starts)}
         rows = []
         for row, start in zip(self._rows, self._starts, strict=True):
@@ -52,7 +52,7 @@ class Stopwatch:
 def _measure_ms(first: float, clock: Instant | None, time: Any) -> float:
     """Return the milliseconds from `first`, in seconds of the host's clock, to a time on a device.
 
-    The time is in seconds too, or an event, whose distance from the event of `clock` is known once it has been passed.
+    The time is also in seconds, or an event whose distance from `clock`'s event is known once both have passed.
     """
     if isinstance(time, float) or clock is None:
         return float(1000.0 * (time - first))

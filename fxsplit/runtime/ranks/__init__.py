@@ -1,5 +1,5 @@
-"""Ranks: processes of torch.distributed that run one pipeline together, each the stages of one device.
+"""Ranks: processes of torch.distributed that run one pipeline together. Each rank runs the stages of one device.
 
-Every rank has the whole program, and runs its own row of each schedule in the thread that calls the pipeline. The only
-room that knows torch.distributed, beside checkpoints in `fxsplit/api/`.
+Every rank has the whole program. It runs its own row of each schedule, in the thread that calls the pipeline. Only this
+room and the checkpoints in `fxsplit/api/` know torch.distributed.
 """

@@ -1,6 +1,9 @@
-"""Crew of ranks: the calling thread runs this rank's row of a schedule, while other processes run the others.
+"""The backend of a rank: the calling thread runs this rank's row of a schedule while other processes run theirs.
 
-Every job begins with an agreement and ends with a closing, on all ranks or on none.
+rank 0:  meet (agree) - run row 0 - end (share loss, outputs, gradients) - each rank adds to .grad
+rank 1:  meet (agree) - run row 1 - end
+
+All ranks begin a job together, and either all or none of them end it successfully.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class RankBackend:
         self.channels = RankChannels(world)
         self.reduction = reduction
         stream = make_stream(world.device)
-        # The engine asks for the streams of all devices, and has only this one to give work to.
+        # The engine expects a stream for each device, but only this rank's device gets work.
         self.streams: list[DeviceStream] = [stream for _ in range(len(world))]
         self._label = label
         self._shared_weights: dict[int, tuple[Program, SharedWeights]] = {}
@@ -54,7 +57,7 @@ class RankBackend:
 
     @contextmanager
     def meet(self, request: JobRequest) -> Iterator[JobSession]:
-        """Compare what this rank is about to do with what the others are, and open the wire for it."""
+        """Check that all ranks want the same job, and open the channels for it."""
         self.check_free()
         with self.world.watch(), ExitStack() as stack:
             session = self._open(request, stack)
@@ -66,21 +69,21 @@ class RankBackend:
                 raise
 
     def _open(self, request: JobRequest, stack: ExitStack) -> RankSession:
-        """Return a session that all ranks have joined; `stack` ends it."""
+        """Return a session that all ranks have joined. `stack` ends it."""
         program, schedule = request.batch.program, request.schedule
-        # Drawn on every rank, whose generators stay alike; a backward draws as its forward did.
+        # Every rank draws, so that their generators stay equal. A backward repeats the draws of its forward.
         own = new_seed() if request.call != "backward" and program.draws() else 0
-        # Pipelines of a mesh have other batches, and drop other values of them.
+        # Pipelines of a mesh have other batches, so their dropout differs too.
         row = self.world.rows.index(self.world.ranks)
         seed = self.agreement.meet(self._list_things(request), own) ^ row
         shared_weights = self._find_shared_weights(program)
         if id(schedule) not in self._pairs:
-            # Another schedule may have the identity of one that is gone.
+            # Keep the schedule: a new object could have the id of one that is gone.
             self._pairs[id(schedule)] = schedule, find_pairs(schedule) | shared_weights.pairs
         self.world.open_pairs(self._pairs[id(schedule)][1])
         self.reduction.open_groups(program)
         key = self._find_key(request)
-        # All ranks weigh microbatches, and one has each buffer. A backward weighs as its forward did.
+        # All ranks weigh microbatches, but only one rank has each buffer. A backward uses its forward's weights.
         if request.call != "backward" and (counted := program.list_counted()):
             stack.enter_context(self.placement.lend(counted))
         session = RankSession(
@@ -90,7 +93,7 @@ class RankBackend:
         return session
 
     def _list_things(self, request: JobRequest) -> dict[str, str | int]:
-        """Return what all ranks are to have alike."""
+        """Return the values that must be equal on all ranks."""
         batch, loss = request.batch, request.loss
         target = None if loss is None else loss.target
         return {
@@ -105,13 +108,13 @@ class RankBackend:
         }
 
     def _find_shared_weights(self, program: Program) -> SharedWeights:
-        """Return the ties of a program, which are found once."""
+        """Return the shared weights of a program, which are found once."""
         if id(program) not in self._shared_weights:
             self._shared_weights[id(program)] = program, SharedWeights(program, self.world)
         return self._shared_weights[id(program)][1]
 
     def _find_key(self, request: JobRequest) -> Any:
-        """Return what the layouts of a job's messages follow from."""
+        """Return a key that determines the layouts of a job's messages."""
         batch = request.batch
         shapes = tuple((t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in batch.tensors)
         return (
@@ -120,14 +123,14 @@ class RankBackend:
         )  # fmt: skip
 
     def run(self, job: Job) -> None:
-        """Run this rank's row of a job in the calling thread; raises its error."""
+        """Run this rank's row of a job in the calling thread. Raises its error."""
         me, device = self.world.me, self.world.device
         stream = self.streams[me]
         ready = mark_caller([device, *job.list_devices()])
         self._now = job, threading.get_ident()
         self.world.describe_job = lambda: self.get_status().describe()
         try:
-            # As in a worker: hooks of leaves expect the sum of a batch, and the thread computes its backwards itself.
+            # As in a worker: leaves' hooks expect the sum of a batch, and autograd runs in this thread.
             with mute(()), torch.autograd.set_multithreading_enabled(False):
                 job.run(me, stream, ready)
         finally:
@@ -144,7 +147,7 @@ class RankBackend:
     def begin(self, handle: JobHandle) -> None:
         """Raise InputError: a rank runs one job at a time."""
         raise InputError(
-            "generate() keeps several batches under way, which ranks do not yet: compile for the devices of one "
+            "generate() runs several batches at once, and ranks run one at a time: compile for the devices of one "
             "machine, fxsplit.compile(model, 2)"
         )
 
@@ -161,18 +164,18 @@ class RankBackend:
         return now is not None and now[1] == thread.ident
 
     def get_status(self) -> Status:
-        """Return what this rank does now; call it from another thread."""
+        """Return this rank's present state. Call it from another thread."""
         now, me = self._now, self.world.me
         doing = None if now is None else now[0].describe_work(me, sys._current_frames().get(now[1]))
         return Status((doing or WorkerStatus(me, f"rank {me}"),))
 
     @property
     def cannot_be_waited_for(self) -> bool:
-        """Whether the calling thread is in a job, which it cannot wait for."""
+        """Whether the calling thread is in a job, and so cannot wait for it."""
         return self.has(threading.current_thread())
 
     def wait_until_idle(self) -> None:
-        """Return: between jobs nothing is under way."""
+        """Return at once: no job runs between calls."""
 
     def check_free(self) -> None:
         """Raise ClosedError after close()."""
@@ -180,5 +183,5 @@ class RankBackend:
             raise ClosedError("the pipeline is closed: compile the model again")
 
     def close(self) -> None:
-        """End; process groups stay, as other pipelines use them too."""
+        """Close the pipeline. Process groups stay open, since other pipelines use them too."""
         self._closed = True

@@ -1,4 +1,4 @@
-"""Meeting of ranks: one job from agreement to closing, and what ranks share of it."""
+"""A session of ranks: one job, from the agreement on it to the sharing of its results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from fxsplit.torch_internals.distributed.remote_gradients import call_after_back
 from fxsplit.torch_internals.tensors import accelerators
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-"""The types of losses, by the number that ranks tell each other."""
+"""The dtypes of losses, by the number that ranks send each other."""
 
 
 class RankSession:
-    """One job on all ranks, from its beginning to its end.
+    """One job on all ranks, from beginning to end.
 
-    seed: what draws follow from on all ranks. key: what the layouts of the job's messages follow from. run: runs this
-    rank's row of a job. holdings: let every rank know which parameters have a gradient.
+    seed: the seed of all ranks' random draws. key: determines the layouts of the job's messages. run: runs this rank's
+        row of a job. placement: lets every rank know which parameters have a gradient.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankSession:
         return range(len(self._request.batch.rows))
 
     def open(self) -> None:
-        """Meet the other pipelines, bring copies of weights up to date, and begin to receive."""
+        """Meet the other pipelines, update copies of weights, and begin to receive."""
         request = self._request
         program, schedule = request.batch.program, request.schedule
         if self._joins:
@@ -82,25 +82,25 @@ class RankSession:
         self._channels.open(self._key, schedule)
         trained = program.list_trained()
 
-        # Asked late: the job brings the copies of replicas up to date.
+        # Called late, since the job refreshes the copies of weights in replicas.
         def list_leaves(action: Action) -> Sequence[Tensor]:
             return program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
 
         self._channels.codec.list_leaves = list_leaves
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this rank's row; raises its error, or that of another rank. The call has set the limit of time."""
-        # Pipelines with other numbers of microbatches may end their stages in another order.
+        """Run this rank's row. Raises its error, or another rank's. The caller has set the time limit."""
+        # Pipelines with other numbers of microbatches may finish their stages in another order.
         if self._weight is not None and self._alike and self._data_parallel.overlaps:
             job.after = EarlySums(self._data_parallel, job, self._apart, self._weight)
         self._run(job)
         self._shared_weights.gather_notes()
 
     def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Share the loss, the outputs and the gradients of inputs, once the job has ended well on all ranks."""
+        """Share the loss, the outputs and the gradients of inputs, after the job has succeeded on all ranks."""
         request, me = self._request, self._world.me
         outputs = request.call == "forward" or request.keep_outputs
-        # What may fail comes before the closing, and what comes behind it cannot fail on one rank alone.
+        # Pack before the channels close: packing may fail, but after closing nothing may fail on only one rank.
         packed = self._pack_outputs(job) if outputs else None
         returned = self._pack_returned(job) if request.call == "backward" else None
         total, numbers = None, []
@@ -109,7 +109,7 @@ class RankSession:
                 total = compute_total()
             numbers = self._list_losses(total)
         self._channels.close()
-        # Who comes here has ended the job well, and who has failed does not.
+        # Only ranks that have succeeded come here.
         told = torch.tensor(numbers or [0.0], dtype=torch.float64)
         found = [t.tolist() for t in self._world.gather(told, self._what)]
         if compute_total is not None:
@@ -126,11 +126,11 @@ class RankSession:
         return total
 
     def add_to_gradients(self, job: Job) -> None:
-        """Raise InputError: sums are exchanged, and a `.grad` that was among them would be, too."""
-        raise InputError("atomic=False adds to the gradients of one process: leave it out where ranks share a step")
+        """Raise InputError: ranks exchange sums, so an old `.grad` inside a sum would be exchanged too."""
+        raise InputError("atomic=False works in one process only: leave it out of a step that several ranks share")
 
     def total(self, job: Job) -> Sums:
-        """Return the sums of gradients of this rank's weights, other ranks' shares among them."""
+        """Return the sums of gradients of this rank's weights, with the shares of other ranks."""
         self._reduction.look_at(job, 1.0 if self._weight is None else self._weight, self._what)
         reduced = self._request.call == "step"
         if self._reduction.is_stated:
@@ -148,12 +148,12 @@ class RankSession:
             leaves = [w for w, _ in placed if w.requires_grad]
             self._data_parallel.reduce(sums, self._apart, leaves, self._weight)
         if self._reduction.adds and self._request.call == "backward":
-            # A hook may have failed on some rank: nobody changes a gradient before all have theirs.
+            # A hook may fail on one rank: no rank changes a gradient before all ranks have their sums.
             self._world.whole.gather(torch.zeros(1), self._what)
         return sums
 
     def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Return once all ranks, those of other pipelines too, are about to add their sums; no hook can fail then."""
+        """Wait until all ranks, also of other pipelines, are ready to add their sums; no hook can fail after that."""
         self._told = self._placement.tell_gradients(leaves)
 
     def share_gradients(self) -> None:
@@ -162,12 +162,12 @@ class RankSession:
         self._placement.share_gradients_of_step(self._told)
 
     def share_gradients_after_backward(self) -> None:
-        """Do so when autograd has accumulated all of them."""
+        """Do the same after autograd has accumulated all gradients."""
         self._reduction.settle(kept=True)
         call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
 
     def _tell_of_failure(self) -> None:
-        """Tell the other ranks, which wait for the end of a backward, that it has failed here, in no code of ours."""
+        """Tell waiting ranks that the backward failed on this rank, outside fxsplit's code."""
         self._world.fail(
             BackwardError(
                 "backward() failed where gradients are added to .grad, as in a gradient hook; its own error there says "
@@ -175,10 +175,10 @@ class RankSession:
             )
         )
 
-    # Pipelines side by side
+    # Data-parallel pipelines
 
     def _weigh(self, *, ended: bool) -> None:
-        """Find out what this pipeline weighs beside the others. `ended`: whether all microbatches are computed."""
+        """Find this pipeline's weight among the data-parallel pipelines. `ended`: all microbatches are computed."""
         program = self._request.batch.program
         call = f"{self._what}, of {program.fingerprint} and parameters {hash(program.list_flags()) & MASK}"
         share = find_batch_share(self._request, has_loss=self._world.me in self._last, ended=ended)
@@ -186,18 +186,18 @@ class RankSession:
 
     @cached_property
     def _apart(self) -> list[list[Tensor]]:
-        """For each stage its leaves, if their sums may begin before the others."""
+        """For each stage, the leaves whose sums may start early."""
         return list_apart(self._request.batch.program, self._world.me)
 
     # Losses
 
     def _list_losses(self, total: Tensor | None) -> list[float]:
-        """Return the type of the losses, their total, and for each microbatch whether it is here, and its loss."""
+        """Return the losses' dtype, the total, a flag for each microbatch whose loss is here, and the losses."""
         loss = self._request.loss
         assert loss is not None, "a step has a loss"
         held = loss.losses
         kind = next((DTYPES.index(one.dtype) for one in held if one is not None), -1)
-        # An accelerator would have to be waited for: its losses go from device to device.
+        # Reading an accelerator's losses would wait for it: they go from device to device instead.
         on_host = not accelerators.is_accelerator(self._world.device)
         values = [float(one) if on_host and one is not None else 0.0 for one in held]
         known = float(total) if on_host and total is not None else 0.0
@@ -206,7 +206,7 @@ class RankSession:
     def _share_losses(
         self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
     ) -> Tensor:
-        """Let every rank have the loss of every microbatch, and return that of the batch."""
+        """Give every rank the loss of every microbatch, and return the loss of the batch."""
         loss, world, n = self._request.loss, self._world, len(self._microbatches)
         assert loss is not None, "a step has a loss"
         dtype = DTYPES[int(max(each[0] for each in found))]
@@ -222,7 +222,7 @@ class RankSession:
         first = self._last[0]
         if len(self._last) == 1 and on_host:
             return total if total is not None else torch.tensor(found[first][1], dtype=torch.float64).to(dtype)
-        # Of several replicas each has some of the losses, and the first one adds all of them.
+        # With replicas, each has some of the losses, and the first replica adds them all.
         if total is None and world.me == first:
             total = compute_total()
         value = torch.empty((), dtype=dtype, device=world.device) if total is None else total.to(world.device)
@@ -232,13 +232,13 @@ class RankSession:
     # Outputs, and gradients of inputs
 
     def _pack_outputs(self, job: Job) -> tuple[str, list[Tensor]] | None:
-        """Return the outputs of the microbatches that this rank has, as a text and tensors; None where it has none."""
+        """Return the layout and tensors of this rank's outputs of microbatches."""
         own = [job.outputs[m] for m in self._microbatches if self._owner[m] == self._world.me]
         packets = [packet for packet in own if packet is not None]
         return self._pack([v for p in packets for v in p.values], [w for p in packets for w in p.wanted])
 
     def _share_outputs(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
-        """Let every rank have the outputs of every microbatch."""
+        """Give every rank the outputs of every microbatch."""
         for owner in sorted(set(self._owner)):
             values, wanted = self._share(owner, packed)
             own = [m for m in self._microbatches if self._owner[m] == owner]
@@ -248,13 +248,13 @@ class RankSession:
                 job.outputs[m] = job.outputs[m] or Packet(tuple(values[part]), tuple(wanted[part]))
 
     def _pack_returned(self, job: Job) -> tuple[str, list[Tensor]] | None:
-        """Return the gradients of inputs that this rank has, as a text and tensors."""
+        """Return the layout and tensors of this rank's gradients of inputs."""
         first = self._find_devices(0)
         own = [v for m in self._microbatches if first[m] == self._world.me for v in job.returned[m]]
         return self._pack(own, ())
 
     def _share_returned(self, job: Job, packed: tuple[str, list[Tensor]] | None) -> None:
-        """Let every rank have the gradients of inputs."""
+        """Give every rank the gradients of inputs."""
         if not any(t.requires_grad for t in self._request.batch.tensors):
             return
         first = self._find_devices(0)
@@ -267,9 +267,9 @@ class RankSession:
                     job.returned[m] = values[i * size : (i + 1) * size]
 
     def _find_devices(self, stage: int) -> list[int]:
-        """Return, for each microbatch, the device of a stage that has it."""
+        """Return, for each microbatch, the device that runs the stage on it."""
         schedule, home = self._request.schedule, self._request.schedule.homes[stage]
-        # Nearly always there is one, and this is asked for in every step.
+        # A shortcut for the usual case of one device: every step calls this.
         if len(home) == 1:
             return [home[0]] * len(self._microbatches)
         return [schedule.device_of(stage, m) for m in self._microbatches]
@@ -280,13 +280,13 @@ class RankSession:
         return layout.to_text(), layout.pack(values, here)
 
     def _share(self, owner: int, packed: tuple[str, list[Tensor]] | None) -> tuple[list[Any], tuple[bool, ...]]:
-        """Return the values that a rank has packed, on every rank."""
+        """Return on every rank the values that rank `owner` has packed."""
         world = self._world
         text, pieces = packed if packed is not None and owner == world.me else (None, [])
         layout = MessageLayout.parse(world.tell(text, self._what, owner))
         if owner != world.me:
             pieces = layout.make_pieces(world.device)
-        # As one kind: a sender's piece has the shape of its tensor.
+        # Flatten: the sender's piece has the shape of its tensor, the receiver's may not.
         pieces = [piece.view(-1) for piece in pieces]
         for piece in pieces:
             world.broadcast(piece.view(torch.uint8), owner, self._what)

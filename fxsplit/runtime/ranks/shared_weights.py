@@ -1,7 +1,10 @@
-"""SharedWeights: weights that several ranks read, and their gradients.
+"""Weights that several ranks read, and their gradients.
 
-A weight lives with the first stage that has it, on that stage's first device. Other ranks have copies, which they fetch
-before each batch, and send the gradients back. The owner adds them in the order of the stages, as one process does.
+rank 0 (owner)  --fetch: values-->      rank 1 (copy)     before each batch
+rank 0          <--exchange: gradients-- rank 1           after it
+
+A weight lives with the first stage that has it, on that stage's first device. Other ranks fetch copies before each
+batch, and send the gradients back. The owner adds gradients in the order of the stages, as one process does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from fxsplit.torch_internals.nn.batch_norm import DeferredBatchNorm, Statistics
 
 
 class SharedWeights:
-    """The weights of one program that are read on other ranks than their own."""
+    """The weights of one program that other ranks than their owner read."""
 
     def __init__(self, program: Program, world: World) -> None:
         self._program = program
@@ -30,9 +33,9 @@ class SharedWeights:
         homes = program.homes
         owners = {key: homes[stage.index][0] for key, (_, stage) in program.list_owners().items()}
         self._held = [[(w, owners[id(w)]) for w in list_weights(stage.module)] for stage in program.stages.stages]
-        # Which weights go from an owner to another device, as places in stages: (owner, device) -> (stage, number).
+        # The weights that an owner sends to a device: (owner, device) -> [(stage, index among its weights)].
         self.copies: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        # Who sends gradients to whom: (stage, one of its devices, owner of some of its weights).
+        # The ranks that send gradients: (stage, one of its devices, owner of some of its weights).
         self.returns: set[tuple[int, int, int]] = set()
         for stage, held in enumerate(self._held):
             for number, (_, owner) in enumerate(held):
@@ -42,7 +45,7 @@ class SharedWeights:
                         places.append((stage, number))
                 self.returns |= {(stage, device, owner) for device in homes[stage] if device != owner}
         self.copies = {pair: places for pair, places in self.copies.items() if places}
-        # Batch norms whose replicas note what the first one is to write: (stage, norm).
+        # Batch norms whose replicas record statistics that the first replica writes: (stage, norm).
         self._noted = [
             (stage.index, module)
             for stage in program.stages.stages
@@ -52,7 +55,7 @@ class SharedWeights:
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """The (sender, receiver) of all that is sent."""
+        """The (sender, receiver) of every message."""
         homes = self._program.homes
         notes = {(other, homes[stage][0]) for stage, _ in self._noted for other in homes[stage][1:]}
         return {*self.copies, *((device, owner) for _, device, owner in self.returns), *notes}
@@ -62,13 +65,13 @@ class SharedWeights:
         return self._held[stage][number][0]
 
     def relink(self) -> None:
-        """Look at the weights that stages have now."""
+        """Look up the weights that the stages have now."""
         for stage, held in enumerate(self._held):
             weights = list_weights(self._program.stages[stage].module)
             self._held[stage] = [(w, owner) for w, (_, owner) in zip(weights, held, strict=True)]
 
     def fetch(self) -> None:
-        """Bring the values of weights that live on other ranks here, and send them those that live here."""
+        """Fetch the values of weights that live on other ranks, and send them the weights that live here."""
         if not self.copies:
             return
         self.relink()
@@ -84,12 +87,12 @@ class SharedWeights:
             self._world.wait(work, "a rank that is to read weights")
 
     def exchange(self, stage: int, replica: int, shares: Iterator[Share]) -> Iterable[Share]:
-        """Return what a stage's replica adds to the gradients of this rank's weights; send what it adds to others'.
+        """Return a replica's shares of gradients of this rank's weights, and send its other shares to their owners.
 
-        To be called for all replicas of all stages in order, between `begin` and `finish`.
+        Call it for all replicas of all stages in order, between `begin` and `finish`.
         """
         me, home = self._world.me, self._program.homes[stage][replica]
-        # Replicas that have summed their gradients have handed them to the first one.
+        # After a reduce, the first replica has the gradients of all replicas.
         if replica and self._reduced:
             return shares
         if home != me:
@@ -111,7 +114,7 @@ class SharedWeights:
         return own
 
     def gather_notes(self) -> None:
-        """Bring what batch norms of replicas have noted to the first replica, which writes the statistics."""
+        """Send the statistics of replicas' batch norms to the first replica, which writes them."""
         me, works = self._world.me, []
         for stage, norm in self._noted:
             first, *others = self._program.homes[stage]
@@ -124,25 +127,25 @@ class SharedWeights:
             self._world.wait(work, "a rank that is to read statistics of batch norms")
 
     def begin(self, *, reduced: bool) -> None:
-        """Begin to exchange the gradients of a job. `reduced`: whether replicas have summed theirs."""
+        """Begin to exchange the gradients of a job. `reduced`: whether replicas have already summed their gradients."""
         self._reduced = reduced
         self._works: list[tuple[Any, Tensor]] = []
 
     def finish(self) -> None:
-        """Wait until all gradients that were sent have been read."""
+        """Wait until all gradients that were sent have been received."""
         for work, _ in self._works:
             self._world.wait(work, "a rank that is to read gradients")
         self._works.clear()
 
     def send(self, device: int, values: list[Any]) -> list[tuple[Any, Tensor]]:
-        """Begin to send values with their layout; return what to wait for."""
+        """Begin to send values with their layout. Returns handles to wait for."""
         layout = MessageLayout.describe(values, (), self._world.device)
         sent = self._world.send_text(layout.to_text(), device)
         pair = self._world.get_pair(self._world.me, device)
         return sent + [(pair.send(piece), piece) for piece in layout.pack(values, self._world.device)]
 
     def receive(self, source: int, what: str) -> list[Any]:
-        """Return the values that a rank sends."""
+        """Wait for the values that a rank sends, and return them."""
         what = f"rank {source}, which is to send {what}"
         layout = MessageLayout.parse(self._world.receive_text(source, partial(self._world.wait, what=what)))
         here = self._world.device
@@ -154,5 +157,5 @@ class SharedWeights:
 
 
 def _fold(values: list[Any]) -> list[tuple[int, Statistics]]:
-    """Return calls of batch norms, each with its microbatch, from the values that were sent for them."""
+    """Return the calls of batch norms, each with its microbatch, from the flat list that was sent."""
     return [(values[i], (values[i + 1], values[i + 2], values[i + 3])) for i in range(0, len(values), 4)]

@@ -1,7 +1,7 @@
-"""WeightPlacement: which rank has each weight of a model. Other ranks have one without memory instead.
+"""Weight placement: the rank that holds each weight of a model. Other ranks hold a tensor without memory instead.
 
-The weights of a stage are with the stage's first rank. Where a later plan wants them on another rank, their values go
-there. All of them can be gathered, one after another.
+The weights of a stage are on the stage's first rank. If a later plan needs them on another rank, their values move
+there. All weights can be gathered, one after the other.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fxsplit.torch_internals.distributed.remote_tensors import Owner, RemoteTens
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 Fetch = Callable[[str, Tensor], Tensor]
-"""Returns a tensor, which has a name, with its values."""
+"""Returns the values of a tensor that has a name."""
 FAILED = "\0"
-"""How a text begins that is no name of a tensor."""
+"""The prefix of a text that is an error rather than a tensor's name."""
 
 
 class WeightPlacement:
-    """The weights of the model of one pipeline, which `label` names on all ranks."""
+    """The weights of one pipeline's model. `label` names the pipeline on all ranks."""
 
     def __init__(self, world: World, label: str) -> None:
         self._world = world
@@ -45,19 +45,19 @@ class WeightPlacement:
         watch_loads()
         refuse_scripts()
 
-    # What a plan wants
+    # Placement by a plan
 
     def hold(self, model: nn.Module, programs: Sequence[Program]) -> None:
-        """Let each weight be on the rank of its stage alone; one that no stage has stays on all ranks.
+        """Keep each weight only on the rank of its stage. A weight of no stage stays on all ranks.
 
-        programs: all that the pipeline keeps. They agree on the stage of each weight.
+        programs: all programs of the pipeline. They agree on the stage of each weight.
         """
         rank_of = {
             key: program.homes[stage.index][0]
             for program in reversed(programs)
             for key, (_, stage) in program.list_owners().items()
         }
-        # In the model's order, which is the same on all ranks.
+        # In the model's order, which all ranks share.
         named = [(name, weight) for name, weight in list_named(model) if id(weight) in rank_of]
         owners = {name: rank_of[id(weight)] for name, weight in named}
         if owners != self._owners:
@@ -68,7 +68,7 @@ class WeightPlacement:
                     self._refuse_other_places(named, owners)
         self._owners = owners
         trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
-        # Another one only where it would know other parameters: gradients that there are belong to it.
+        # Make a new one only if the parameters differ: existing gradients belong to the old one.
         if self._remote_gradients is None or not self._remote_gradients.knows(trained):
             self._remote_gradients = RemoteGradients(trained, self, self._world.me, alone=len(self._world) == 1)
         index_of = {name: index for index, (name, _, _) in enumerate(trained)}
@@ -80,21 +80,21 @@ class WeightPlacement:
                 send_away(weight, owner, self._world.device)
 
     def _refuse_other_places(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
-        """Raise InputError on all ranks where an earlier pipeline has a weight on another rank than this one wants."""
-        # The earlier pipeline expects its weights where they are, and so does the state of an optimizer.
+        """Raise InputError on all ranks if an earlier pipeline holds a weight on another rank than this plan needs."""
+        # The earlier pipeline, and optimizer state, expect the weights where they are.
         elsewhere = [i for i, (n, w) in enumerate(named) if isinstance(w, RemoteTensor) and owners[n] == self._world.me]
         found = self._world.gather(torch.tensor([elsewhere[0] if elsewhere else -1]), "the weights of a pipeline")
         first = max(map(int, found))
         if first >= 0:
             name = named[first][0]
             raise InputError(
-                f"{name!r} is on another rank than rank {owners[name]}, which has it by the plan of this pipeline: "
+                f"{name!r} is on another rank than rank {owners[name]}, where the plan of this pipeline needs it: "
                 "another pipeline over the same model has a plan of its own. Compile this one with the plan of that "
                 "pipeline, costs=other.costs, and the same options; or call one pipeline in both modes"
             )
 
     def _move(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
-        """Bring the values of weights that are to be on another rank than now to that rank."""
+        """Move the values of weights to the ranks of the new plan."""
         me, by_name = self._world.me, dict(named)
         wanted = {n: w.owner.rank for n, w in named if owners[n] == me and isinstance(w, RemoteTensor)}
         what = "the move of weights"
@@ -107,13 +107,13 @@ class WeightPlacement:
                     note_arrival(by_name[name])
 
     def _send(self, weight: Tensor, to: int) -> None:
-        """Send the values of a weight to another rank; there may be none yet."""
+        """Send the values of a weight to another rank, or the news that it has no values yet."""
         self._world.wait(self._world.send_host(torch.tensor([int(weight.is_meta)]), to), f"rank {to}")
         if not weight.is_meta:
             self._world.wait(self._world.send_host(weight.detach().cpu().contiguous(), to), f"rank {to}")
 
     def _receive(self, weight: Tensor, source: int) -> Tensor:
-        """Return the values of a weight, as another rank has them, on this rank's device."""
+        """Return the values of a weight from another rank, on this rank's device."""
         empty = torch.empty(1, dtype=torch.int64)
         self._world.wait(self._world.receive_host(empty, source), f"rank {source}")
         strides = weight.stride()
@@ -130,21 +130,21 @@ class WeightPlacement:
 
     @property
     def writes(self) -> bool:
-        """Whether this pipeline writes checkpoints: of pipelines side by side the first one does, as all are alike."""
+        """Whether this pipeline writes checkpoints. Data-parallel pipelines are equal, so only the first one writes."""
         return self._world.rows[0] == self._world.ranks
 
     def __len__(self) -> int:
         return len(self._world)
 
     def tell(self, text: str, what: str) -> str:
-        """Return the text that the first rank gives, on every rank."""
+        """Return the first rank's text on every rank."""
         return self._world.tell(text if self.leads else None, what)
 
     def find_groups(self) -> tuple[Any, Any]:
-        """Return the process groups in which threads of all ranks save; made once, until a failure.
+        """Return the process groups in which threads of all ranks save checkpoints. They are kept until a failure.
 
-        The first one is of the ranks of this pipeline, and the second one of the ranks at this place in all pipelines,
-        or None where there is one. To be called when no thread saves any more.
+        The first group has the ranks of this pipeline. The second has the ranks at this place in all pipelines (None:
+        one pipeline). Call it only while no thread is saving.
         """
         if self._groups is None or self._groups[0] != self._world.epoch:
             if self._groups is not None:
@@ -154,15 +154,15 @@ class WeightPlacement:
 
     @property
     def writer(self) -> int:
-        """The rank of torch's default group that writes what this one has; see `writes`."""
+        """The rank, in torch's default group, that writes this rank's checkpoint; see `writes`."""
         return self._world.rows[0][self._world.me]
 
     # Gradients
 
     def tell_gradients(self, coming: Collection[Tensor]) -> list[list[float]]:
-        """Return which parameters have a gradient on each rank, or are about to have one, once all ranks come here.
+        """Wait for all ranks, then return which parameters have, or are about to have, a gradient on each rank.
 
-        To be called at the end of a step by all ranks, also those of other pipelines, which have the same parameters.
+        All ranks call it at the end of a step, also the ranks of other pipelines, which have the same parameters.
         """
         assert self._remote_gradients is not None, "a step has a model"
         whole, row = self._world.whole, self._world.rows.index(self._world.ranks)
@@ -171,24 +171,24 @@ class WeightPlacement:
         return [one.tolist() for one in found[row * len(self) : (row + 1) * len(self)]]
 
     def share_gradients_of_step(self, told: Sequence[Sequence[float]]) -> None:
-        """Let every rank know which parameters have a gradient, of which all ranks have told."""
+        """Let every rank know which parameters have a gradient, from the lists of all ranks."""
         if self._remote_gradients is not None:
             self._remote_gradients.share_present(told)
 
     def share_gradients_of_backward(self) -> None:
-        """Let every rank know which parameters have a gradient, once all have come to the end of a backward."""
+        """Let every rank know which parameters have a gradient, after all ranks have ended a backward."""
         if self._remote_gradients is not None:
             with self._world.watch():
                 self._remote_gradients.share_present()
 
     def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
-        """Return the numbers that every rank has come with, for one thing. Raises RanksDiffer where it is not one."""
+        """Return the numbers of every rank. Raises RanksDiffer if ranks call it for different things."""
         with self._world.watch():
             self._meet(what, "")
             return [one.clone() for one in self._world.gather(numbers, what)]
 
     def _meet(self, call: str, what: str, *, side_by_side: bool = False) -> None:
-        """Return once all ranks have made the same call, also those `side_by_side`; raises RanksDiffer otherwise."""
+        """Wait until all ranks have made the same call, also ranks `side_by_side`. Raises RanksDiffer otherwise."""
         agreement = self._of_all if side_by_side else self._agreement
         agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
 
@@ -198,10 +198,10 @@ class WeightPlacement:
     def agree(
         self, call: str, what: str = "", limit_s: float | None = None, *, side_by_side: bool = False
     ) -> Iterator[WeightPlacement]:
-        """Let all ranks do something together in the block; raises RanksDiffer where one has made another call.
+        """Let all ranks do something together in the block. Raises RanksDiffer if a rank makes another call.
 
-        what: what else is to be alike. limit_s: how long it may take (default: what messages may take). side_by_side:
-        whether all pipelines of a mesh do it, and not this one alone.
+        what: further text that must be equal. limit_s: the time limit in seconds (default: the limit of messages).
+            side_by_side: all data-parallel pipelines of a mesh take part, not only this one.
         """
         with self._world.watch(limit_s, by_itself=not side_by_side):
             self._meet(call, what, side_by_side=side_by_side)
@@ -209,16 +209,16 @@ class WeightPlacement:
 
     @contextmanager
     def lend(self, named: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let each rank have the values of weights in host memory in the block, where the model is run for a check.
+        """Give each rank the values of weights, in host memory, for the block: a check runs the model.
 
-        To be called by all ranks. Weights stay where they are; other ranks have their values in `RemoteTensor.lent`.
-        Nothing is lent if some of the weights have no values.
+        All ranks call it. Weights stay where they are; other ranks find the values in `RemoteTensor.lent`. If some
+        weights have no values, nothing is lent.
         """
         missing = torch.tensor([int(any(w.is_meta for w in named.values()))])
         if any(map(int, self._world.gather(missing, "the weights of a compile"))):
             yield
             return
-        # A block may lie in one that has lent the same.
+        # An outer block may already have lent the same weights.
         before = [(weight, weight.lent) for weight in named.values() if isinstance(weight, RemoteTensor)]
 
         def take_back() -> None:
@@ -235,41 +235,41 @@ class WeightPlacement:
             yield
 
     def gather_values(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of a model's state_dict by name, those of other ranks in host memory.
+        """Yield all tensors of a model's state_dict by name. Tensors of other ranks come in host memory.
 
-        To be called by all ranks, which each have some of them.
+        All ranks call it, and each has some of the tensors.
         """
         sources = self._find_sources(state)
         for name, value in state.items():
             yield name, self._broadcast(value, sources[name]) if name in sources else value
 
     def _find_sources(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return which rank has each tensor that is not on all ranks."""
-        # Asked of all ranks: a name may be one more of a tied weight, or a tensor be computed from weights.
+        """Return the rank of each tensor that not all ranks have."""
+        # Ask all ranks: a name may be a second name of a tied weight, or its tensor computed from weights.
         own = {name: value.owner.rank for name, value in state.items() if isinstance(value, RemoteTensor)}
         told = self._world.gather_texts(json.dumps(own), "a state_dict")
         return {name: rank for text in told for name, rank in json.loads(text).items()}
 
     def _broadcast(self, value: Tensor, source: int) -> Tensor:
-        """Return a tensor that another rank has in host memory, or this rank's own as it is."""
+        """Return another rank's tensor in host memory, or this rank's own tensor as it is."""
         if not value.numel():
             return torch.empty(value.shape, dtype=value.dtype) if is_remote(value) else value
         dense = torch.empty(value.shape, dtype=value.dtype)
         if not is_remote(value):
             dense.copy_(value)
         plain = torch.view_as_real(dense) if dense.is_complex() else dense
-        # As bytes: gloo does not know all types.
+        # Send bytes: gloo does not know all dtypes.
         self._world.broadcast(plain.view(-1).view(torch.uint8), source, "a state_dict")
         return dense if is_remote(value) else value
 
     def write_together(self, state: Mapping[str, Tensor], write: Callable[[Fetch], None]) -> None:
-        """Let the first rank write tensors of all ranks, one after another, while the others bring them.
+        """Let the first rank write tensors of all ranks one by one, while the other ranks send them.
 
-        write: called on the first rank alone, with a function that fetches a tensor. Raises there what it
-        raises, and on the other ranks a RankError.
+        write: called only on the first rank, with a function that fetches a tensor. Its error is raised there; the
+            other ranks raise RankError.
         """
         sources, what = self._find_sources(state), "save_weights()"
-        # A name at a time, as the first rank asks for them: what it writes is cut into files in an order of its own.
+        # One name at a time, as the first rank asks: it writes files in an order of its own.
         if self._world.me:
             while (text := self._world.tell(None, what, patient=True)).strip():
                 if text.startswith(FAILED):
@@ -297,14 +297,14 @@ def list_named(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _arrange_like(weight: Tensor, value: Tensor) -> Tensor:
-    """Return values in the order of memory that a weight has."""
+    """Return values with the strides of a weight."""
     if weight.layout is not torch.strided or value.stride() == weight.stride():
         return value
     return torch.empty_strided(weight.shape, weight.stride(), dtype=value.dtype).copy_(value)
 
 
 def _is_at(owner: Owner, other: Owner) -> bool:
-    """Return whether two spots are of one weight in one place."""
+    """Return whether two owners describe one weight in one place."""
     return (owner.name, owner.rank, owner.index, owner.collective) == (
         other.name,
         other.rank,

@@ -1,1 +1,1 @@
-"""One stage on one device: its forward and backward on a microbatch, recomputation, replicas, versions of weights."""
+"""One stage on one device: its forward and backward on a microbatch, recomputation, replicas, weight versions."""

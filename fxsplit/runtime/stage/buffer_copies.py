@@ -1,7 +1,7 @@
-"""Keep what a stage's backward needs of a buffer from the next microbatch's write to it.
+"""Copy a buffer that a stage's backward needs before the next microbatch's forward writes to it.
 
-In an unsplit loop each microbatch's backward is over before the next one's forward writes to the buffer. In a pipeline
-several forwards come first, so autograd saves copies.
+An unsplit loop runs each microbatch's backward before the next forward writes to the buffer. In a pipeline several
+forwards come first, so autograd must save copies.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fxsplit.torch_internals.fx.interpret import describe_tensor, get_storage_id
 def save_buffer_copies(
     buffers: frozenset[int], outer: tuple[Callable[..., Any], Callable[..., Any]] | None
 ) -> Iterator[None]:
-    """Let autograd save copies of tensors that share memory with `buffers`, for the block.
+    """Let autograd save copies of tensors that share memory with `buffers` in the block.
 
-    `buffers` has storage ids (see `get_storage_id`). `outer` are the caller's own pack and unpack hooks, if any: they
-    get the copies. The unpacking of a tensor raises RuntimeError where the stage itself has changed it in place since.
+    `buffers` has storage ids (see `get_storage_id`). `outer` are the caller's own pack and unpack hooks, if any; they
+    get the copies. Unpacking a tensor raises RuntimeError if the stage itself has changed the tensor in place since.
     """
     if not buffers:
         yield
         return
-    # An output that is saved knows its node, which would know the output: memory of a graph that no backward frees, and
-    # that Python does not see. A detached tensor knows no node.
+    # An output saved as it is would hold its node, and the node the output: a circle that Python's collector cannot
+    # see, and that leaks if no backward frees the graph. A detached tensor has no node.
     pack, unpack = outer or (Tensor.detach, lambda t: t)
 
     def keep(tensor: Tensor) -> tuple[Any, Tensor, int]:
         kept = tensor.clone() if get_storage_id(tensor) in buffers else tensor
         packed = pack(kept)
-        # A detached tensor shares the version counter, so it tells of later writes.
+        # A detached tensor shares the version counter, so later writes show.
         return packed, packed if outer is None else torch.empty(0), kept._version
 
     def give(packed: tuple[Any, Tensor, int]) -> Any:
         inner, witness, version = packed
-        # Autograd itself looks at versions only where there are no hooks, and so only where the caller has none either.
+        # Autograd checks versions only if there are no saved-tensor hooks. So this checks only if the caller has none.
         if outer is None and witness._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -54,9 +54,9 @@ def save_buffer_copies(
 
 
 def clone_outputs(values: tuple[Any, ...], buffers: frozenset[int]) -> tuple[Any, ...]:
-    """Return a stage's outputs, with copies of those that share memory with `buffers`.
+    """Return a stage's outputs, with copies of tensors that share memory with `buffers`.
 
-    The next microbatch writes there, maybe before the next stage has read the outputs.
+    The next microbatch may write to that memory before the next stage has read the outputs.
     """
     if not buffers:
         return values

@@ -1,4 +1,4 @@
-"""Kinds of calls of a stage: what torch.compile compiles a stage by, as far as it is known outside of torch."""
+"""Kinds of calls of a stage: the properties of a call that make torch.compile compile again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 Dims = tuple[int, ...]
 ANY = -1
-"""Stands for a size that may be any from 2 on."""
+"""Stands for any size from 2 up."""
 
 
 class TensorKind(NamedTuple):
-    """A tensor that a stage is given, as far as it is compiled by that; sizes that may be any from 2 on are ANY."""
+    """The properties of an input tensor that torch.compile specializes on. ANY stands for a dynamic size."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -21,26 +21,26 @@ class TensorKind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dims: Dims) -> TensorKind:
-        """Return what there is to know of a tensor, whose sizes in some dimensions follow the rows."""
+        """Return the kind of a tensor whose sizes in `dims` follow the rows."""
         sizes: tuple[int, ...] = tensor.shape
         if dims:
             sizes = tuple([ANY if d in dims and size > 1 else size for d, size in enumerate(sizes)])
         return cls(tensor.dtype, sizes, tensor.requires_grad)
 
     def __str__(self) -> str:
-        """Dtype and sizes, for example `float32[n, 64]`."""
+        """Return dtype and sizes, for example `float32[n, 64]`."""
         return f"{str(self.dtype)[6:]}[{', '.join('n' if size == ANY else str(size) for size in self.sizes)}]"
 
 
 class CallKind(NamedTuple):
-    """A kind of call: its inputs, whether gradients, inference mode and autocast are on, and the modes of modules."""
+    """A kind of call: its inputs; grad mode, inference mode and autocast; the training flags of modules."""
 
     given: tuple[TensorKind | type, ...]
     modes: tuple[bool, bool, bool]
     training: tuple[bool, ...]
 
     def __str__(self) -> str:
-        """What the kind is, as far as it may be of interest, for example `float32[n, 64] without gradients`."""
+        """Return the kind for a warning, for example `float32[n, 64] without gradients`."""
         words = ", ".join(one.__name__ if isinstance(one, type) else str(one) for one in self.given)
         gradients, inference, autocast = self.modes
         words += " in inference mode" if inference else "" if gradients else " without gradients"

@@ -1,8 +1,8 @@
-"""Stages that torch.compile compiles: each once for what dynamic sizes can serve, and never again without a word.
+"""Stages that torch.compile compiles: as rarely as dynamic sizes permit, and never again without a warning.
 
-The sizes that follow the rows of a microbatch are dynamic, so that one compile serves all numbers of rows. torch tells
-0 and 1 from all other sizes, and compiles anew for a mode, for gradients on and off, and for other shapes. Such a
-compile takes seconds to minutes: it is shown on terminals while it goes on, and told of with its time afterwards.
+Sizes that follow the rows of a microbatch are dynamic, so that one compilation serves every number of rows. torch
+treats sizes 0 and 1 apart, and compiles again for another mode, for gradients on or off, and for other shapes. A
+compilation takes seconds to minutes: terminals show its progress, and a warning gives its time afterwards.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fxsplit.torch_internals.torch_compile.stage_backends import compile_functio
 from fxsplit.torch_internals.user_lines import warn_user
 
 RowDims = Sequence[Dims | None]
-"""For each input of a stage, the dimensions whose sizes follow the rows; None for a number that does."""
+"""For each input of a stage, the dimensions whose sizes follow the rows; None for a number that follows the rows."""
 MOST_KNOWN = 1000
-"""So many kinds of calls are remembered of a stage."""
+"""The most kinds of calls that a stage remembers."""
 OTHERWISE = "for what its modules read besides tensors (TORCH_LOGS=recompiles in the environment lets torch say what)"
 MOST_TOLD = 3
-"""So many compiles are told of one by one."""
+"""The most compilations that a warning lists one by one."""
 
-# torch compiles one function at a time, whoever asks. What waits for its turn is not to count the time of another, and
-# of two threads that lack the same function the second is to find what the first has compiled.
+# torch compiles one function at a time in all threads. With this lock, a thread's time does not include the compilation
+# of another thread, and the second of two threads that need one function finds it compiled.
 _one_at_a_time = threading.RLock()
 _thread = threading.local()
 
 
 class Compilation(NamedTuple):
-    """A compile that a call waited for: of which stage, what for, and how long.
+    """A compilation that a call waited for: its stage, reason and time.
 
-    number: how often the function has been compiled, with this time. first: whether it is the first one of the stage.
+    number: the count of compilations of the function so far. first: whether it is the stage's first compilation.
     """
 
     stage: int
@@ -53,9 +53,9 @@ class Compilation(NamedTuple):
 
 
 class Compiling(NamedTuple):
-    """How stages are compiled: with which backend, and which sizes of each stage's inputs follow the rows.
+    """How stages are compiled: the backend, and the sizes of each stage's inputs that follow the rows.
 
-    show: returns a context that shows what goes on in it, which takes long.
+    show: returns a context that shows the progress of a long compilation.
     """
 
     backend: str
@@ -64,7 +64,7 @@ class Compiling(NamedTuple):
 
 
 class Compilations:
-    """Compiles the stages of a program, and knows what was compiled."""
+    """Compile the stages of a program, and record each compilation."""
 
     def __init__(self, how: Compiling) -> None:
         self.how = how
@@ -72,14 +72,14 @@ class Compilations:
         self._stages: dict[int, CompiledStage] = {}
 
     def compile(self, index: int, module: fx.GraphModule) -> CompiledStage:
-        """Return a stage's module as a function that is compiled when it is called: one function for one module."""
-        # Replicas on one torch device have one module, which is to be compiled once for all of them.
+        """Return the stage's module as a function that compiles when it is called. One module has one function."""
+        # Replicas on one torch device share a module, which should compile once for all of them.
         if id(module) not in self._stages:
             self._stages[id(module)] = CompiledStage(index, module, self)
         return self._stages[id(module)]
 
     def tell(self) -> None:
-        """Warn of all compiles since the last call but each stage's first, which the user has asked for."""
+        """Warn of all compilations since the last call, except each stage's first: the user asked for that."""
         made, self.made = self.made, []
         again = sorted([one for one in made if not one.first], key=lambda one: one.stage)
         if not again:
@@ -99,20 +99,20 @@ class Compilations:
 
 
 class CompiledStage:
-    """A stage's module, compiled where a call is of a kind that there was none of before."""
+    """A stage's module that compiles at a call of a new kind."""
 
     def __init__(self, index: int, module: fx.GraphModule, owner: Compilations) -> None:
         self.module = module
         self._index = index
         self._owner = owner
-        # Sizes that follow the rows, and those that have been seen to differ from call to call.
+        # Sizes that follow the rows, and sizes that have differed between calls.
         self._dims: list[Dims | None] = list(owner.how.rows[index])
         self._sizes: list[torch.Size | None] = [None] * len(self._dims)
-        # A number that follows the rows cannot be marked by itself.
+        # A single number cannot be marked as dynamic, so all are made dynamic.
         self._dynamic = True if None in self._dims else None
         self._apart = {name: m for name, m in module.named_children() if isinstance(m, RunsUncompiled)}
         self._functions: dict[frozenset[str], Callable[..., Any]] = {}
-        # What a module computes may depend on its mode. A graph has none, and its own modules are what it calls.
+        # The result of a module may depend on its mode. A graph has no mode, but the modules that it calls have.
         self._modal: list[nn.Module] = [m for m in module.modules() if not isinstance(m, fx.GraphModule)]
         self._known: set[CallKind] = set()
         self._counts = Counter[Callable[..., Any]]()
@@ -125,14 +125,14 @@ class CompiledStage:
             return self._run(self._prepare(values), kind)
         with _one_at_a_time:
             result = self._run(self._prepare([_move_to_start(value) for value in values]), kind)
-            # To forget them costs a turn.
+            # A forgotten kind costs only a wait for the lock.
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known.add(kind)
         return result
 
     def _look_at_sizes(self, values: Sequence[Any]) -> None:
-        """Add the dimensions to the dynamic ones whose sizes are others than in the last call, such as a length."""
+        """Make dimensions dynamic whose size has changed since the last call, such as a sequence length."""
         for i, value in enumerate(values):
             if not isinstance(value, Tensor) or value.shape == self._sizes[i]:
                 continue
@@ -147,7 +147,7 @@ class CompiledStage:
         prepared = []
         for value, dims in zip(values, self._dims, strict=True):
             if dims and isinstance(value, Tensor):
-                # A piece cut out of another dimension than the first has strides that follow the rows of the batch.
+                # A piece cut from a later dimension has strides that follow the rows of the whole batch.
                 if dims[0] != 0 and not value.is_contiguous():
                     value = value.contiguous()
                 mark_dynamic(value, dims)
@@ -155,14 +155,14 @@ class CompiledStage:
         return prepared
 
     def _find_kind(self, values: Sequence[Any]) -> CallKind:
-        """Return what torch may compile a call by, as far as it is known here."""
+        """Return the kind of a call."""
         pairs = zip(values, self._dims, strict=True)
         given = [TensorKind.of(v, dims or ()) if isinstance(v, Tensor) else type(v) for v, dims in pairs]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
         return CallKind(tuple(given), modes, tuple([m.training for m in self._modal]))
 
     def _run(self, values: Sequence[Any], kind: CallKind) -> Any:
-        """Call the compiled function, and note whether that compiled anything."""
+        """Call the compiled function, and record whether it compiled."""
         new = kind not in self._known
         function = self._choose_function()
         before, begin = getattr(_thread, "compiled", 0), time.perf_counter()
@@ -180,7 +180,7 @@ class CompiledStage:
         return result
 
     def _choose_function(self) -> Callable[..., Any]:
-        """Return the compiled function for what is at work in the stage now."""
+        """Return the compiled function for the uncompiled modules that are active now."""
         active = frozenset([name for name, module in self._apart.items() if not module.idle])
         if active not in self._functions:
             by = {name: _choose_call(self._apart[name]) for name in sorted(active)}
@@ -191,8 +191,8 @@ class CompiledStage:
 
 
 def _move_to_start(value: Any) -> Any:
-    """Return an input that begins where its memory does, as pieces of a batch but the first do not."""
-    # What is compiled for a tensor that begins later is right for such tensors alone.
+    """Return a copy of an input with a storage offset; only a batch's first piece has none."""
+    # torch would compile for the offset, and the result would be right only for tensors with an offset.
     if not isinstance(value, Tensor) or not value.storage_offset():
         return value
     copied = value.clone()
@@ -200,8 +200,8 @@ def _move_to_start(value: Any) -> Any:
 
 
 def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
-    """Return what calls a module that is at work."""
-    # To make an operator takes torch a moment, and nobody else needs it.
+    """Return the function that calls an active uncompiled module."""
+    # Imported late: defining the operator takes torch a moment, and only compiled stages need it.
     from fxsplit.torch_internals.random.dropout_masks import find_mask, multiply_by_mask
 
     masked = isinstance(module, SeededCall) and find_mask(module.call) is not None
@@ -209,5 +209,5 @@ def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
 
 
 def _note_compile() -> None:
-    """Note that this thread compiles a graph."""
+    """Note that this thread has compiled a graph."""
     _thread.compiled = getattr(_thread, "compiled", 0) + 1

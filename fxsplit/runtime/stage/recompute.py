@@ -1,8 +1,11 @@
-"""Recompute: a stage keeps only the inputs of a microbatch, and runs forward again before its backward.
+"""Recomputation: a stage keeps only a microbatch's inputs, and runs forward again before its backward.
 
-That saves the memory of the activations (what autograd keeps for a backward) for the time of one more forward. The
-second run draws the same random numbers as the first, sees buffers as they were then, and leaves them as they are now.
-A loss is computed once: its graph starts at the last stage's outputs and is kept.
+forward:    packet --> stage --> outputs         keeps packet, written buffers, random state
+backward:   packet --> stage --> outputs --> backward      the second run makes the activations
+
+This saves the memory of the activations (all that autograd keeps for a backward) at the price of one more forward. The
+second run draws the same random numbers as the first and sees the buffers as they were then. It leaves buffers as they
+are now. A loss is computed once: its graph starts at the last stage's outputs and is kept.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
-"""Returns the context that a stage's forward on a microbatch runs in, from further memory that is written to."""
+"""Returns the context of a stage's forward on a microbatch, from the storages of further buffers that it writes to."""
 MOST_COMING = 64
-"""So many comparisons of buffers are awaited at a time."""
+"""The most comparisons of buffers that may be pending on accelerators."""
 SMALL_BYTES = 1 << 16
-"""Buffers up to this size are copied for every microbatch, larger ones only if they are known to be written."""
+"""Buffers up to this size are copied for every microbatch, and larger buffers only if they are known to be written."""
 
 Policy = Literal["never", "plan", "except_last", "always"]
 
@@ -41,15 +44,16 @@ POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
     "except_last": lambda planned, microbatch, count: microbatch < count - 1,
     "always": lambda planned, microbatch, count: True,
 }
-"""Whether to recompute a stage on a microbatch: from whether the plan says so, the microbatch, and their number."""
+"""Whether to recompute a stage on a microbatch, from the plan's choice, the microbatch, and the number of microbatches.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardRecord:
-    """What is kept of a stage's forward on one microbatch, to run it again.
+    """The inputs of a stage's forward on one microbatch, kept to run it again.
 
-    `buffers` has copies of the buffers that the forward writes, from before it. `head` is, for the last stage of a
-    step, the loss as a function of the stage's outputs.
+    `buffers` has copies, made before the forward, of the buffers that it writes. `head` is, for the last stage of a
+    training step, the graph of the loss as a function of the stage's outputs.
     """
 
     packet: Packet
@@ -59,19 +63,21 @@ class ForwardRecord:
     head: SavedForBackward | None = None
 
     def recompute(self, stage: Stage, writes: bool) -> SavedForBackward:
-        """Run the stage forward again, as it ran then. `writes` says that the stage writes to its inputs in place."""
-        # Autograd saves a buffer as the object itself, whose memory is put back after the run: it must save copies.
+        """Run the stage forward again with the inputs of the first run. `writes`: the stage writes to its inputs in
+        place.
+        """
+        # Autograd saves a buffer as the object itself, and its memory is put back after the run: so save copies.
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
         with self.context.enter(), self.surroundings(own), _restore_buffers(stage, self.buffers), note_nothing():
             return forward(stage, _copy_packet(self.packet, writes), writes)
 
 
 class WrittenBuffers:
-    """What is known of the buffers that a stage writes: all is compared in its first run, and less in later ones.
+    """The buffers that a stage is known to write. The first run compares all buffers, and later runs fewer.
 
-    Versions tell of most writes. Kernels that update a buffer, as batch norm's do, do not always count that as one, so
-    values are compared too. On an accelerator the host would wait for that: but for the first run it learns of such a
-    write later, and raises then.
+    A tensor's version counts most writes. Kernels that update a buffer, such as batch norm's, may not count, so values
+    are compared too. On an accelerator the host would have to wait for the comparison. After the first run it does not
+    wait: it learns of such a write later, and raises then.
     """
 
     def __init__(self) -> None:
@@ -86,10 +92,11 @@ class WrittenBuffers:
         return {name: buffers[name].clone() for name in likely}
 
     def note(self, before: dict[str, Tensor], versions: dict[str, int], after: dict[str, Tensor]) -> None:
-        """Note what a forward has written. `before` are copies of buffers, `versions` are those of all.
+        """Record which buffers a forward has written. `before` has copies of some buffers, `versions` the version of
+        each.
 
-        Raises FxsplitError for a large buffer that is written and was not in the first run: no copy of it was made in
-        time. So it does, later, where the host has not waited for an accelerator to compare.
+        Raises FxsplitError if a large buffer is written that the first run did not write: it was not copied in time. If
+        the comparison is still pending on an accelerator, a later call raises.
         """
         changed = {n for n, b in after.items() if b._version != versions[n]}
         if late := sorted(changed - before.keys()):
@@ -98,17 +105,19 @@ class WrittenBuffers:
         open_ = [name for name in before if name not in self.names]
         there = [name for name in open_ if self._looked and not is_on_host(after[name])]
         self.names |= {name for name in open_ if name not in there and not torch.equal(before[name], after[name])}
-        # Of a host that is far ahead nothing more is asked.
+        # If too many comparisons are pending, this one is skipped.
         if there and not self._coming.is_full:
             self._coming.add(torch.stack([_differs(before[n], after[n]) for n in there]), there)
         self._looked = True
 
     def _read_arrived(self) -> None:
-        """Read the comparisons that accelerators have made by now; raise FxsplitError for a buffer that differs."""
+        """Read the comparisons that have arrived. Raises FxsplitError if a buffer differs that was not known to be
+        written.
+        """
         for differences, names in self._coming.take_arrived():
             late = [name for name, differs in zip(names, differences.tolist(), strict=True) if differs]
             new = [name for name in late if name not in self.names]
-            # Known from now on. Another worker may have found it in the first run too.
+            # Add it, so that the error comes once. Another worker's first run may have added it already.
             self.names.update(late)
             if new:
                 raise FxsplitError(
@@ -118,10 +127,10 @@ class WrittenBuffers:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return whether two tensors differ anywhere, as a tensor where they are; what is no number differs."""
+    """Return a flag on the tensors' device that is set if they differ anywhere. NaN differs from NaN."""
     if a.shape != b.shape:
         return torch.ones((), dtype=torch.bool, device=b.device)
-    # Of floats of eight bits torch compares no values.
+    # torch cannot compare 8-bit floats by value.
     return (a.view(torch.uint8) != b.view(torch.uint8) if a.dtype.itemsize == 1 else a != b).any()
 
 
@@ -133,10 +142,10 @@ def forward_without_activations(
     surroundings: Surroundings,
     context: ThreadModes,
 ) -> tuple[tuple[Any, ...], ForwardRecord]:
-    """Run a stage forward and keep no activations; note in `written` which buffers it writes.
+    """Run a stage forward without keeping activations, and note in `written` which buffers it writes.
 
-    Returns the detached outputs, with requires_grad as the stage set it, and what was kept. Raises FxsplitError for a
-    buffer that is written too late (see `WrittenBuffers.note`).
+    Returns the outputs, detached and with requires_grad as the stage set it, and the record for the second run. Raises
+    FxsplitError if a buffer is first written now (see `WrittenBuffers.note`).
     """
     now = dict(stage.module.named_buffers())
     before = written.copy_likely(now)
@@ -144,14 +153,14 @@ def forward_without_activations(
     with surroundings(frozenset()), saved_tensors_hooks(_drop, _refuse):
         outputs = forward(stage, _copy_packet(packet, writes), writes).outputs
     written.note(before, versions, dict(stage.module.named_buffers()))
-    # Detached, since this graph has saved nothing and can never run backward.
+    # Detach them: this graph has saved nothing and can never run backward.
     detached = tuple(v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in outputs)
     buffers = {name: b for name, b in before.items() if name in written.names}
     return detached, ForwardRecord(packet, buffers, surroundings, context)
 
 
 def _copy_packet(packet: Packet, writes: bool) -> Packet:
-    """Return a packet that the stage may write to: copies if it `writes`, since the second run needs the values too."""
+    """Return a packet that the stage may write to: copies if it `writes`, since the second run needs the inputs."""
     if not writes:
         return packet
     return Packet(tuple(v.clone() if isinstance(v, Tensor) else v for v in packet.values), packet.wanted)
@@ -159,7 +168,7 @@ def _copy_packet(packet: Packet, writes: bool) -> Packet:
 
 @contextmanager
 def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
-    """Let the stage's buffers have earlier values, in other memory, inside the block."""
+    """Give the stage's buffers the values of `earlier`, in other memory, in the block."""
     now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
     memory = {name: buffer.data for name, buffer in now.items()}
 
@@ -167,7 +176,7 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
         for name, buffer in now.items():
             buffer.data = memory[name]
 
-    # `.data` is replaced and not written: autograd may have saved the buffer, and a write would count as a version.
+    # Replace `.data` rather than write: autograd may have saved the buffer, and a write would count as a new version.
     with restore_after(put_back):
         for name, buffer in now.items():
             buffer.data = earlier[name]
@@ -175,15 +184,15 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
 
 
 def _drop(tensor: Tensor) -> None:
-    """Keep nothing in place of a tensor that autograd wants to save."""
+    """Save nothing in place of a tensor that autograd wants to save."""
 
 
 def _refuse(nothing: None) -> Tensor:
-    """Raise FxsplitError: a stage's first run is never run backward, but for tensors of it that somebody has kept."""
+    """Raise FxsplitError: only a tensor that user code kept can start a backward through a stage's first run."""
     raise FxsplitError(f"{KEPT}; this stage recomputes, so its first run has kept nothing to go backward with")
 
 
 def list_loss_leaves(outputs: tuple[Any, ...], found: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the leaves `found` of a loss that are not outputs of the last stage: parameters of the loss function."""
+    """Return the leaves `found` of a loss that are parameters of the loss function, not outputs of the last stage."""
     own = {id(v) for v in outputs}
     return tuple(leaf for leaf in found if id(leaf) not in own)

@@ -1,6 +1,6 @@
-"""Sum the gradients of a stage's replicas on the device of the first one, which never holds two sets of them.
+"""Sum the gradients of a stage's replicas on the first replica's device, without a second full set there.
 
-Large gradients come to the device one after the other, and each is let go of, here and where it was, when it is added.
+Large gradients arrive one after the other. After it is added, a gradient is freed on both devices.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 
 def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: DeviceStream) -> None:
-    """Add `part`, the sums of another replica, to those of the first one; `part` is empty afterwards.
+    """Add `part`, the sums of another replica, to the first replica's `sums`. `part` is empty afterwards.
 
-    leaf_of: the first replica's leaf for each of the other's; leaves of a loss are the same for both.
-    stream: the first replica's, which waits already for the other's.
+    leaf_of: the first replica's leaf for each leaf of the other replica. Leaves of a loss are the same for both.
+    stream: the first replica's stream, which already waits for the other stream.
     """
     while part.totals:
         leaves, totals, held_bytes = [], [], 0
-        # Small gradients come together, as each addition is a call.
+        # Small gradients arrive together, since each addition is a call.
         for leaf, total in part.totals.items():
             leaves.append(leaf)
             totals.append(total)
@@ -35,6 +35,6 @@ def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream
             del part.totals[leaf]
         own = [leaf_of.get(leaf, leaf) for leaf in leaves]
         here = stream.receive(totals)
-        # A parameter of the loss may live elsewhere than the stage.
+        # A parameter of the loss may live on another device than the stage.
         sums.add([(leaf, t.to(leaf.device, non_blocking=True), True) for leaf, t in zip(own, here, strict=True)])
         del totals, here

@@ -1,9 +1,12 @@
 """Run one action of a worker: a stage forward or backward on one microbatch.
 
-Schedules such as ZB-H1 split a backward: input gradients (I) at once, since the stage before waits for them alone, and
-weight gradients (W) when the worker has time. The first part keeps the gradient that arrives at each weight's branch
-node (see `torch_internals/autograd/split.py`), and the second part goes from there to the weights. Weights without a
-branch node get their gradients in the first part, and so do all weights of stages whose modules have hooks.
+whole backward (B):   loss --> ... --> inputs and weights
+split backward (I):   loss --> ... --> inputs               keeps the gradient at each weight's branch node
+               (W):                      branch nodes --> weights
+
+Schedules such as ZB-H1 split a backward. Input gradients (I) run at once, since the stage before waits only for them.
+Weight gradients (W) run when the worker has time. See `torch_internals/autograd/split.py` for branch nodes. A weight
+without a branch node gets its gradient in the first part, and so do all weights of a stage whose modules have hooks.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ KEPT = (
     "forward, and such a tensor has gradients within its stage alone: parameters of earlier stages would get none; "
     "return the tensor as an output of the model and compute the loss from that, or call pipe.model for it"
 )
-"""What is said of features that somebody keeps and runs backward from."""
+"""The error of a backward from a tensor that user code kept from a stage."""
 
 
 HELD_BYTES = LEAST_BYTES
-"""Once so many bytes of weight gradients are held, they are added to their sums."""
+"""Once held weight gradients reach this size in bytes, they are added to their sums."""
 
 
 class Packet(NamedTuple):
-    """Values on their way between stages: detached, with whether a gradient is expected back for each."""
+    """Values on their way between stages, detached, each with a flag that says whether it wants a gradient back."""
 
     values: tuple[Any, ...]
     wanted: tuple[bool, ...]
@@ -56,7 +59,7 @@ class Packet(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What a stage's backward on one microbatch starts from.
+    """The ends of a stage's graph on one microbatch, from which its backward starts.
 
     `extra` are leaves that only its loss depends on, for example a temperature that the loss function trains.
     """
@@ -69,12 +72,12 @@ class SavedForBackward(NamedTuple):
 def forward(stage: Stage, packet: Packet, writes: bool = False) -> SavedForBackward:
     """Run a stage on a packet. In grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
 
-    A stage that `writes` to its inputs in place gets copies of them, since autograd lets nothing write to a leaf.
+    A stage that `writes` to its inputs in place gets copies, since autograd forbids writes to a leaf.
     """
     if not torch.is_grad_enabled():
         return SavedForBackward(packet.values, stage(*packet.values))
     pairs = zip(packet.values, packet.wanted, strict=True)
-    # Detached again, since one value may go to several stages, and each needs a leaf of its own.
+    # Detach again: one value may go to several stages, and each needs a leaf of its own.
     inputs = tuple([_make_boundary(v) if wanted else v for v, wanted in pairs])
     if not writes:
         return SavedForBackward(inputs, stage(*inputs))
@@ -84,9 +87,9 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> SavedForBackw
 
 
 def _make_boundary(value: Tensor) -> Tensor:
-    """Return a value as a leaf at which the graph of a stage ends, and which no backward but the pipeline's may reach.
+    """Return a value as a leaf at which a stage's graph ends. Any backward but the pipeline's raises an error there.
 
-    The pipeline's own asks for the leaf's gradient and accumulates none, so it runs no hook.
+    The pipeline's backward asks for the leaf's gradient without accumulating it, so it does not run the hook.
     """
     leaf = value.detach().requires_grad_()
     put_hook_behind(leaf, _refuse_foreign_backward)
@@ -94,14 +97,14 @@ def _make_boundary(value: Tensor) -> Tensor:
 
 
 def _refuse_foreign_backward(leaf: Tensor) -> None:
-    """Raise FxsplitError for a backward of the user's own that has come to the start of a stage."""
+    """Raise FxsplitError for a user's own backward that has reached the start of a stage."""
     raise FxsplitError(KEPT)
 
 
 def refuse_kept(saved: SavedForBackward) -> None:
-    """Raise FxsplitError where a backward of the caller's, which runs now, is to run through a stage by itself too.
+    """Raise FxsplitError if the caller's running backward will go through a stage's graph by itself too.
 
-    It would find the stage's graph freed by the pipeline's own backward, which comes first.
+    The pipeline's own backward comes first, and frees that graph.
     """
     ends = [v for v in saved.inputs if isinstance(v, Tensor) and v.requires_grad]
     if comes_through(ends, [v for v in saved.outputs if isinstance(v, Tensor)]):
@@ -118,13 +121,14 @@ def backward(
     *,
     keeps_zeros: bool = False,
 ) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
-    """Run a stage backward from the gradients of its outputs, which are None where there is none.
+    """Run a stage backward from the gradients of its outputs (None: no gradient).
 
-    Returns the gradients of its inputs, the shares of `trained` and of what else the loss depends on, and what is left
-    to do. `first` says that some leaf may get its first gradient; later ones are added to a sum, whether others refer
-    to them or not, so they are not asked. With a `finder`, which is the stage's, the weights that have a branch node
-    are left for later. Gradients of large leaves are added to `sums`, if given, and are no shares. `keeps_zeros` says
-    that gradients of outputs may be zero where these were divided by zero.
+    Returns the gradients of its inputs, the shares of `trained` and of `saved.extra`, and the weight backwards left to
+    do.
+    first: whether a leaf may get its first gradient. Only then does it matter whether a gradient's memory is shared.
+    finder: the stage's own; leave the gradients of weights with a branch node for later.
+    sums: add gradients of large leaves here directly, instead of returning them as shares.
+    keeps_zeros: gradients of outputs may be zero although the output was divided by zero.
     """
     roots, arrived = list_roots(saved, gradients)
     if keeps_zeros:
@@ -133,21 +137,21 @@ def backward(
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
     nodes: BranchNodes = {}
     if finder is not None:
-        # A weight that the loss depends on too gets a gradient from two places, one of them outside of the stage.
+        # A weight that the loss reads too gets a gradient from two places, one of them outside the stage.
         beside = {id(leaf) for leaf in saved.extra}
         nodes, trained = finder.find(roots, [weight for weight in trained if id(weight) not in beside])
     leaves = [saved.inputs[i] for i in wanted] + list(trained)
-    # Compared by identity, since == of tensors compares elements.
+    # Compare by identity, since == of tensors compares elements.
     leaves += [one for one in saved.extra if all(one is not leaf for leaf in leaves)]
     edges = [edge for branch in nodes.values() for edge in branch.edges]
     if not roots or not (leaves or edges):
         return of_inputs, [], []
-    # The stage's own leaves are muted in all workers; which leaves a loss has is known only now.
+    # The stage's own leaves are muted in all workers. The leaves of a loss are known only now.
     try:
         with mute(saved.extra) if saved.extra else NO_CONTEXT:
             found, caught = differentiate_into(sums, roots, arrived, [*leaves, *edges], retain_graph=bool(edges))
     except RuntimeError as error:
-        # torch does not know who else may have run a backward, and has freed the graph.
+        # torch's message does not say that another backward has freed the graph.
         if not is_second_backward(error):
             raise
         raise FxsplitError(KEPT) from error
@@ -162,14 +166,14 @@ def backward(
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool = True) -> None:
-    """Add the gradients of the weights to `sums`, and empty the list of what is left to do.
+    """Add the gradients of the weights to `sums`, and empty the list `left` of weight backwards.
 
-    `first` says that some weight may get its first gradient.
+    `first`: whether a weight may get its first gradient.
     """
     shares: list[Share] = []
     held_bytes = 0
     with torch.no_grad():
-        # Popped, so that the gradients that a branch node was waiting with are freed one after the other.
+        # Pop, so that the gradient kept at each branch node is freed after its use.
         while left:
             one = left.pop()
             found = one.run()
@@ -177,7 +181,7 @@ def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool
             shares += new
             held_bytes += sum([g.nbytes if g.layout is torch.strided else count_bytes(g) for _, g, _ in new])
             del found, new
-            # Small gradients are added together, as each addition is a call. Large ones are not held together.
+            # Small gradients are added together, since each addition is a call. Large gradients are not held together.
             if held_bytes > HELD_BYTES or not left:
                 sums.add(shares)
                 shares, held_bytes = [], 0
@@ -191,23 +195,23 @@ def list_roots(saved: SavedForBackward, gradients: Sequence[Tensor | None]) -> t
 
 
 Frames = Sequence[tuple[FrameType, int]]
-"""Frames of one thread, the innermost last, each with the line that it is at."""
+"""Frames of one thread, the innermost last, each with its current line."""
 
 
 def list_frames(innermost: FrameType | None) -> Frames:
-    """Return the frames of a thread that runs."""
+    """Return the frames of a running thread."""
     return list(traceback.walk_stack(innermost))[::-1] if innermost else []
 
 
 def find_node(frames: Frames, stage: Stage) -> str:
-    """Return the node of a stage that its code is at, with the user's line. Empty where no frame is the stage's.
+    """Return the node that a stage's code is running, with the user's line; empty if no frame is the stage's.
 
     For example: `, node 'relu_3' in layers.2.mlp from File "model.py", line 12`.
     """
     code = type(stage.module).forward.__code__
     for frame, line in frames:
         if frame.f_code is code:
-            # Each line of the generated code is `name = call(...)`, with the name of its node.
+            # Each line of the generated code is `name = call(...)` with the node's name.
             name = linecache.getline(code.co_filename, line).strip().split(" = ")[0]
             node = next((n for n in stage.module.graph.nodes if n.name == name), None)
             return f", node {name!r}{_describe_origin(node, stage.module) if node else ''}"
@@ -215,13 +219,13 @@ def find_node(frames: Frames, stage: Stage) -> str:
 
 
 def _describe_origin(node: fx.Node, module: nn.Module) -> str:
-    """Return where in the model a node is, and the user's file and line that it was traced from, as far as known."""
+    """Return the module path of a node, and the user's file and line that it was traced from, if known."""
     path = find_module_path(node)
     if node.op == "call_module":
-        # A number, as in an nn.Sequential, says little of a layer.
+        # A number, as in an nn.Sequential, says little: add the layer's class.
         path = f"{node.target} ({type(module.get_submodule(str(node.target))).__name__})"
     rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
     own = [place for place in places if is_users(place.split('"')[1])]
-    # The innermost frame of the user's comes last.
+    # The innermost user frame is last.
     return (f" in {path}" if path else "") + (f" from {own[-1]}" if own else "")

@@ -1,7 +1,7 @@
-"""Modules that several threads run at a time, and that set attributes of their own as they run.
+"""Locks for modules that several threads run at once and that set attributes of their own as they run.
 
-A hook of `torch.nn.utils.weight_norm` or `prune` computes `module.weight` before each forward and sets it. Of two
-threads in such a module, one would compute with the weight of the other's microbatch. So they take turns.
+A hook of `torch.nn.utils.weight_norm` or `prune` computes `module.weight` before each forward and sets it. If two
+threads ran such a module at once, one would compute with the weight of the other's microbatch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 STATELESS = ("torch.", "fxsplit.")
-"""Modules of these packages set no attributes as they run, unless somebody hooks them."""
+"""Modules of these packages set no attributes as they run, unless they have hooks."""
 
 
 class ModuleLocks:
-    """What stages need around a forward so that no two threads are in one module that may set attributes.
+    """Contexts for stages' forwards, so that no two threads run a module at once that may set attributes.
 
-    units: for each stage the modules that its devices run, one of them for each device.
+    units: for each stage, the module that each of its devices runs.
     """
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
@@ -33,7 +33,7 @@ class ModuleLocks:
         count = Counter(id(m) for stage in held for unit in stage for m in unit)
         self._shared = [{id(m): m for unit in stage for m in unit if count[id(m)] > 1} for stage in held]
         locks = [threading.RLock() for _ in units]
-        # Stages that share a module have one lock, and so have all that each of them shares others with.
+        # Stages that share a module have one lock, also through a third stage.
         self._locks = list(locks)
         for i, shared in enumerate(self._shared):
             for j in range(i):
@@ -42,16 +42,16 @@ class ModuleLocks:
                     self._locks = [new if lock is old else lock for lock in self._locks]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A lock is of one process, and another one makes locks of its own.
+        # A lock belongs to one process: an unpickled copy makes its own.
         return ModuleLocks, (self._units,)
 
     def list_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Return what each stage's forward has to be in now; hooks may come and go between jobs."""
+        """Return the context for each stage's forward in this job. Hooks may come and go between jobs."""
         pairs = zip(self._shared, self._locks, strict=True)
         return [lock if any(map(may_assign, shared.values())) else NO_CONTEXT for shared, lock in pairs]
 
 
 def may_assign(module: nn.Module) -> bool:
-    """Return whether a call of a module may set attributes: it has hooks, or a forward() that is not torch's."""
+    """Return whether a call of a module may set attributes: it has hooks, or its forward() is not torch's."""
     hooked = any(module.__dict__.get(kind) for kind in FORWARD_HOOKS)
     return hooked or not type(module).__module__.startswith(STATELESS)

@@ -1,7 +1,12 @@
-"""Queue a device's work: on streams of an accelerator, or nowhere on a CPU, so that no other room asks which it is.
+r"""Queue a device's work on streams of an accelerator; a CPU runs it at once. Other code need not ask which it is.
 
-The worker of an accelerator has a stream for its stages, and two for each accelerator that it sends values to: one at
-either end. So copies wait neither for the stages of the sender nor for those of the receiver, nor for copies to others.
+worker of gpu:0                                    worker of gpu:1
+stage stream   --[forward 0]--[forward 1]--...
+copy stream, out            \--[copy 0]--[copy 1]
+copy stream, in (on gpu:1)     [copy 0]--[copy 1]--token--> stage stream --[forward 0]--
+
+An accelerator's worker has one stream for its stages. For each accelerator that it sends values to it has two more, one
+at either end. So a copy waits neither for stages of the sender or receiver, nor for copies to other devices.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 AHEAD = 0.01
-"""How far a worker may be ahead of its accelerator: values of so large a share of the accelerator's memory.
+"""How far a worker may run ahead of its accelerator, as a share of the accelerator's memory.
 
-Memory of a value that two streams use is free only when the accelerator is past its last use, and not when the worker
-is. A worker that ran ahead without end would need memory for the values of all microbatches.
+Memory of a value that two streams use is free only after the accelerator's last use, not the worker's. A worker that
+ran ahead without limit would need memory for the values of all microbatches.
 """
 
 
 class Instant(NamedTuple):
-    """A moment on a device: seconds of the host's clock, and the event that was passed then, on an accelerator."""
+    """A moment on a device: seconds of the host's clock and, on an accelerator, the event recorded then."""
 
     device: torch.device
     seconds: float
@@ -36,7 +41,7 @@ class Instant(NamedTuple):
 
 
 class DeviceStream:
-    """A queue of work on one device; this one is a CPU's, which needs none: work is over when the call returns.
+    """A queue of work on one device. This base class is for a CPU: work is done when the call returns.
 
     A *token* marks a place in a stream; on a CPU it is None.
     """
@@ -45,19 +50,19 @@ class DeviceStream:
         self.device = device
 
     def enter(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which work goes to this stream."""
+        """Return a context in which work goes to this stream."""
         return NO_CONTEXT
 
     def mark(self) -> Any:
         """Return a token for everything queued so far."""
 
     def wait_for(self, token: Any) -> None:
-        """Let what is queued from now on wait for the place that a token, of any stream, marks."""
+        """Make later work of this stream wait for the place that a token marks, on any stream."""
         if token is not None:
             token.synchronize()
 
     def record_time(self) -> Any:
-        """Return the time at which this stream gets here: in seconds, or an event that will know the time."""
+        """Return the time at which this stream gets here: seconds, or an event that will know the time."""
         return time.perf_counter()
 
     def wait_for_instant(self) -> Instant:
@@ -65,16 +70,16 @@ class DeviceStream:
         return Instant(self.device, time.perf_counter())
 
     def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
-        """Return values for a worker on a device, and the token from which on they are there.
+        """Return values for a worker on a device, and the token after which they are ready.
 
-        The values of a CPU are handed over as they are.
+        A CPU hands its values over as they are.
         """
         return list(values), None
 
     def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
-        """Return values on this device that another thread made; what is queued from now on waits for the token.
+        """Return values on this device that another thread made; later work waits for the token.
 
-        Values that are no tensors, or are here already, are returned as they are. Their memory is not given back
+        Values that are not tensors, or are on this device already, are returned as they are. Their memory is not reused
         before this stream has read it.
         """
         self.wait_for(token)
@@ -82,13 +87,13 @@ class DeviceStream:
 
 
 class AcceleratorStream(DeviceStream):
-    """Streams of one worker on an accelerator, so that stages on one accelerator overlap too."""
+    """Streams of one worker on an accelerator. Workers on one accelerator overlap, since each has its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = accelerators.make_stream(device)
         self._copy_streams: dict[torch.device, list[torch.Stream]] = {}
-        # Values received, the oldest first: what marks the place before their use, and their bytes.
+        # Values received, the oldest first: the token before their use, and their bytes.
         self._received: deque[tuple[Any, int]] = deque()
         self._received_bytes = 0
         self._most_bytes = AHEAD * accelerators.count_memory_bytes(device)
@@ -113,20 +118,20 @@ class AcceleratorStream(DeviceStream):
         return event
 
     def wait_for_instant(self) -> Instant:
-        """Return this moment, at which the accelerator has done everything queued so far."""
+        """Return this moment, after the accelerator has done everything queued so far."""
         event = self.record_time()
         event.synchronize()
         return Instant(self.device, time.perf_counter(), event)
 
     def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
-        """Return values for a worker on a device, copied on streams of their own if the device is another one."""
+        """Return values for a worker on a device; copy them on the copy streams if it is another device."""
         here = self.mark()
         if to == self.device:
             return list(values), here
         *into, out = self._find_copy_streams(to)
         out.wait_event(here)
         try:
-            # A copy is queued on the current streams of both devices. Into a CPU it has only the one.
+            # A copy is queued on the current streams of both devices. A copy to a CPU has only this one.
             for stream in (*into, out):
                 accelerators.set_current_stream(stream)
             copied = [v.to(to, non_blocking=True) if isinstance(v, Tensor) else v for v in values]
@@ -136,7 +141,7 @@ class AcceleratorStream(DeviceStream):
         return copied, (*into, out)[0].record_event()
 
     def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
-        """Return values on this device. Those of a CPU are copied here; of accelerators, the sender has done so."""
+        """Return values on this device: copied here from a CPU; an accelerator's worker has copied them already."""
         self._stay_near()
         self.wait_for(token)
         hand_over(values)
@@ -147,14 +152,16 @@ class AcceleratorStream(DeviceStream):
         return found
 
     def _find_copy_streams(self, to: torch.device) -> list[torch.Stream]:
-        """Return the streams for copies to a device: on the device, if it is an accelerator, and on this one."""
+        """Return the streams for copies to a device: one on that device, if it is an accelerator, and one on this
+        device.
+        """
         if to not in self._copy_streams:
             ends = [to, self.device] if accelerators.is_accelerator(to) else [self.device]
             self._copy_streams[to] = [accelerators.make_stream(device) for device in ends]
         return self._copy_streams[to]
 
     def _stay_near(self) -> None:
-        """Wait until the accelerator is near enough behind this thread, and forget the values that it has come to."""
+        """Wait until this thread is not too far ahead of the accelerator, and forget the values that it has used."""
         while self._received:
             token, size = self._received[0]
             if not token.query():
@@ -171,7 +178,7 @@ def make_stream(device: torch.device) -> DeviceStream:
 
 
 def mark_caller(devices: Iterable[torch.device]) -> list[Any]:
-    """Return, for each accelerator among `devices`, a token for what the calling thread has queued there.
+    """Return, for each accelerator among `devices`, a token for the work that the calling thread has queued there.
 
     The workers wait for it, since the caller may still be computing the batch.
     """
@@ -179,8 +186,8 @@ def mark_caller(devices: Iterable[torch.device]) -> list[Any]:
 
 
 def make_caller_wait(devices: Iterable[torch.device], tokens: Sequence[Any]) -> None:
-    """Let the calling thread's streams on all of `devices` wait for all tokens."""
-    # Each for all: what the caller does next on one device may read what was copied there by another one's worker.
+    """Make the calling thread's streams on all of `devices` wait for all tokens."""
+    # Every stream waits for every token: the caller's next work on one device may read a copy from another device.
     for stream in map(accelerators.find_current_stream, _list_accelerators(devices)):
         for token in tokens:
             if token is not None:
@@ -188,7 +195,7 @@ def make_caller_wait(devices: Iterable[torch.device], tokens: Sequence[Any]) -> 
 
 
 def join_caller(devices: Iterable[torch.device]) -> list[Any]:
-    """Let each of the calling thread's streams on `devices` wait for all of them; return tokens for all."""
+    """Make the calling thread's streams on `devices` wait for each other; return a token for each."""
     found = list(dict.fromkeys(devices))
     tokens = mark_caller(found)
     make_caller_wait(found, tokens)
@@ -196,14 +203,14 @@ def join_caller(devices: Iterable[torch.device]) -> list[Any]:
 
 
 def hand_over(values: Iterable[Any]) -> None:
-    """Keep memory of accelerators that another thread allocated until this thread's current stream has read it."""
+    """Keep accelerator memory that another thread allocated until this thread's current stream has read it."""
     accelerators.hand_over(values)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, copied on the calling thread's current streams; it is itself where it is there.
+    """Return a tensor on a device, copied on the calling thread's current streams unless it is there already.
 
-    The host waits for a copy into its own memory alone.
+    The host waits only for a copy into its own memory.
     """
     if tensor.device == device:
         return tensor

@@ -1,9 +1,14 @@
-"""Run a stage whose weights change while microbatches that read earlier weights are under way.
+"""Run a stage whose weights change while microbatches that read earlier weights are in flight.
 
 Asynchronous schedules such as PipeDream step between microbatches, and a backward needs the weights of its forward. So
-each *version* of the weights is a set of leaves of its own, and the stage's modules hold the leaves of one version for
-as long as an action runs (weight stashing: Narayanan et al., PipeDream, 2019). The newest version lies in the model's
-own memory. Where actions to come still read that memory, a step moves the model's weights to other memory first.
+each *version* of the weights is a set of leaves of its own, and during an action the stage's modules hold the leaves of
+one version (weight stashing: Narayanan et al., PipeDream, 2019).
+
+version 0  [forward 0] [forward 1] [backward 0]          [backward 1]   old memory, freed after backward 1
+                                        step --> version 1 [forward 2]   the model's own memory
+
+The newest version is in the model's own memory. If later actions still read that memory, a step first moves the model's
+weights to other memory.
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
 class Stepper:
-    """Lets the user's one optimizer step for one stage at a time.
+    """Step the user's one optimizer for one stage at a time.
 
-    torch's optimizers pass over parameters whose `.grad` is None, so only the stage's own weights have one in a step.
+    torch's optimizers skip parameters whose `.grad` is None, so during a step only the stage's own weights have one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -51,16 +56,16 @@ class Stepper:
             for weight in weights:
                 weight.grad = None
 
-        # Hooks are the user's and expect this sum; those of microbatches are muted in this thread.
+        # The user's hooks expect this sum. In this thread they were muted for the microbatches' gradients.
         with self._one_at_a_time.take(), restore_after(forget), unmute():
             accumulate(sums)
             self._optimizer.step()
 
 
 def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | None:
-    """Return what steps between microbatches, or None for a schedule whose steps wait for the whole batch.
+    """Return a stepper for an asynchronous schedule, and None for a synchronous one.
 
-    Raises InputError where an asynchronous schedule has no optimizer, and where a synchronous one has.
+    Raises InputError if an asynchronous schedule has no optimizer, or a synchronous one has an optimizer.
     """
     if schedule.synchronous:
         if optimizer is not None:
@@ -70,13 +75,13 @@ def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | N
         raise InputError(
             f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
         )
-    # The gradient of another stage would take part in the first step.
+    # A leftover gradient of another stage would take part in the first step.
     optimizer.zero_grad(set_to_none=True)
     return Stepper(optimizer)
 
 
 class VersionedReplica(Replica):
-    """A stage with as many versions of its weights as the actions in `row`, those of its device, ask for."""
+    """A stage that holds a version of its weights for as long as actions in `row` (its device's actions) read it."""
 
     def __init__(
         self,
@@ -89,14 +94,14 @@ class VersionedReplica(Replica):
     ) -> None:
         super().__init__(stage, device, places, compilations)
         self._stepper = stepper
-        # How many actions are still to read each version.
+        # The number of actions that will still read each version.
         self._left = Counter(a.version for a in row if a.stage == stage.index and a.op in COMPUTES)
         modules = stage.module.modules()
         self._slots = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
         self._weights = {weight: None for _, _, weight in self._slots}
         self._newest = 0
         self._leaves: dict[int, dict[Tensor, Tensor]] = {}
-        # A step sums gradients of leaves of several versions. Each weight has one sum, and its key takes no memory.
+        # A step sums gradients of leaves of several versions. Each weight has one sum, under an empty tensor as key.
         self._keys: dict[Tensor, Tensor] = {weight: torch.empty(0) for weight in self._weights}
         self._owner_of = {key: weight for weight, key in self._keys.items()}
         self._key_of: dict[Tensor, Tensor] = {}
@@ -104,9 +109,9 @@ class VersionedReplica(Replica):
 
     @contextmanager
     def use_version(self, version: int, *, catches: bool = False) -> Iterator[None]:
-        """Let the stage's modules hold the leaves of a version for the block, which is one action."""
+        """Make the stage's modules hold the leaves of a version in the block, which is one action."""
         leaves = self._leaves[version]
-        # Only for the action: a hook keeps its leaf, and so a version that is over.
+        # Watch only during the action: its hook keeps the leaf alive, and so would keep an old version.
         accumulator = EagerAccumulator(self._key_of).watch(leaves.values()) if catches else NO_CONTEXT
 
         def put_back() -> None:
@@ -121,30 +126,31 @@ class VersionedReplica(Replica):
         self._forget_versions()
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
-        """Return the leaves of a version, and after them the weights themselves.
+        """Return the leaves of a version, followed by the weights themselves.
 
-        A weight itself gets a gradient only where the stage's code has read it past its modules, which `step` refuses.
+        A weight itself gets a gradient only if the stage's code reads it otherwise than through its module; `step`
+        refuses that.
         """
         leaf_of = self._leaves[version]
         leaves = [leaf_of.get(weight, weight) for weight in trained]
         return [*leaves, *(weight for weight in trained if weight in leaf_of)]
 
     def key_shares(self, shares: list[Share]) -> list[Share]:
-        """Return the shares of leaves under what the sums know their weights by, whichever version they are of."""
+        """Return the shares of leaves under the keys of their weights, for all versions."""
         return [(self._key_of.get(leaf, leaf), gradient, unshared) for leaf, gradient, unshared in shares]
 
     def step(self, action: Action, sums: Sums) -> None:
-        """Let the optimizer make a new version of the weights, from the newest one and these sums of gradients.
+        """Let the optimizer make a new version of the weights, from the newest version and these sums of gradients.
 
-        Raises InputError where a weight itself got a gradient (see `list_leaves`).
+        Raises InputError if a weight itself got a gradient (see `list_leaves`).
         """
         passed = next((weight for weight in sums.totals if weight in self._weights), None)
         if passed is not None:
             raise InputError(
-                f"a module reads its parameter of shape {tuple(passed.shape)} from elsewhere than its attribute, where "
-                "earlier versions of weights cannot be: train it under a schedule that waits for its step, as 1F1B"
+                f"a module reads its parameter of shape {tuple(passed.shape)} otherwise than as its own attribute, so "
+                "it cannot get an earlier version: use a schedule that waits for the whole batch, such as 1F1B"
             )
-        # The optimizer writes to the model's memory, which is that of the newest version.
+        # The optimizer writes to the model's memory, which is the newest version's.
         if self._left[self._newest] > 0:
             self._move_weights()
         found = Sums()
@@ -153,32 +159,32 @@ class VersionedReplica(Replica):
         self._add_version(action.version)
 
     def _add_version(self, version: int) -> None:
-        """Make the model's weights as they are now a version."""
+        """Make the model's present weights a version."""
         self._newest = version
-        # `.data` is a tensor of its own on the same memory: a leaf that the optimizer does not know.
+        # `.data` is a new tensor on the same memory: a leaf that the optimizer does not know.
         self._leaves[version] = {w: w.data.requires_grad_(w.requires_grad) for w in self._weights}
         self._forget_versions()
 
     def _forget_versions(self) -> None:
-        """Let go of the versions that no action will read, but for the newest one."""
+        """Drop the versions that no action will read, except the newest."""
         self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == self._newest or self._left[v] > 0}
         self._key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
-        """Move the model's weights to other memory. Those that share memory go on sharing it."""
-        # The caller's stream made the memory that they leave, and this worker's may still be reading it.
+        """Move the model's weights to other memory. Weights that share memory go on sharing it."""
+        # The caller's stream allocated the old memory, and this worker's stream may still be reading it.
         hand_over(self._weights)
         moved: dict[int, UntypedStorage] = {}
         for weight in self._weights:
             key = get_storage_id(weight)
-            # Whole storages are moved, since weights may be views of one, as those of an LSTM are.
+            # Move whole storages, since weights may be views of one, as an LSTM's are.
             storage = moved[key] = moved[key] if key in moved else _copy_storage(weight)
             elsewhere = torch.empty(0, dtype=weight.dtype, device=weight.device)
             weight.data = elsewhere.set_(storage, weight.storage_offset(), weight.shape, weight.stride())
 
 
 def _copy_storage(weight: Tensor) -> UntypedStorage:
-    """Return a copy of the memory that a weight lies in, from the allocator that all tensors have theirs from."""
-    # A storage that is cloned as such passes over an allocator that was set for tensors.
+    """Return a copy of a weight's storage, from the allocator that tensors use."""
+    # Cloning the storage itself would bypass an allocator that was set for tensors.
     whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
     return whole.clone().untyped_storage()

@@ -57,9 +57,9 @@ def test_a_loss_that_raises_is_named_with_its_line() -> None:
     """The message blamed nodes of the last stage, which had done nothing."""
     line = blow_up.__code__.co_firstlineno + 1
     for loss_fn, name in (
-        (blow_up, f"loss_fn 'blow_up' from File \"{__file__}\", line {line}, microbatch 0 behind stage 1 of 2"),
+        (blow_up, f"loss_fn 'blow_up' from File \"{__file__}\", line {line}, microbatch 0 after stage 1 of 2"),
         (partial(blow_up), "loss_fn 'blow_up'"),
-        (F.nll_loss, "loss_fn 'nll_loss', microbatch 0 behind stage 1 of 2"),
+        (F.nll_loss, "loss_fn 'nll_loss', microbatch 0 after stage 1 of 2"),
     ):
         with fxsplit.compile(Mlp(), 2, loss_fn=loss_fn, passes=FAST) as pipe, pytest.raises(Exception) as caught:
             pipe.step(vectors(), target=torch.full((8,), 9))

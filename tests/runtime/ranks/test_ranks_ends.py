@@ -114,7 +114,7 @@ def make_environment() -> dict[str, str]:
     [
         ("raise", 1, "ValueError: the data is gone"),
         ("exit", 0, "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls"),
-        ("SIGKILL", -signal.SIGKILL, "RankError: rank 1 of 2 has left: its program has ended without a word"),
+        ("SIGKILL", -signal.SIGKILL, "RankError: rank 1 of 2 has left: its program has ended without a message"),
         pytest.param(
             "SIGSEGV", -signal.SIGSEGV, "rank 1 of 2 has left: its program has ended without", marks=pytest.mark.long
         ),
@@ -139,8 +139,8 @@ def test_a_program_that_ends_between_steps_ends_the_others(what: str, code: int,
     ("what", "code", "said"),
     [
         ("exit3", 3, "RankError: rank {} of 2 has raised SystemExit: 3"),
-        ("_exit0", 0, "RankError: rank {} of 2 has left: its program has ended without a word"),
-        ("SIGSEGV", -signal.SIGSEGV, "RankError: rank {} of 2 has left: its program has ended without a word"),
+        ("_exit0", 0, "RankError: rank {} of 2 has left: its program has ended without a message"),
+        ("SIGSEGV", -signal.SIGSEGV, "RankError: rank {} of 2 has left: its program has ended without a message"),
     ],
 )
 def test_a_program_that_ends_in_a_step_ends_the_others(what: str, code: int, said: str, tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def run_commands(rank: int, n: int, *given: list[str]) -> list[tuple[int, str, s
 BAD = {
     "--devices 2": "--devices 2: under a launcher each rank is a device, so leave it out",
     "--pipelines 3": "--pipelines 3 of 2 ranks: give a number that divides them",
-    "--gradient-hook fp16": "gradient_hook='fp16' adds gradients of pipelines side by side",
+    "--gradient-hook fp16": "gradient_hook='fp16' adds gradients of data-parallel pipelines",
 }
 
 

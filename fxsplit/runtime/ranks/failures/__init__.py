@@ -1,1 +1,1 @@
-"""Failures: how ranks learn that another one has failed or left, wherever they wait."""
+"""Failure detection: every waiting rank learns that another rank has failed or left."""

@@ -1,7 +1,7 @@
-"""Faults: an exception of one rank as the other ranks learn of it, and raise it too.
+"""Faults: an exception of one rank in a form that other ranks can raise too.
 
-What one rank raises, all ranks raise, so that a program's `except` clauses take the same way on each of them. An
-exception travels as text: its message, and the names of its types, which are looked up and never imported.
+All ranks raise the error of one rank, so that a program's `except` clauses act alike on each of them. An exception
+travels as text: its message, and the names of its types, which are looked up but never imported.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from fxsplit.errors import FxsplitError, RankError, StageError
 
 OUTER = {f"{kind.__module__}:{kind.__qualname__}" for kind in (StageError, FxsplitError)}
-"""What an error of a stage is besides what the stage raised."""
+"""The types that a stage's error has in addition to the original exception's."""
 MOST_CHARACTERS = 20_000
-"""Of a longer message the rest is left out."""
+"""Longer messages are cut off."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank has raised.
+    """An exception that a rank has raised.
 
-    rank: the rank's number among those of the pipeline. kinds: the types of the exception, as "module:name", the most
-    special one first; none if the rank has left without an exception. text: its message.
+    rank: the rank's number in the pipeline. kinds: the exception's types as "module:name", the most derived first;
+        empty if the rank has left without an exception. text: its message.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Fault:
-        """Return an exception that this rank has raised as a fault."""
+        """Return the fault for an exception of rank `rank`."""
         kinds = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__ if kind is not object]
         text = str(error) or type(error).__name__
         return cls(rank, tuple(dict.fromkeys(kinds)), text[:MOST_CHARACTERS])
@@ -48,27 +48,27 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Return the fault that another rank has told of."""
+        """Return the fault that another rank has posted."""
         told = json.loads(text)
         return cls(int(told["rank"]), tuple(map(str, told["kinds"])), str(told["text"]))
 
     @property
     def kind(self) -> str:
         """The name of the exception's type, for people."""
-        # The error of a stage is also of the type of what the stage raised, which says more.
+        # A stage's error also has the type of the original exception, which says more.
         names = [kind.partition(":")[2] for kind in self.kinds if kind not in OUTER]
         return names[0] if names else StageError.__name__
 
     def make_error(self, n_ranks: int) -> RankError:
-        """Return what the other ranks raise: a RankError that is also of the exception's own type, where that is known.
+        """Return the error for other ranks: a RankError that also has the exception's own type, if that is known.
 
-        For example a ValueError of rank 1 is caught by `except ValueError` on rank 0 too.
+        For example, a ValueError of rank 1 is caught by `except ValueError` on rank 0 too.
         """
         did = f"raised {self.kind}" if self.kinds else "left"
         message = f"rank {self.rank} of {n_ranks} has {did}: {self.text}"
         kinds: list[type[Exception]] = [RankError]
         for own in filter(None, map(find_type, self.kinds)):
-            # An error of a stage is two things, a StageError and what the stage raised.
+            # A stage's error has two types: StageError and the original exception's.
             if not any(issubclass(kind, own) for kind in kinds):
                 kinds.append(own)
         made = _make_of_kinds(kinds, message)
@@ -77,11 +77,11 @@ class Fault:
 
 
 def _make_of_kinds(kinds: list[type[Exception]], message: str) -> RankError:
-    """Return an error of all `kinds`, of which the first is RankError, or of as many of them as go together."""
-    # Some types cannot be subclassed, or not together.
+    """Return an error of all `kinds`, or of as many as can be combined. The first kind is RankError."""
+    # Some types cannot be subclassed or combined.
     for count in range(len(kinds), 1, -1):
         with suppress(TypeError):
-            # Named as users know it: in a traceback stands the name of the class.
+            # Use the name that users know: a traceback shows the class's name.
             body = {"__module__": RankError.__module__, "__init__": Exception.__init__}
             made: RankError = type("RankError", tuple(kinds[:count]), body)(message)
             return made
@@ -89,10 +89,10 @@ def _make_of_kinds(kinds: list[type[Exception]], message: str) -> RankError:
 
 
 def find_type(name: str) -> type[Exception] | None:
-    """Return the exception type "module:name", or None where this process has not loaded such a type."""
+    """Return the exception type "module:name", or None if this process has not loaded it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    # An interrupt, or the end of one rank's process, is a failure to the others.
+    # A rank's KeyboardInterrupt or SystemExit is only a failure to other ranks: do not raise it there.
     return found if isinstance(found, type) and issubclass(found, Exception) else None

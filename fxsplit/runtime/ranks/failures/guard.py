@@ -1,7 +1,11 @@
-"""FaultGuard: lets every rank raise the first failure of any, wherever it happens and wherever the others wait.
+"""A fault guard: every rank raises the first failure of any rank, even if it waits inside torch.
 
-A failure is posted on a board, and the process groups of whoever waits are broken, which wakes them. So groups are made
-anew after each failure.
+rank 1: error --> post on the board --> break its own waits --> raise
+rank 0: in a wait; its watcher thread sees the board --> break waits --> raise the same error
+both:   next call makes new process groups
+
+A failure is posted on a board, and the process groups of waiting ranks are broken, which wakes them. So groups are made
+again after each failure.
 """
 
 from __future__ import annotations
@@ -37,18 +41,18 @@ from fxsplit.torch_internals.distributed.process_groups import (
 )
 
 BLAME_S = 2.0
-"""How long a rank that has lost another one waits to learn why, before it says so itself."""
+"""How long, in seconds, a rank that has lost another waits to learn why, before it posts the loss itself."""
 REST_S = 0.5
-"""How long a process that ends waits for threads of torch's."""
+"""How long, in seconds, an exiting process waits for torch's threads."""
 SEEN_S = 1.0
-"""How long a rank whose program ends with an error lets the others read it: a launcher ends them all then."""
+"""How long, in seconds, an exiting rank lets the others read its error: then a launcher may kill them all."""
 
 
 class FaultGuard:
-    """What ranks that run pipelines together tell each other of failures.
+    """Shares failures between ranks that run pipelines together.
 
-    name: what these ranks are called in the store that they met through. list_groups: the process groups in which this
-        rank may wait for others. describe: says what this rank is doing, for a message about a limit that has passed.
+    name: the name of these ranks in the store through which they met. list_groups: returns the process groups in which
+        this rank may wait. describe: returns this rank's present activity, for the message of a timeout.
     """
 
     def __init__(
@@ -60,36 +64,37 @@ class FaultGuard:
         describe: Callable[[], str],
     ) -> None:
         self._members = find_membership()
-        # What blocks have been finished in this turn by this rank, and with whom it has met in the one that it is in.
+        # The blocks that this rank has finished in this turn, by ranks, and the ranks that it has met in its present
+        # block.
         self._finished, self._met = Counter[tuple[int, ...]](), set[tuple[int, ...]]()
         self._board = FaultBoard(clone_store(), name, me, n_ranks, self._members, self._finished)
-        # The thread has a board of its own, as one that waits in a store keeps others waiting.
+        # The thread needs a store connection of its own: a wait in a store blocks other users of the connection.
         self._watched = FaultBoard(clone_store(), name, me, n_ranks, self._members, self._finished)
         self._list_groups = list_groups
         self._watcher = FaultWatcher(self._watched, self._break_waits, describe)
         self._watches = False
         self.is_broken = False
-        """Whether the groups are of no use, since a failure."""
+        """Whether a failure has made the groups unusable."""
         self._is_over = False
         self.has_broken_off = False
-        """Whether what this rank waits for was broken off here, as after a failure of another rank."""
+        """Whether this rank's wait was broken off here, for example after another rank's failure."""
         _guards.add(self)
         _hear_of_ends()
 
     @property
     def rank(self) -> int:
-        """This rank's number among those of the guard, as faults have it."""
+        """This rank's number in faults."""
         return self._board.me
 
     @contextmanager
     def watch(self, limit_s: float, *, firm: bool = False, needed: frozenset[int] | None = None) -> Iterator[None]:
-        """Watch over what all ranks do in the block, which may take `limit_s`; raises the first failure of any rank.
+        """Guard a block that all ranks run, for at most `limit_s` seconds: raises the first failure of any rank.
 
-        A rank raises its own error where it has one. Otherwise it raises a RankError, which is also of the type of the
-        first failure, and at once if a rank has left, unless that rank has finished this block before: it is not waited
-        for. A block inside of another one only has a limit of its own.
-        `firm`: the limit holds for those too. `needed`: the ranks of the default group that the block waits for; others
-        may leave meanwhile (default: all).
+        A rank with an error of its own raises that. Otherwise it raises a RankError that also has the type of the first
+        failure. If a rank leaves, this raises at once, unless that rank has already finished this block. An inner block
+        only has a time limit of its own.
+        firm: the limit also binds inner blocks. needed: the ranks of the default group that the block needs; other
+            ranks may leave meanwhile (default: all).
         """
         if self._watches:
             with self._watcher.watch(limit_s, firm=firm):
@@ -115,11 +120,11 @@ class FaultGuard:
             self._watches = False
 
     def _refuse_after_left(self) -> None:
-        """Raise RankError if a rank has left: no call is made together any more, and no rank needs to be told."""
+        """Raise RankError if a rank has left: no call can be made together any more."""
         left = self._members.find_left()
         if left is None:
             return
-        # What ended its program says more, and is raised once.
+        # The error that ended its program says more; it is raised once.
         with suppress(DistError):
             if not self._is_over and self._board.read_turn() is not None:
                 return
@@ -127,18 +132,18 @@ class FaultGuard:
         raise left.make_error(self._board.n_ranks)
 
     def note_collective(self, ranks: tuple[int, ...]) -> None:
-        """Note that these ranks of the default group have come to the block that this rank is in, as all of them do."""
+        """Note that these ranks of the default group have all come to this rank's present block."""
         self._met.add(ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Let all other ranks know of an error that was raised outside of what is watched over."""
+        """Tell all other ranks an error that was raised outside a guarded block."""
         if not self._watches:
             self._settle(error)
 
     def renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
-        """Make the groups anew where they are of no use since a failure, on all ranks.
+        """Make the groups again on all ranks if a failure has broken them.
 
-        Raises RankError where a rank does not come for that.
+        Raises RankError if a rank does not come for that.
         """
         if not self.is_broken:
             return
@@ -149,14 +154,14 @@ class FaultGuard:
         self.is_broken = False
 
     def _renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
-        """Make the groups anew, once all ranks have come."""
-        # A rank that is late for the making would find the groups of others given up.
-        # Longer than the limit: at that the watcher says what each rank does, which says more.
+        """Wait for all ranks, and make the groups again."""
+        # A rank that came late would find that the others had given up. Wait longer than the limit: at the limit the
+        # watcher posts each rank's activity, which says more.
         limit_s += BLAME_S
         counts = self._board.gather(count_groups(), limit_s)
         if counts is None:
             raise RankError(f"rank {self._board.me} has waited for all ranks to go on after a failure")
-        # Only some ranks may have made a group before they failed, and the next one would have two names.
+        # Some ranks may have made a group before they failed: make all ranks name the next group alike.
         count_groups_from(max(counts))
         try:
             make_groups()
@@ -164,25 +169,25 @@ class FaultGuard:
             raise
         except RuntimeError as error:
             raise RankError(f"the groups of ranks are not made anew: {str(error).splitlines()[0]}") from error
-        # A rank that went on at once and failed would leave others in the middle of making theirs.
+        # A rank that went on at once and failed would leave others waiting to make their groups.
         if self._board.gather(0, limit_s, "made") is None:
             raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups anew")
 
     def check(self) -> None:
-        """Raise RankError if a rank has failed in this turn, or has left and is waited for."""
+        """Raise RankError if a rank has failed in this turn, or a rank that is needed has left."""
         if (fault := self._board.read()) is not None:
             raise fault.make_error(self._board.n_ranks)
 
     def stop_clock(self, limit_s: float) -> AbstractContextManager[None]:
-        """Let a block take `limit_s`; its time does not count for a firm limit of what is watched over."""
+        """Give a block `limit_s` seconds. Its time does not count for a firm limit around it."""
         return self._watcher.stop_clock(limit_s)
 
     def rest(self) -> None:
-        """End the thread that watches, until there is something to watch over."""
+        """End the watching thread until there is a block to guard."""
         self._watcher.rest()
 
     def tell_finished(self) -> None:
-        """Tell the other ranks which blocks this rank has finished; to be called before it leaves."""
+        """Tell the other ranks which blocks this rank has finished. Call it before the rank leaves."""
         if self._members.is_mine:
             with suppress(DistError):
                 self._board.tell_finished()
@@ -190,18 +195,19 @@ class FaultGuard:
     def leave(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's program has ended, so that none waits for it.
 
-        With an error, wait a moment until they have read that.
+        After an error, wait briefly until they have read it.
         """
         if not self._members.is_mine:
             return
-        # The store may be gone, with the rank or the launcher that kept it.
+        # The store may be gone with its host, a rank or the launcher.
         with suppress(DistError):
             left, known = self._members.make_fault(error), self._members.find_left()
             if known is not None and known.rank != left.rank:
-                # Whoever ended first does not wait for this rank, which ends too, as after Ctrl-C on all of them.
+                # Several ranks are ending, for example after Ctrl-C on all: the first does not wait for this one.
                 self._board.end_turn()
                 return
-            # First: what ended the program says more than that it has ended. An end without an error is no failure.
+            # Post the error first: it says more than that the program has ended. An end without an error is not a
+            #     failure.
             first = self._board.read_turn() if error is None else self._board.post(Fault.of(error, self._board.me))
             self._members.leave(left)
             if first is not None and first.rank != self._board.me:
@@ -210,10 +216,10 @@ class FaultGuard:
                 self._board.wait_until_seen(SEEN_S)
 
     def find_same(self, error: BaseException) -> RankError | None:
-        """Post an error that ends this rank's program; return the same one of another rank that was first, or None."""
+        """Post an error that ends this program. If another rank posted the same error first, return that, else None."""
         if not self._members.is_mine:
             return None
-        # The store may be gone, with the rank or the launcher that kept it.
+        # The store may be gone with its host, a rank or the launcher.
         with suppress(DistError):
             own = Fault.of(error, self._board.me)
             first = self._board.post(own)
@@ -222,21 +228,21 @@ class FaultGuard:
         return None
 
     def _settle(self, error: BaseException) -> Fault | None:
-        """Let all ranks know of an error; return the failure that this rank is to raise in its place, or None."""
+        """Tell all ranks an error. Returns the failure that this rank should raise instead, or None."""
         own, fault = Fault.of(error, self._board.me), None
         try:
-            # Connections of a rank that failed may close before it has said why.
+            # A failed rank's connections may close before it has posted its error.
             if isinstance(error, RankError):
                 fault = self._board.wait_for_fault(BLAME_S)
-            # Of a rank that has left without a word the others may not know yet.
+            # Other ranks may not have noticed yet that a rank has left silently.
             first = self._board.post(fault or own)
-            # The error that is told may also be that of another rank, which posted it just now.
+            # Another rank may have posted its own error just now.
             if isinstance(error, RankError) and first != own:
                 fault = first
             self._board.end_turn()
         except DistError as lost:
             error.add_note(f"The store through which the ranks met is lost: {lost}")
-            # It is gone with the rank that kept it, perhaps.
+            # The store may have been lost with the rank that hosted it.
             if isinstance(error, RankError):
                 fault = look_until(self._members.find_left, BLAME_S)
         self.is_broken = True
@@ -244,25 +250,25 @@ class FaultGuard:
         return fault
 
     def _break_waits(self) -> None:
-        """Wake this rank where it waits, and others where they wait for it."""
+        """Wake this rank if it waits, and other ranks that wait for it."""
         self.has_broken_off = True
         for group in self._list_groups():
             break_waits(group)
 
 
-# What ends a program reaches the other ranks too
+# Tell other ranks how this process ends
 
 _guards: weakref.WeakSet[FaultGuard] = weakref.WeakSet()
 
 
 @cache
 def _hear_of_ends() -> None:
-    """Tell other ranks when the program of this process ends, whether by an error or not."""
+    """Tell other ranks when this process's program ends, with or without an error."""
     show = sys.excepthook
 
     def hear(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         told = _find_told_by_another(error)
-        # A hook of the user's, as one that reports errors, is given what there is.
+        # A user's own hook, such as an error reporter, gets the full error.
         if told is not None and (show is sys.__excepthook__ or show.__module__.startswith("torch.")):
             _show_line(show, told, traceback)
         else:
@@ -273,14 +279,14 @@ def _hear_of_ends() -> None:
     sys.excepthook = hear
     atexit.register(_end)
     if parent_process() is not None:
-        # A process that multiprocessing has started calls no hook for an error, and a forked one nothing at its end.
+        # multiprocessing's processes call no excepthook, and forked ones run no atexit functions.
         Finalize(None, _end_started, exitpriority=0)
 
 
 def _find_told_by_another(error: BaseException) -> BaseException | None:
-    """Return an error that another rank shows with its traceback, since it is that rank's or one of all ranks; or None.
+    """Return the error that another rank shows with its traceback, or None if this rank must show its own.
 
-    Of an error that ranks have come to by themselves, as of a wrong option, the first rank is named.
+    If several ranks have raised the same error by themselves, for example for a wrong option, the first rank shows it.
     """
     if isinstance(error, RanksDiffer):
         return error if dist.is_initialized() and dist.get_rank() > 0 else None
@@ -296,8 +302,8 @@ def _find_told_by_another(error: BaseException) -> BaseException | None:
 
 
 def _show_line(show: Callable[..., Any], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show another rank's error in one line, with the line of this rank's program that it came out of."""
-    # The first frame is the program's own. What this rank waited for meanwhile says nothing of the error.
+    """Show another rank's error in one line, with the line of this rank's program that raised it."""
+    # The first frame is the program's own. The wait that the error ended says nothing about its cause.
     where = f' (at File "{traceback.tb_frame.f_code.co_filename}", line {traceback.tb_lineno})' if traceback else ""
     kind = RanksDiffer if isinstance(error, RanksDiffer) else RankError
     brief = kind(f"{_shorten(error)}{where}")
@@ -316,31 +322,31 @@ def _name(error: BaseException) -> str:
 
 
 def _end_started() -> None:
-    """Tell all other ranks that the function has ended for which multiprocessing has started this process, and how."""
+    """Tell all other ranks that the function of this multiprocessing process has ended, and how."""
     error = sys.exc_info()[1]
-    # torch's spawn() leaves with a number once it has noted an error.
+    # torch's spawn() exits with a number after it has recorded an error.
     _leave_all(error.__context__ if isinstance(error, SystemExit) else error)
     wait_until_returned(REST_S)
 
 
 def _end() -> None:
-    """Tell all other ranks that the program ends, and let threads of torch's come to rest before Python ends."""
+    """Tell all other ranks that the program ends, and let torch's threads finish first."""
     _leave_all(None)
     wait_until_returned(REST_S)
 
 
 def _end_soon() -> None:
-    """Let a process that ends with an error be gone soon: other ranks wait for that, or their launcher does.
+    """Make a process that ends with an error exit quickly: other ranks, or the launcher, wait for that.
 
-    Python would look through everything that torch has loaded for cycles, which takes a second of a processor. What is
-    in a cycle is then freed with the process, and its finaliser does not run.
+    Python would search all of torch's objects for cycles, which takes a second of processor time. Objects in cycles are
+    then freed with the process, and their finalisers do not run.
     """
     gc.freeze()
 
 
 def _leave_all(error: BaseException | None) -> None:
     """Tell all other ranks that the program of this process ends."""
-    # Of all guards first: the others learn from any of them that this rank has left.
+    # Tell finished blocks on all guards first: any guard's `leave` lets the other ranks know that this rank has left.
     if error is None:
         for guard in list(_guards):
             guard.tell_finished()

@@ -1,7 +1,7 @@
-"""FaultWatcher: a thread that ends a rank's waits where they are in vain.
+"""A fault watcher: a thread that ends a rank's waits if their messages can never come.
 
-A rank waits for messages inside of torch, where neither Python's signals nor other threads' exceptions reach it. So a
-thread looks at the board, at the clock, and at signals that arrive, and makes the process groups fail where it must.
+A rank waits inside torch, out of reach of Python's signals and of other threads' exceptions. So a thread watches the
+board, the clock and signals, and if necessary makes the process groups fail.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.system.interrupts import raises_interrupts
 
 LOOK_S = 0.1
-"""How often the thread looks at the board while the rank is in a job."""
+"""How often, in seconds, the thread looks at the board while the rank is in a job."""
 IDLE_LOOKS = 10
-"""After so many times at which there was no job the thread sleeps until one begins."""
+"""After this many looks without a job, the thread sleeps until a job begins."""
 TELL_S = 0.4
-"""How long ranks may take to tell what they do, once the limit of a job has passed."""
+"""How long, in seconds, ranks may take to report their activity after a job's time limit."""
 WAKE = b"\0"
-"""What the rank sends to its thread when a job begins; signals have other numbers."""
+"""The byte that wakes the thread when a job begins; no signal has this number."""
 
 
 class FaultWatcher:
-    """Watches over the jobs of one rank.
+    """Watches the jobs of one rank.
 
-    board: where failures are posted; this object's own. wake: makes all waits of this rank fail. describe: says what
-        the rank is doing now.
+    board: the board of failures, used only by this object. wake: makes all waits of this rank fail. describe: returns
+        the rank's present activity.
     """
 
     def __init__(self, board: FaultBoard, wake: Callable[[], object], describe: Callable[[], str]) -> None:
@@ -47,25 +47,25 @@ class FaultWatcher:
         self._ears, self._mouth = socket.socketpair()
         self._ears.setblocking(False)
         self._mouth.setblocking(False)
-        # What the thread does to a job is done before the job ends, or not at all.
+        # The thread acts on a job before the job ends, or not at all.
         self._turn = threading.Lock()
         self._until: float | None = None
         self._limit_s = 0.0
-        # The limit that also holds for blocks inside: until when, and of how many seconds.
+        # The limit that also binds inner blocks, as (end time, seconds).
         self._firm = inf, inf
         self._uncounted_s = 0.0
         self._ended = False
         # Whether the thread sleeps until it is called, or is about to.
         self._sleeps = False
-        # Signals that came to a file descriptor of another program in this process are handed on to it.
+        # Signals are passed on to this file descriptor of another library in the process, such as an event loop.
         self._others = -1
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def watch(self, limit_s: float, *, firm: bool = False) -> Iterator[None]:
-        """Watch over what the block does, which is given up after `limit_s`; blocks may lie in one another.
+        """Watch the block, which is given up after `limit_s` seconds. Blocks may be nested.
 
-        firm: whether blocks inside have to end by then too, which else have limits of their own.
+        firm: the limit also binds inner blocks, which otherwise have limits of their own.
         """
         outer, outer_firm = (self._until, self._limit_s), self._firm
         with self._hear_signals() if outer[0] is None else nullcontext():
@@ -73,20 +73,20 @@ class FaultWatcher:
                 self._firm = min(self._firm, (self._read_clock() + limit_s, limit_s))
             self._until, self._limit_s = min(self._firm, (self._read_clock() + limit_s, limit_s))
             self._start()
-            # To wake it for each of many short jobs would take longer than most of what a job sends.
+            # Call it only if it sleeps: waking it for many short jobs would take longer than their messages.
             if self._sleeps:
                 self._call()
             try:
                 yield
             finally:
                 with self._turn:
-                    # What was given up inside stays so.
+                    # A block that was given up inside stays given up.
                     self._until, self._limit_s = outer if self._until is not None else (None, 0.0)
                     self._firm = outer_firm
 
     @contextmanager
     def stop_clock(self, limit_s: float) -> Iterator[None]:
-        """Let the block take `limit_s`, even where a firm limit is shorter: its time does not count for that one."""
+        """Give the block `limit_s` seconds, even inside a shorter firm limit: its time does not count there."""
         begin, firm, self._firm = time.monotonic(), self._firm, (inf, inf)
         try:
             with self.watch(limit_s):
@@ -97,7 +97,7 @@ class FaultWatcher:
                 self._uncounted_s += time.monotonic() - begin
 
     def _read_clock(self) -> float:
-        """Return the time in seconds, without that of blocks in which the clock stood still."""
+        """Return the time in seconds, without blocks in which the clock was stopped."""
         return time.monotonic() - self._uncounted_s
 
     def _start(self) -> None:
@@ -108,7 +108,7 @@ class FaultWatcher:
             self._thread.start()
 
     def rest(self) -> None:
-        """End the thread; it starts again when there is something to watch over."""
+        """End the thread. It starts again with the next block."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ended = True
@@ -118,14 +118,14 @@ class FaultWatcher:
 
     def _call(self) -> None:
         """Let the thread look at once."""
-        # Bytes that it has not read yet will do as well.
+        # If the buffer is full, unread bytes will wake it anyway.
         with suppress(BlockingIOError):
             self._mouth.send(WAKE)
 
     @contextmanager
     def _hear_signals(self) -> Iterator[None]:
-        """Let the thread hear of signals at once, which Python itself handles only after a wait."""
-        # Python takes this from the main thread alone, which is also the one that it interrupts.
+        """Make signals reach the thread at once; Python itself would handle them only after the wait."""
+        # Python permits this only in the main thread, which is also the only one that signals interrupt.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -135,13 +135,13 @@ class FaultWatcher:
         finally:
             signal.set_wakeup_fd(self._others, warn_on_full_buffer=False)
 
-    # What the thread does
+    # The thread
 
     def _serve(self) -> None:
-        """Look again and again while jobs run, and else only when called."""
+        """Look periodically while jobs run, and otherwise only when called."""
         idle = 0
         while not self._ended:
-            # Said before the look at whether a job has begun, where `watch` begins one and then looks at this.
+            # Set this before checking for a job: `watch` begins a job first and then reads this flag.
             self._sleeps = idle >= IDLE_LOOKS
             until = None if self._sleeps and self._until is None else LOOK_S
             ready, _, _ = select.select([self._ears], [], [], until)
@@ -155,14 +155,14 @@ class FaultWatcher:
                     self._look(interrupted=signal.SIGINT in heard)
 
     def _hand_on(self, signals: bytes) -> None:
-        """Tell of signals where another program in this process, such as an event loop, waits to hear of them."""
+        """Pass signals on to another library's file descriptor, such as an event loop's."""
         if signals and self._others >= 0:
             with suppress(OSError):
                 os.write(self._others, signals)
 
     def _look(self, interrupted: bool) -> None:
-        """End the job's waits where another rank has failed, the user interrupts it, or its time is over."""
-        # Of a store that is gone, or a rank that hosted it, the waits themselves learn.
+        """End the job's waits if another rank has failed, the user interrupts, or the time is over."""
+        # If the store or its host is gone, the waits fail by themselves.
         with suppress(DistError):
             if self._read_clock() > (self._until or 0.0):
                 self._post_timeout()
@@ -172,7 +172,7 @@ class FaultWatcher:
             self._wake()
 
     def _post_timeout(self) -> None:
-        """Post that the job takes too long, with what each rank does."""
+        """Post that the job takes too long, with each rank's activity."""
         self._board.tell(self._describe())
         time.sleep(TELL_S)
         told = self._board.list_told()

@@ -1,4 +1,4 @@
-"""Portions: what each of several pipelines has of a batch, and so what its loss and gradients weigh in those of all.
+"""Batch shares: each data-parallel pipeline's part of a batch, and so the weight of its loss and gradients.
 
 A mean over rows weighs a pipeline by its rows, a mean over labels by its labels, and a sum by one.
 """
@@ -20,28 +20,28 @@ from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch
 
 Cutting = Callable[[Sequence[int]], tuple[Sequence[Sequence[Any]], Sequence[Any]]]
-"""Returns what counts read of pieces of so many rows, and of all of them."""
+"""Returns the inputs that counts read: for pieces with the given numbers of rows, and for the whole."""
 
 
 class LossReduction(IntEnum):
-    """How the losses of pipelines make that of all of them; of two kinds the larger one counts."""
+    """How the losses of pipelines combine. If pipelines report two kinds, the larger counts."""
 
-    UNKNOWN = -1  # to ranks without the last stage
+    UNKNOWN = -1  # on ranks without the last stage
     MEAN = 0  # over rows
     SUM = 1
     COUNTED = 2  # a sum, divided by a count
     COUNTED_ROWS = 3  # a mean over rows, divided by a count
-    WATCHED = 4  # it divides by counts, and does more than that: a mean where all count as many in each row
-    OTHER = 5  # it divides by a count, in a way that is not known
-    OPEN = 6  # the first microbatch of the first step will tell
-    COMPARED = 7  # its rows depend on each other
+    WATCHED = 4  # uses counts in other ways too: a mean if every pipeline counts the same in each row
+    OTHER = 5  # divides by a count in an unknown way
+    OPEN = 6  # not known before the first microbatch of the first step
+    COMPARED = 7  # compares rows with each other
 
 
 class BatchShare(NamedTuple):
-    """The share of one pipeline: its rows, in so many microbatches, and the number that its loss is divided by.
+    """The share of one pipeline: its rows, its microbatches, and the divisor of its loss.
 
-    counted: that number, if the loss counts. If the loss does more with counts than divide by them, a checksum, which
-        is equal on pipelines that count as many entries in each row.
+    counted: the divisor, if the loss divides by a count. If the loss uses counts in other ways too, a checksum that is
+        equal on pipelines with equal counts in each row.
     """
 
     rows: int
@@ -50,24 +50,24 @@ class BatchShare(NamedTuple):
     counted: float = 0.0
 
     def to_numbers(self) -> list[int]:
-        """Return it as whole numbers of 64 bits, which ranks tell each other."""
+        """Return the share as 64-bit integers, to send to other ranks."""
         return [self.rows, self.n_microbatches, self.kind, *struct.unpack("q", struct.pack("d", self.counted))]
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> BatchShare:
-        """Return the portion of such numbers."""
+        """Return the share from such integers."""
         rows, n_microbatches, kind, bits = numbers
         return cls(rows, n_microbatches, kind, *struct.unpack("d", struct.pack("q", bits)))
 
 
 def find_batch_share(request: JobRequest, *, has_loss: bool, ended: bool) -> BatchShare:
-    """Return what this pipeline has of a call, as far as this rank knows.
+    """Return this pipeline's share in a call, as far as this rank knows it.
 
-    has_loss: whether the loss is computed on this rank. ended: whether all microbatches have been computed.
+    has_loss: whether this rank computes the loss. ended: whether all microbatches have been computed.
     """
     batch, loss = request.batch, request.loss
     found = BatchShare(sum(batch.rows), len(batch.rows))
-    # A backward starts from a loss of the user's over all outputs, which is taken for a mean over rows.
+    # A backward starts from the user's own loss over all outputs, which is assumed to be a mean over rows.
     if loss is None:
         return found._replace(kind=LossReduction.MEAN)
     if not has_loss:
@@ -86,7 +86,7 @@ def find_batch_share(request: JobRequest, *, has_loss: bool, ended: bool) -> Bat
 
 
 def _find_counted(count: Count, loss: BatchLoss, batch: Batch, found: BatchShare) -> BatchShare:
-    """Return what there is of a loss that is divided by a count of its target; the host waits for an accelerator."""
+    """Return the share for a loss divided by a count of its target. The host may wait for an accelerator."""
     if count.additive:
         pieces = zip(loss.given_targets, batch.rows, strict=True)
         return found._replace(
@@ -97,13 +97,13 @@ def _find_counted(count: Count, loss: BatchLoss, batch: Batch, found: BatchShare
 
 
 def _add_up(count: Count, cut: Cutting, batch: Batch, found: BatchShare) -> BatchShare:
-    """Return the portion of a count; that of all pipelines is the sum of theirs if it is so in parts of this one."""
+    """Return the share for a count. Pipelines' counts can be added if the counts of this batch's pieces can."""
     rows = batch.rows if len(batch.rows) > 1 else [sum(batch.rows) - 1, 1]
     if not min(rows):
         return found._replace(kind=LossReduction.OTHER)
     pieces, whole = cut(rows)
     for kind in (LossReduction.COUNTED, LossReduction.COUNTED_ROWS) if count.by_rows else (LossReduction.COUNTED,):
-        # A mean over rows that is divided by a mean over rows is a sum that is divided by a sum.
+        # A mean over rows divided by a mean over rows is a sum divided by a sum.
         find = count.find_divisor if kind == LossReduction.COUNTED else lambda piece, n: count.find_count(piece)
         counted = find(whole, sum(rows))
         parts = sum(find(piece, n) for piece, n in zip(pieces, rows, strict=True))
@@ -113,7 +113,7 @@ def _add_up(count: Count, cut: Cutting, batch: Batch, found: BatchShare) -> Batc
 
 
 def find_own_batch_share(batch: Batch, found: BatchShare) -> BatchShare:
-    """Return what there is of a loss that the model computes itself. `found` has the rows."""
+    """Return the share for a loss that the model itself computes. `found` has the rows."""
     own = find_loss_meaning(batch.program)
     if own.kind == "unjoined":
         return found._replace(kind=LossReduction.COMPARED)
@@ -128,16 +128,16 @@ def find_own_batch_share(batch: Batch, found: BatchShare) -> BatchShare:
 
 
 def _sum_up(watch: CountWatch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
-    """Return a checksum of how many entries each of several counts has in a row; the host waits for an accelerator."""
+    """Return a checksum of each count's entries for each row. The host may wait for an accelerator."""
     shares = [sum(count.find_divisor(one, n) for one, n in zip(pieces, rows, strict=True)) for count in watch.counts]
-    # In a row of one count there may be a third of an entry, rounded another way for other rows.
+    # Counts for each row are fractions, rounded differently for other numbers of rows.
     return float(zlib.crc32(str([f"{share / sum(rows):.9g}" for share in shares]).encode()))
 
 
 def weigh_batch_share(own: int, shares: Sequence[BatchShare]) -> float | None:
-    """Return what the loss of pipeline number `own` weighs in that of all; None where that is open still.
+    """Return the weight of pipeline `own` in the loss of all pipelines (None: not known yet).
 
-    Raises InputError for a loss of which the losses of pipelines do not make that of all.
+    Raises InputError if the loss of all pipelines does not follow from the loss of each.
     """
     kind = max(share.kind for share in shares)
     if kind == LossReduction.OPEN:
@@ -166,7 +166,7 @@ def weigh_batch_share(own: int, shares: Sequence[BatchShare]) -> float | None:
     mine = shares[own]
     if kind in (LossReduction.MEAN, LossReduction.WATCHED):
         return mine.rows / rows
-    # Nothing counts in any pipeline: the unsplit model divides by zero, and so does each of them.
+    # If no pipeline counts anything, the unsplit model divides by zero, and so does each pipeline.
     if not counts:
         return 1.0
     return mine.counted / counts * (mine.rows / rows if kind == LossReduction.COUNTED_ROWS else 1.0)

@@ -1,13 +1,13 @@
-"""BytesSent: how many bytes of gradients a rank has sent to add them up, beside those of whole gradients."""
+"""Counts of the bytes of gradients that a rank has sent, beside the bytes of whole gradients."""
 
 from __future__ import annotations
 
 
 class BytesSent:
-    """The bytes of gradients that one rank has given to others, since the pipeline was compiled.
+    """The bytes of gradients that one rank has sent since the pipeline was compiled.
 
-    steps: how often gradients were added up. whole_bytes: what whole gradients have. sent_bytes: what was sent in their
-    place; None where a hook of the user's does not say it. What a collective is given counts, however it spreads that.
+    steps: how often gradients were added up. whole_bytes: the size of the whole gradients. sent_bytes: the bytes sent
+        instead (None: a user's hook does not say). The bytes given to a collective count, however it distributes them.
     """
 
     def __init__(self, hook: str = "allreduce") -> None:
@@ -18,13 +18,13 @@ class BytesSent:
 
     @property
     def saved(self) -> float | None:
-        """The share of the bytes that were not sent, from 0 to 1; None where nobody knows how many were."""
+        """The share of bytes saved, from 0 to 1 (None: unknown)."""
         if self.sent_bytes is None:
             return None
         return 1 - self.sent_bytes / self.whole_bytes if self.whole_bytes else 0.0
 
     def note(self, whole_bytes: int, sent_bytes: int | None) -> None:
-        """Count what was sent in place of so many bytes."""
+        """Count `sent_bytes` sent in place of `whole_bytes`."""
         self.whole_bytes += whole_bytes
         self.sent_bytes = None if None in (sent_bytes, self.sent_bytes) else (self.sent_bytes or 0) + (sent_bytes or 0)
 

@@ -1,7 +1,12 @@
-"""Data parallel: pipelines side by side, each with batches of its own, that train one set of weights.
+"""Data parallelism: several pipelines with batches of their own that train one set of weights.
 
-Ranks at the same place of all pipelines have the same stages: they are a *column*. Once a step they add the gradients
-of their weights, bucket by bucket, each weighted by what its pipeline has of the whole batch.
+            stage 0     stage 1
+pipeline 0  rank 0  -->  rank 1      row: a pipeline
+              |            |
+pipeline 1  rank 2  -->  rank 3      column: the same stage in all pipelines, adds gradients
+
+Ranks at the same place of all pipelines have the same stages: they are a *column*. Once a step, the ranks of a column
+add the gradients of their weights, bucket by bucket. Each is weighted by its pipeline's share of the whole batch.
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ OTHERS = "the other pipelines, to add gradients"
 
 
 class DataParallel:
-    """The pipelines of a mesh, as a rank at one place of its own pipeline sees them.
+    """The pipelines of a mesh, from the view of a rank at one place of its own pipeline.
 
-    make: makes what adds gradients.
+    make: makes the reducer of gradients.
     """
 
     def __init__(self, world: World, make: Callable[[], Reducer]) -> None:
@@ -38,28 +43,29 @@ class DataParallel:
 
     @cached_property
     def reducer(self) -> Reducer:
-        """What adds gradients of this column; its hook keeps what it has left out from step to step."""
+        """The reducer of this column's gradients. Its hook keeps compression errors from step to step."""
         return self._make()
 
     @property
     def n_pipelines(self) -> int:
-        """How many pipelines there are."""
+        """The number of pipelines."""
         return len(self._world.rows)
 
     @property
     def row(self) -> int:
-        """The number of this rank's pipeline."""
+        """The index of this rank's pipeline."""
         return self._world.rows.index(self._world.ranks)
 
     def weigh(self, call: str, share: BatchShare) -> tuple[float | None, bool]:
-        """Return what this pipeline's gradients and loss weigh, once all pipelines have come to the same call.
+        """Wait for all pipelines to make the same call, and return the weight of this pipeline's loss and gradients.
 
-        The weight is None where the kind of the loss is open still. Beside it: whether all pipelines run one schedule.
-        portion: what this rank knows of its pipeline. Raises RanksDiffer where a pipeline has come to another call.
+        The weight is None if the kind of the loss is not known yet. The second value says whether all pipelines have
+        the same number of microbatches. share: this rank's knowledge of its pipeline. Raises RanksDiffer if a pipeline
+        makes another call.
         """
         whole, n = self._world.whole, len(self._world)
         own = [hash_text(call), *share.to_numbers()]
-        # As long as what the others tell who have come to another call, and first the call there too.
+        # As long as an agreement's message, also with the call first, so that ranks in different calls can compare.
         numbers = torch.tensor(own + [0] * (N_NUMBERS - len(own)))
         told = [one.tolist() for one in whole.gather(numbers, f"the other pipelines at {call}")]
         pipelines = [told[i : i + n] for i in range(0, len(told), n)]
@@ -70,14 +76,14 @@ class DataParallel:
                 "the same order, with batches of its own pipeline, and trains the same parameters. So it is with "
                 "save_checkpoint(), and with the first call in a mode, which compiles"
             )
-        # Of a pipeline its last stage knows most.
+        # The ranks of a pipeline's last stage know most.
         known = [[BatchShare.read(one[1 : len(own)]) for one in ranks] for ranks in pipelines]
         shares = [max(each, key=lambda p: p.kind) for each in known]
         return weigh_batch_share(self.row, shares), len({p.n_microbatches for p in shares}) == 1
 
     def add(self, total: Tensor, weight: float) -> Tensor:
-        """Return the sum of a number of all pipelines, each times its weight."""
-        # What weighs nothing may be no number.
+        """Return the weighted sum of one number over all pipelines."""
+        # With weight zero the number may be NaN.
         found = (total * weight if weight else torch.zeros_like(total)).reshape(1)
         work: Any = begin_collective([found], self._world.dp_device_group.allreduce, [found])
         self._world.wait(work, "the other pipelines at the loss of all pipelines")
@@ -89,21 +95,22 @@ class DataParallel:
         return self.reducer.hook.overlaps
 
     def begin(self, sums: Sums, leaves: Sequence[Tensor], weight: float) -> None:
-        """Begin to add the gradients of these leaves, and take them out of the sums: nothing more comes to them.
+        """Begin to add the gradients of these leaves over the column, and take them out of `sums`.
 
-        leaves: the same on all ranks of a column, which begin the same ones in the same order.
+        leaves: complete, the same on all ranks of a column, and begun in the same order.
         """
-        # The last layers first, as they are in a step.
+        # The last layers come first, as in a backward.
         offers = [GradientOffer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
         with self._world.waits_inside(OTHERS):
             self._find_reducer().begin(offers, weight * self.n_pipelines)
 
     def reduce(self, sums: Sums, apart: Sequence[Sequence[Tensor]], leaves: Sequence[Tensor], weight: float) -> None:
-        """Let the sums of these leaves be those of all pipelines, each times its weight.
+        """Replace the sums of these leaves by the weighted sums over all pipelines.
 
-        leaves: the same on all ranks of a column, in one order. One that got a gradient in any of them has one in all.
-        apart: those of them that `begin` may have begun, stage by stage; what it has not is added in the same buckets,
-            so that the sums do not depend on when they were begun.
+        leaves: the same on all ranks of a column, in one order. If a leaf has a gradient in one pipeline, it gets one
+            in all.
+        apart: the leaves, stage by stage, that `begin` may have begun early. The remaining ones are added in the same
+            buckets, so that sums do not depend on when they were begun.
         """
         extra = sums.totals.keys() - set(leaves)
         if extra:
@@ -118,9 +125,9 @@ class DataParallel:
                 self.begin(sums, own, weight)
         offers = [GradientOffer(leaf, densify(sums.totals.get(leaf))) for leaf in reversed(leaves)]
         with self._world.waits_inside(OTHERS):
-            # Hooks make the mean of all ranks, and what is weighed adds up.
+            # Hooks return the mean over all ranks, and weighted gradients add up.
             found = reducer.finish(offers, weight * self.n_pipelines)
-        # A copy for each: a bucket would stay in memory for as long as the gradient of any leaf in it.
+        # Copy each gradient: as a view it would keep the whole bucket in memory.
         sums.totals.update({leaf: gradient.clone() for leaf, gradient in found.items()})
 
     def settle(self, *, kept: bool) -> None:
@@ -129,7 +136,7 @@ class DataParallel:
             self.reducer.settle(kept=kept)
 
     def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Return a tensor of host memory from every rank of this column, in the order of pipelines, all of one kind."""
+        """Return a host tensor from every rank of this column, by pipeline. All have one shape and dtype."""
         found = [torch.empty_like(tensor) for _ in self._world.rows]
         by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
         work: Any = begin_collective([tensor, *found], self._world.dp_group.allgather, [by_rank], [tensor])
@@ -137,7 +144,7 @@ class DataParallel:
         return found
 
     def _find_reducer(self) -> Reducer:
-        """Return what adds gradients, over the groups that there are since the last failure."""
+        """Return the reducer, on the process groups made since the last failure."""
         if self._epoch != self._world.epoch:
             self._epoch = self._world.epoch
             self.reducer.bind(self._world.dp_device_group)
@@ -145,5 +152,5 @@ class DataParallel:
 
 
 def densify(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient as hooks take it; most of them take no sparse ones."""
+    """Return a dense gradient: most hooks take no sparse ones."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

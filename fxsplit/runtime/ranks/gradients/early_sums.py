@@ -1,6 +1,6 @@
-"""Early sums: the gradients of a stage are added over pipelines as soon as its last backward here is over.
+"""Early sums: a stage's gradients are added over pipelines right after its last backward on this rank.
 
-They are under way while other stages and other ranks still run.
+The sums overlap with the work of other stages and ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def list_apart(program: Program, me: int) -> list[list[Tensor]]:
-    """Return, for each stage, its leaves if nothing but the stage on this rank adds to their gradients, or none.
+    """Return, for each stage, its leaves if only this rank's stage adds to their gradients, else none.
 
-    Of a stage with replicas, and of one whose parameters other stages have too, sums are complete at the end alone.
+    The sums of a stage with replicas, or with parameters of several stages, are complete only at the end.
     """
     held = Counter(id(p) for stage in program.stages.stages for p in stage.module.parameters())
     return [
@@ -30,7 +30,7 @@ def list_apart(program: Program, me: int) -> list[list[Tensor]]:
 
 
 class EarlySums:
-    """Begins to add gradients of a job whose `weight` is known; called after each action of this rank."""
+    """Begins to add the gradients of a job whose `weight` is known. Called after each action of this rank."""
 
     def __init__(self, data_parallel: DataParallel, job: Job, apart: Sequence[Sequence[Tensor]], weight: float) -> None:
         self._data_parallel, self._sums = data_parallel, job.sums
@@ -38,12 +38,12 @@ class EarlySums:
         self._last = find_last_backwards(job.schedule)
 
     def __call__(self, action: Action) -> None:
-        """Begin with the stage of an action, if that was its last backward."""
+        """Begin with an action's stage if the action was its last backward."""
         stage = action.stage
         if self._last.get(stage) == action and self._apart[stage]:
             self._data_parallel.begin(self._sums[stage][0], self._apart[stage], self._weight)
 
 
 def find_last_backwards(schedule: Schedule) -> dict[int, Action]:
-    """Return, for each stage, the last action that adds to its gradients; of one with replicas, any replica's."""
+    """Return, for each stage, the last action that adds to its gradients, on any replica."""
     return {a.stage: a for row in schedule.actions for a in row if a.op in (*GRADIENTS, WEIGHT_GRADIENT)}

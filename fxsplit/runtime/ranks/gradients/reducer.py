@@ -1,4 +1,4 @@
-"""Reducer: adds gradients over the ranks of one group by a hook, in buckets, some of them while stages still run."""
+"""The reducer: adds gradients over the ranks of one group by a hook, in buckets, some while stages still run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ Numbers = dict[tuple[int, ...], tuple[int, list[Tensor]]]
 
 
 class Reducer:
-    """Adds the gradients of one group of ranks, step by step. What its hook keeps stays from step to step.
+    """Adds the gradients of one group of ranks, step by step. The hook keeps its state from step to step.
 
-    In a step `begin` is called for gradients that are complete, any number of times, `finish` once, and then `settle`.
-    All ranks of the group make the same calls with the same parameters in the same order. Where `is_plain` says so, on
-    all ranks, the gradients of a step are added as they are, and the hook does not see them.
+    begin(complete gradients) ... begin(...)   -->   finish(the rest)   -->   settle(kept)
+
+    In a step, `begin` is called any number of times for complete gradients, then `finish` once, then `settle`. All
+    ranks of the group make the same calls with the same parameters in the same order. If `is_plain` returns True, on
+    all ranks, the step's gradients bypass the hook.
     """
 
     def __init__(
@@ -43,50 +45,50 @@ class Reducer:
         self._is_plain = is_plain
         self.traffic = BytesSent() if traffic is None else traffic
         self._bucket_bytes = bucket_bytes
-        # Hooks know a bucket by its number, so it has one for as long as it holds the same parameters. Those are kept:
-        # the identity of one that is gone may be another one's.
+        # Hooks know a bucket by its number, so a bucket with the same parameters keeps its number. Keep the parameters:
+        # a new object could have the id of one that is gone.
         self._numbers: Numbers = {}
         self._under_way: list[tuple[Bucket, Any]] = []
         self._begun: dict[Tensor, bool] = {}
         self.bind(group)
 
     def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Add over the ranks of a group, which is made anew after a failure."""
+        """Use the process group `group`, which is a new one after a failure."""
         self._group = group
         for hook in (self.hook, self._plain):
             hook.bind(group)
 
     @property
     def residuals(self) -> ErrorFeedback | None:
-        """What the hook has left out so far, where it is one of ours that leaves something out."""
+        """The compression errors of a hook of fxsplit's own that keeps them, else None."""
         found = getattr(self.hook.state, "residuals", None)
         return found if isinstance(found, ErrorFeedback) else None
 
     @cached_property
     def left_out(self) -> ErrorFeedback | PowerErrors | None:
-        """What the hook has left out so far, parameter by parameter; None for a hook that does not say."""
+        """The compression errors by parameter (None: the hook does not give them)."""
         state = self.hook.state
         if isinstance(state, PowerSGDState) and state.use_error_feedback:
             return PowerErrors(state, self._numbers)
         return self.residuals
 
     def has_begun(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a parameter is under way in this step."""
+        """Return whether the reduction of a parameter's gradient has begun in this step."""
         return parameter in self._begun
 
     def begin(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> None:
-        """Begin to add gradients that nothing more is added to in this step, by a hook that does it in the background.
+        """Begin to add complete gradients, by a hook that runs in the background.
 
-        One that no rank has is sent as zeros: who has one is told at the end.
+        A missing gradient is sent as zeros; `finish` finds out which ranks have one.
         """
         self._begun.update((parameter, gradient is not None) for parameter, gradient in offers)
         self._start(offers, weight)
 
     def finish(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> dict[Tensor, Tensor]:
-        """Return the mean of all ranks' gradients, each times its `weight`, by parameter, as the hook computes it.
+        """Return the mean over all ranks of the gradients times `weight`, by parameter, as the hook computes it.
 
-        offers: all parameters, those that were begun among them, with the gradients that are not under way. A parameter
-            without a gradient on any rank has none. weight: for means over rows, rows of this rank * ranks / all rows.
+        offers: all parameters, also those that were begun, with the gradients that were not begun. A parameter without
+            a gradient on any rank has no entry. weight: for means over rows, this rank's rows * ranks / all rows.
         """
         early, late = self._tell(offers)
         self._start([offer for offer, there in zip(offers, late, strict=True) if there], weight, last=True)
@@ -97,7 +99,7 @@ class Reducer:
             self._wait(bucket, future)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 n_early -= 1
-                # Those that were begun come first.
+                # Gradients that were begun come first.
                 if n_early >= 0 and parameter not in wanted:
                     continue
                 earlier = found.get(parameter)
@@ -108,14 +110,14 @@ class Reducer:
         return found
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: whether its gradients were applied; otherwise nothing of it is left."""
+        """End a step. `kept`: its gradients were applied; otherwise the step leaves no trace."""
         self._under_way.clear()
         self._begun.clear()
         if self.left_out is not None:
             self.left_out.settle(kept=kept)
 
     def _start(self, offers: Sequence[GradientOffer], weight: float, *, last: bool = False) -> None:
-        """Begin buckets with these gradients. `last`: whether no others come in this step."""
+        """Begin buckets with these gradients. `last`: no further buckets come in this step."""
         scaled = [GradientOffer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook
@@ -130,7 +132,7 @@ class Reducer:
             lend(whole)
             future = hook.function(hook.state, bucket)
             if not hook.overlaps:
-                # A hook that waits in a callback keeps a thread of gloo, which has two: with two buckets none is left.
+                # A hook that waits in a callback occupies one of gloo's two threads, so two buckets would block both.
                 self._wait(bucket, future)
                 future = None
             self._under_way.append((bucket, future))
@@ -142,16 +144,16 @@ class Reducer:
 
     @staticmethod
     def _wait(bucket: Bucket, future: Any) -> None:
-        """Wait for what the hook has begun, if that is not over, and put it into the bucket."""
+        """Wait for a hook's future, and put its result into the bucket."""
         if future is not None:
             found = future.wait()
-            # Some hooks give a list of one tensor, as collectives do.
+            # Some hooks return a list of one tensor, as collectives do.
             bucket.set_buffer(found[0] if isinstance(found, (list, tuple)) else found)
 
     def _tell(self, offers: Sequence[GradientOffer]) -> tuple[list[bool], list[bool]]:
-        """Return which parameters had a gradient on some rank that was begun, and which have one that was not.
+        """Return two flags for each parameter: a rank has begun its gradient, and a rank has one that was not begun.
 
-        Which do may follow from the rows that a rank was given.
+        They may differ between ranks, since gradients may depend on a rank's rows.
         """
         if not offers:
             return [], []
@@ -164,5 +166,5 @@ class Reducer:
 
 
 def scale(gradient: Tensor | None, weight: float) -> Tensor | None:
-    """Return a gradient times a weight, or nothing where the weight is zero: it may be no number then, as 0 / 0."""
+    """Return a gradient times a weight, or None if the weight is zero: the gradient may be NaN then, as 0 / 0."""
     return None if gradient is None or not weight else gradient * weight

@@ -1,7 +1,7 @@
-"""GradientReduction: how ranks add the gradients of one pipeline, by the options of compile(), and what is kept for it.
+"""How ranks add the gradients of one pipeline, by the options of compile(), and the state of their hooks.
 
-There is a reducer for the pipelines of a mesh, and one for the replicas of each stage. What their hooks leave out stays
-with the pipeline, and so does the count of what was sent.
+There is a reducer for the pipelines of a mesh, and one for the replicas of each stage. The pipeline keeps their hooks'
+compression errors, and the count of bytes sent.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fxsplit.system.figures import show
 
 
 class GradientReduction:
-    """Adds gradients over ranks. `hook` and `bucket_bytes` are options of compile(); None for their defaults.
+    """Adds gradients over ranks. `hook` and `bucket_bytes` are options of compile(); None means their defaults.
 
-    Raises InputError for a hook that there is not, and for buckets of no size.
+    Raises InputError for an unknown hook, or a bucket size that is not positive.
     """
 
     def __init__(self, world: World, hook: object = None, bucket_bytes: float | None = None) -> None:
         self.choice = HookChoice(hook)
-        # Without a hook the replicas of a stage hand their gradients to the first of them, as in one process.
+        # Without a hook, the replicas of a stage send their gradients to the first replica, as in one process.
         self.is_stated = hook is not None
         check_bucket_bytes(bucket_bytes)
         self.traffic = BytesSent(self.choice.text)
@@ -49,17 +49,17 @@ class GradientReduction:
 
     @property
     def adds(self) -> bool:
-        """Whether gradients go through hooks: of several pipelines, or of replicas where a hook is stated."""
+        """Whether gradients go through hooks: there are several pipelines, or a hook is stated."""
         return self.is_stated or self.data_parallel.n_pipelines > 1
 
     @property
     def kept_hook(self) -> str | None:
-        """The text of the hook, where it keeps something from step to step; None for one that keeps nothing."""
+        """The text of the hook if it keeps state from step to step, else None."""
         return self.choice.text if self.choice.keeps else None
 
     @cached_property
     def data_parallel(self) -> DataParallel:
-        """The pipelines of a mesh, of which there may be one alone."""
+        """The data-parallel pipelines of the mesh; there may be only one."""
         return DataParallel(self._world, self._make_reducer)
 
     def _make_reducer(self) -> Reducer:
@@ -67,41 +67,41 @@ class GradientReduction:
         return Reducer(hook, bucket_bytes=self._bucket_bytes, traffic=self.traffic, is_plain=is_plain)
 
     def look_at(self, job: Job, weight: float, what: str) -> None:
-        """Decide with all ranks whether hooks see the gradients of a job, before any of them is added.
+        """Decide with all ranks, before any gradient is added, whether hooks see this job's gradients.
 
-        A hook that adds what it leaves out to the next step's gradients sees none of a step with one that is not finite
-        on any rank, as after an overflow under a GradScaler: such a number would stay for ever.
+        A hook with error feedback is bypassed if a gradient on any rank is not finite, for example after an overflow
+        under a GradScaler: such a number would stay in the errors forever.
         """
         if self.choice.feeds_back and self.adds:
-            # What weighs nothing may be no number, and is left out.
+            # A gradient with weight zero may be NaN, and is left out.
             sums = (gradient for parts in job.sums for part in parts for gradient in part.totals.values())
             fine = not weight or all(map(is_finite, sums))
             told = self._world.whole.gather(torch.tensor([float(fine)]), what)
             self._is_plain = not all(map(float, told))
 
     def check_homes(self, homes: Homes) -> None:
-        """Raise InputError for a hook that adds nothing by a plan, or for one of the user's that adds in two groups."""
+        """Raise InputError if the plan gives the hook nothing to add, or a user's state would serve two groups."""
         groups = [home for home in homes if len(home) > 1]
         if self.data_parallel.n_pipelines > 1:
             groups.append(tuple(range(len(self._world))))
         self.choice.check_groups(max((sum(d in group for group in groups) for d in range(len(self._world))), default=0))
         if self.is_stated and not groups:
             raise InputError(
-                f"gradient_hook={self.choice.text!r} adds gradients of pipelines side by side, or of a stage's "
+                f"gradient_hook={self.choice.text!r} adds gradients of data-parallel pipelines or of a stage's "
                 "replicas, and here is one pipeline whose stages have one device each: give a mesh of two dimensions, "
                 "mesh['dp', 'pp'], or leave it out"
             )
 
     def open_groups(self, program: Program) -> None:
-        """Make the groups of ranks that have replicas of a stage; on all ranks, in one order."""
+        """Make the process groups of stages' replicas, on all ranks in one order."""
         if self.is_stated:
             for members in sorted({tuple(sorted(home)) for home in program.homes if len(home) > 1}):
                 self._world.open_replica_group(members)
 
     def add_replicas(self, job: Job, program: Program) -> None:
-        """Let the first replica of each stage have the sums of gradients of all of them, and the others none."""
+        """Give the first replica of each stage the summed gradients of all replicas. Other replicas keep none."""
         me, trained = self._world.me, program.list_trained()
-        # In one order on all ranks: each waits for the others of a stage.
+        # In one order on all ranks: each waits for the other replicas of a stage.
         for stage, home in enumerate(program.homes):
             if len(home) == 1 or me not in home:
                 continue
@@ -117,22 +117,22 @@ class GradientReduction:
             with self._world.waits_inside(f"the other replicas of stage {stage}, to add gradients"):
                 found = self._find_reducer(stage, home).finish(offers)
             if number == 0:
-                # Hooks make the mean.
+                # Hooks return the mean.
                 sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
 
     def copy_option(self) -> object:
-        """Return the hook as compile() is told, with a state of its own, so that it can be tried."""
+        """Return the hook in the form of compile()'s option, with a copied state, to try it out."""
         option = self.choice.option
         if not isinstance(option, tuple) or option[0] is None:
             return option
-        # One of the user's adds in one group alone.
+        # A user's state serves only one group.
         made = next(iter(self._replicas.values()), None)
         if self.data_parallel.n_pipelines > 1:
             made = self.data_parallel.reducer
         return (self.choice.make() if made is None else made.hook).copy_state(), option[1]
 
     def _find_reducer(self, stage: int, home: tuple[int, ...]) -> Reducer:
-        """Return what adds gradients of the replicas of a stage, over the group that there is now."""
+        """Return the reducer of a stage's replicas, on their present process group."""
         reducer = self._replicas.get(stage)
         if reducer is None:
             reducer = self._replicas[stage] = self._make_reducer()
@@ -140,9 +140,9 @@ class GradientReduction:
         return reducer
 
     def find_left_out(self, program: Program, weight: float) -> dict[Tensor, Tensor] | None:
-        """Return what hooks have left out so far of the sums for each weight of this rank; None where nothing is kept.
+        """Return the compression errors of the sums for each weight of this rank, or None if no hook keeps errors.
 
-        To be called on all ranks. weight: what this pipeline weighs among those side by side.
+        All ranks call it. weight: this pipeline's weight among the data-parallel pipelines.
         """
         world, data_parallel, trained = self._world, self.data_parallel, program.list_trained()
         found: dict[Tensor, Tensor] = {}
@@ -160,7 +160,7 @@ class GradientReduction:
                     found[own] = left
         if data_parallel.n_pipelines > 1:
             for own in (w for w, _ in program.list_placed() if w.requires_grad):
-                # Hooks make the mean of all ranks.
+                # Hooks return the mean over all ranks.
                 left = _get_left_out(data_parallel.reducer, own) / data_parallel.n_pipelines
                 left = left + found[own] * weight if own in found else left
                 self._add_over(world.dp_device_group, left, "the other pipelines")
@@ -168,29 +168,29 @@ class GradientReduction:
         return found
 
     def _add_over(self, group: Any, tensor: Tensor, whom: str) -> None:
-        """Add a tensor over the ranks of a group, in place; `whom` are the others, for an error."""
+        """Add a tensor over the ranks of a group, in place. `whom` describes the other ranks, for an error."""
         add = partial(dist.all_reduce, group=group, async_op=True)
         self._world.wait(begin_collective([tensor], add, tensor), f"{whom}, to add what hooks have left out")
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: whether its gradients were applied; what hooks have left out counts then."""
+        """End a step. `kept`: its gradients were applied, so its compression errors become current."""
         self.data_parallel.settle(kept=kept)
         for reducer in self._replicas.values():
             reducer.settle(kept=kept)
 
 
 def _get_left_out(reducer: Reducer, parameter: Tensor) -> Tensor:
-    """Return what a hook has left out so far of the gradients of a parameter."""
+    """Return the compression error of a parameter's gradients."""
     return torch.zeros_like(parameter) if reducer.left_out is None else reducer.left_out.get(parameter)
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Return whether all numbers of a gradient, which may be sparse, are finite; the host waits for them."""
+    """Return whether all numbers of a dense or sparse gradient are finite. The host waits for them."""
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all())
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:
-    """Raise InputError for what is no size of a bucket."""
+    """Raise InputError if `bucket_bytes` is not a positive number or None."""
     fine = isinstance(bucket_bytes, (int, float)) and not isinstance(bucket_bytes, bool) and bucket_bytes > 0
     if bucket_bytes is not None and not fine:
         raise InputError(f"bucket_bytes={show(bucket_bytes)}: give a number of bytes above 0, such as 25e6")

@@ -1,1 +1,1 @@
-"""Hooks that add gradients over ranks, whole or compressed, and what they leave out."""
+"""Hooks that add up gradients over ranks, whole or compressed, and keep the compression error for the next step."""

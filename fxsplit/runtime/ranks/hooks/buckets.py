@@ -1,7 +1,7 @@
-"""Buckets: gradients of several parameters in one flat tensor, as torch's communication hooks for DDP take them.
+"""Buckets: gradients of several parameters in one flat tensor, in the form of torch's communication hooks for DDP.
 
-A hook is called with a state and a bucket, and returns a future of the mean of all ranks' buffers. torch's own
-`dist.GradBucket` cannot be made in Python; this class has all that hooks ask of one.
+A hook takes a state and a bucket, and returns a future of the mean of all ranks' buffers. torch's own `dist.GradBucket`
+cannot be constructed in Python; this class has the same methods.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from torch import Tensor
 from fxsplit.errors import InputError
 
 BUCKET_BYTES = 25_000_000
-"""How many bytes of gradients a bucket holds, as DDP's do: more would begin late, and fewer wait for each other."""
+"""The size of a bucket in bytes, as in DDP: larger buckets start late, and smaller ones spend more time waiting."""
 
 
 class GradientOffer(NamedTuple):
-    """A parameter, and this rank's gradient of it; None where this rank has none."""
+    """A parameter, and this rank's gradient for it (None: no gradient)."""
 
     parameter: Tensor
     gradient: Tensor | None
 
 
 class Bucket:
-    """Gradients of parameters, one behind the other; `index` counts the buckets of a step."""
+    """Gradients of parameters in one flat tensor. `index` is the bucket's number in the step."""
 
     def __init__(self, index: int, offers: Sequence[GradientOffer], last: bool) -> None:
         self._index, self._last = index, last
         self._parameters = [offer.parameter for offer in offers]
-        # Another rank has a gradient where this one has none: it adds nothing.
+        # Another rank may have a gradient that this rank lacks: add zeros.
         pieces = [torch.zeros_like(p) if g is None else g for p, g in offers]
         self._buffer = torch.cat([piece.reshape(-1) for piece in pieces])
 
     def set_place(self, index: int, *, last: bool) -> None:
-        """Let the bucket have another number, and be the last one of a step or not."""
+        """Set the bucket's number, and whether it is the last of a step."""
         self._index, self._last = index, last
 
     def index(self) -> int:
-        """Return the number of the bucket among those of a step."""
+        """Return the bucket's number in the step."""
         return self._index
 
     def is_last(self) -> bool:
-        """Return whether no other bucket of the step comes behind this one."""
+        """Return whether this is the last bucket of the step."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """Return all gradients as one tensor of one dimension."""
+        """Return all gradients as one flat tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Take another tensor of the same length for the gradients."""
+        """Replace the gradients by another flat tensor of the same length."""
         self._buffer = buffer
 
     def parameters(self) -> list[Tensor]:
@@ -69,9 +69,9 @@ class Bucket:
 
 
 def fill_buckets(offers: Iterable[GradientOffer], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-    """Return buckets with all gradients in their order, of one dtype and device each.
+    """Return buckets of all gradients in order. Each bucket has one dtype and device.
 
-    All ranks give the same parameters in the same order. Raises InputError for a sparse gradient.
+    All ranks pass the same parameters in the same order. Raises InputError for a sparse gradient.
     """
     groups: list[list[GradientOffer]] = []
     room = 0.0
@@ -84,7 +84,7 @@ def fill_buckets(offers: Iterable[GradientOffer], bucket_bytes: float = BUCKET_B
             )
         own = groups[-1][0].parameter if groups else parameter
         alike = own.dtype == parameter.dtype and own.device == parameter.device
-        # A gradient that is larger than a bucket has one of its own.
+        # A gradient larger than a bucket gets a bucket of its own.
         if not groups or not alike or room < parameter.nbytes:
             groups.append([])
             room = bucket_bytes

@@ -1,10 +1,10 @@
-"""Hooks: what adds gradients over ranks, by torch's communication hooks for DDP or by two of ours.
+"""Hooks that add gradients over ranks: torch's communication hooks for DDP, and two of fxsplit's own.
 
     choice = HookChoice("topk{share=0.05}")
     hook = choice.make()
 
-A hook is a function of a state and a bucket, as `register_comm_hook` of torch's DDP takes it. All but `allreduce`
-change gradients; they are used where they are asked for.
+A hook is a function of a state and a bucket, as in `register_comm_hook` of torch's DDP. All except `allreduce` change
+gradients, so they run only on request.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fxsplit.runtime.ranks.hooks.sketch import Sketch, sketch_hook
 from fxsplit.runtime.ranks.hooks.topk import TopK, top_k_hook
 
 START_ITERATION = 2
-"""PowerSGD begins in the third step: its matrices are made from gradients as they are."""
+"""PowerSGD begins in the third step: its matrices start from uncompressed gradients."""
 GROUPS = ("group", "process_group")
-"""What states call the ranks that they are for."""
+"""The attributes of hook states that hold a process group."""
 _NAMED = re.compile(r"(?P<name>\w+)(?:\{(?P<options>[^{}]*)\})?")
 
 
 @dataclass(eq=False)
 class Hook:
-    """A hook for the ranks of one group, and what it is called with besides a bucket.
+    """A hook for the ranks of one group, with its state.
 
-    state: None becomes the group. overlaps: whether it only begins a collective, so that several buckets may be under
-    way while stages run. count: how many bytes it has sent of a bucket, from the state and the whole buffer; None where
-    it does not say.
+    state: None is replaced by the group. overlaps: the hook only begins a collective, so several buckets may be in
+        flight while stages run. count: returns the bytes sent for a bucket, from the state and the whole buffer (None:
+        unknown).
     """
 
     function: Callable[[Any, Any], Any]
@@ -46,8 +46,8 @@ class Hook:
     _bound: list[Any] = field(default_factory=list)
 
     def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Let the hook add over the ranks of a group, which is another one after a failure; else its state stays."""
-        # What the user has stated is the user's.
+        """Use the process group `group`; after a failure it is a new one. The rest of the state stays."""
+        # Leave a group that the user has set.
         if self.state is None or any(self.state is one for one in self._bound):
             self.state = group
         else:
@@ -58,14 +58,14 @@ class Hook:
         self._bound[:] = [group]
 
     def copy_state(self) -> Any:
-        """Return a copy of the state, which knows no group that it was given here; raises InputError for none such."""
+        """Return a copy of the state without the groups set by `bind`. Raises InputError if it cannot be copied."""
         groups = {name: getattr(self.state, name) for name in GROUPS if hasattr(self.state, name)}
         memo = {id(group): group for group in groups.values()}
         try:
             if not isinstance(self.state, powerSGD_hook.PowerSGDState):
                 made = copy.deepcopy(self.state, memo)
             else:
-                # Its own way to be copied is for files: it loses the group, and warns of that.
+                # PowerSGDState's own copying is for files: it drops the group, with a warning.
                 made = object.__new__(type(self.state))
                 for name in (*getattr(self.state, "__slots__", ()), *getattr(self.state, "__dict__", ())):
                     setattr(made, name, copy.deepcopy(getattr(self.state, name), memo))
@@ -80,12 +80,12 @@ class Hook:
 
 
 class HookChoice:
-    """The hook that a user means, which is made anew for each group of ranks.
+    """The hook that the user chose. It makes a hook for each group of ranks.
 
-    keeps: whether it keeps something from step to step, as what it has left out. feeds_back: whether it is one by name
-    that adds that to the gradients of the next step.
+    keeps: whether the hook has a state from step to step, such as compression errors. feeds_back: whether it is a named
+        hook that adds these errors to the next step's gradients.
     option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
-    torch's DDP takes it. Raises InputError for anything else.
+        in torch's DDP. Raises InputError for anything else.
     """
 
     def __init__(self, option: object = None) -> None:
@@ -95,7 +95,7 @@ class HookChoice:
             state, function = option
             self.text = str(getattr(function, "__name__", type(function).__name__))
             self._make: Callable[[], Hook] = lambda: Hook(function, state, count=_find_count(function, state))
-            # One of the user's own knows one group, and has one set of what it leaves out.
+            # A user's state has one group and one set of errors.
             self._once = self.keeps = state is not None
             self.feeds_back = False
         elif option is None or isinstance(option, str):
@@ -106,7 +106,7 @@ class HookChoice:
             raise _explain_hook(option)
 
     def check_groups(self, n_groups: int) -> None:
-        """Raise InputError where a rank adds gradients in several groups of ranks, and there is one state for all."""
+        """Raise InputError if one state would serve several groups of ranks."""
         if self._once and n_groups > 1:
             raise InputError(
                 f"gradient_hook=(state, {self.text}) has one state, and a rank adds gradients in {n_groups} groups of "
@@ -115,11 +115,11 @@ class HookChoice:
             )
 
     def skip_warm_up(self) -> None:
-        """Let hooks compress from the first step on that leave some as they are, as PowerSGD does."""
+        """Compress from the first step on: PowerSGD would otherwise start with uncompressed gradients."""
         self._is_warm = True
 
     def make(self) -> Hook:
-        """Return a hook with a state of its own, or with that of the user's."""
+        """Return a hook with a new state, or with the user's state."""
         hook = self._make()
         if self._is_warm and isinstance(hook.state, powerSGD_hook.PowerSGDState):
             hook.state.iter = hook.state.start_powerSGD_iter
@@ -159,7 +159,7 @@ def _count_halves(state: Any, whole: Tensor) -> int:
 
 
 class _CountPower:
-    """Counts what PowerSGD has sent, from its own totals. Before it begins to compress these stay as they are."""
+    """Count PowerSGD's sent bytes from its own totals, which do not change before it begins to compress."""
 
     def __init__(self) -> None:
         self._before = self._after = 0
@@ -172,7 +172,7 @@ class _CountPower:
 
 
 def _find_count(function: Any, state: Any) -> Callable[[Any, Tensor], int | None]:
-    """Return what counts the bytes that a hook sends which the user gives; those of torch are known."""
+    """Return a function that counts the bytes that a user's hook sends. Only torch's own hooks are known."""
     if isinstance(state, powerSGD_hook.PowerSGDState):
         return _CountPower()
     known: dict[Any, Callable[[Any, Tensor], int | None]] = {
@@ -183,7 +183,7 @@ def _find_count(function: Any, state: Any) -> Callable[[Any, Tensor], int | None
     return known.get(function, Hook.count)
 
 
-# Those of one collective each overlap.
+# Hooks of a single collective can overlap.
 MAKERS: Mapping[str, tuple[Callable[..., Hook], Mapping[str, type]]] = {
     "allreduce": (lambda: Hook(default_hooks.allreduce_hook, overlaps=True, count=_count_whole), {}),
     "fp16": (lambda: Hook(default_hooks.fp16_compress_hook, overlaps=True, count=_count_halves), {}),
@@ -192,12 +192,12 @@ MAKERS: Mapping[str, tuple[Callable[..., Hook], Mapping[str, type]]] = {
     "topk": (_make_top_k, {"share": float}),
     "sketch": (_make_sketch, {"share": float, "rows": int, "cells": float}),
 }
-"""What makes each hook that is known by name, and the options that it takes: torch's own, and two of ours."""
+"""The maker of each hook that is known by name, and its options: torch's own hooks, and two of fxsplit's."""
 NAMED = tuple(MAKERS)
 
 
 def _read_named(text: str) -> Callable[[], Hook]:
-    """Return what makes the hook of a text such as `topk{share=0.05}`; raises InputError for no such hook or option."""
+    """Return the maker of a hook such as `topk{share=0.05}`. Raises InputError for an unknown hook or option."""
     match = _NAMED.fullmatch(text)
     if match is None or match["name"] not in MAKERS:
         raise _explain_hook(text)

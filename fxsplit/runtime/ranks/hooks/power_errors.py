@@ -1,4 +1,4 @@
-"""What PowerSGD has left out of gradients so far, parameter by parameter; torch keeps it by the numbers of buckets."""
+"""PowerSGD's compression errors by parameter. torch keeps them by bucket number."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from fxsplit.runtime.ranks.hooks.buckets import Bucket
 
 Numbers = Mapping[Any, tuple[int, Sequence[Tensor]]]
-"""Of each bucket so far its number and its parameters."""
+"""The number and parameters of each bucket so far."""
 
 
 class PowerErrors:
-    """The errors in a PowerSGDState, which all ranks add to the gradients of their next step. `numbers` grows."""
+    """The errors in a PowerSGDState, which it adds to the next step's gradients. `numbers` grows with buckets."""
 
     def __init__(self, state: Any, numbers: Numbers) -> None:
         self._state = state
         self._errors: dict[int, Tensor] = state.error_dict
         self._numbers = numbers
-        # As it was before the step that is under way: one that fails is to leave nothing, and all ranks at one count.
+        # The state before the running step: a failed step must leave no trace, and all ranks must count the same steps.
         self._before: tuple[int, list[dict[Any, Any]], Any] | None = None
-        # Of parameters whose bucket has not come yet, with the parameter: identities of those that are gone are reused.
+        # Errors of parameters whose bucket has not come yet, with the parameter, as ids of freed objects are reused.
         self._ahead: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _find(self, parameter: Tensor) -> Tensor | None:
-        """Return what is left of a parameter's gradients, or None where nothing was left out so far."""
+        """Return the error of a parameter's gradients, or None if there is none so far."""
         if id(parameter) in self._ahead:
             return self._ahead[id(parameter)][1]
         for number, parameters in self._numbers.values():
@@ -39,26 +39,26 @@ class PowerErrors:
         return None
 
     def get(self, parameter: Tensor) -> Tensor:
-        """Return what is left of the gradients of a parameter, in its shape."""
+        """Return the error of a parameter's gradients, in the parameter's shape."""
         found = self._find(parameter)
         return torch.zeros_like(parameter) if found is None else found.view_as(parameter)
 
     def has(self, parameter: Tensor) -> bool:
-        """Return whether anything of a parameter was left out so far."""
+        """Return whether a parameter has an error so far."""
         return self._find(parameter) is not None
 
     def put(self, parameter: Tensor, left: Tensor) -> None:
-        """Let this be what is left of the gradients of a parameter, of which nothing is known since `clear`."""
+        """Set the error of a parameter's gradients. Call `clear` first."""
         self._ahead[id(parameter)] = parameter, left.reshape(-1)
 
     def clear(self) -> None:
-        """Forget all that is left."""
+        """Forget all errors."""
         self._errors.clear()
         self._ahead.clear()
 
     @property
     def _kept(self) -> list[dict[Any, Any]]:
-        """All that is kept by the numbers of buckets; the last are the thin matrices that the next step starts from."""
+        """All state by bucket number. The last dictionary has the low-rank matrices that the next step starts from."""
         return [self._errors, self._ahead, self._state.p_memory_dict, self._state.q_memory_dict]
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class PowerErrors:
         self._before = self._state.iter, then, self._state.rng.get_state()
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: whether its gradients were applied; otherwise all is as it was."""
+        """End a step. `kept`: its gradients were applied; otherwise restore the state before it."""
         before, self._before = self._before, None
         if before is None or kept:
             return
@@ -81,9 +81,9 @@ class PowerErrors:
             now.update(earlier)
 
     def prepare(self, number: int, bucket: Bucket) -> None:
-        """Let the hook find what is left of a bucket's parameters under the number of the bucket."""
+        """Store the errors of a bucket's parameters under the bucket's number, where torch's hook looks."""
         found = [self._ahead.pop(id(p), (p, None))[1] for p in bucket.parameters()] if self._ahead else []
         if any(left is not None for left in found):
             pairs = zip(found, bucket.parameters(), strict=True)
-            # In its first steps the hook adds gradients as they are, and this stays until it compresses.
+            # In its first steps the hook does not compress, and these errors wait.
             self._errors[number] = torch.cat([p.new_zeros(p.numel()) if e is None else e for e, p in pairs])

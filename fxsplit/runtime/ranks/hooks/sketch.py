@@ -1,8 +1,9 @@
 """Count-sketched gradients: gs-SGD (gradient sketching), with error feedback.
 
-A *count sketch* adds each entry, with a random sign, to one cell in each of several rows of cells. Sketches of ranks
-add up to the sketch of the sum, so they are summed over all ranks. The median of an entry's cells estimates it, so
-every rank finds the same k largest entries; their exact sums are exchanged and applied. Each rank keeps all else.
+A *count sketch* adds each entry, with a random sign, to one cell in each of several rows of cells. The ranks' sketches
+add up to the sketch of the sum, so they are summed over all ranks. The median of an entry's cells estimates the entry.
+So every rank finds the same k largest entries, and their exact sums are exchanged and applied. Each rank keeps all
+other entries for the next step.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.torch_internals.distributed.process_groups import lend
 
 PRIME = 2**31 - 1
-"""Hashes are of numbers below this prime, whose products fit into 64 bits."""
+"""Entries are hashed modulo this prime, so that products fit into 64 bits."""
 CHUNK = 2**20
-"""So many entries are hashed at a time: hashes of all of them would take several times the memory of the gradients."""
+"""How many entries are hashed at a time: all at once would take several times the gradients' memory."""
 
 
 class Sketch:
-    """The state of the hook: `share` of the entries are applied in each step, at least one.
+    """The state of the hook: `share` of the entries, and at least one, are applied in each step.
 
-    A sketch has `rows` rows (an odd number, for the median) of `cells` times as many cells as entries are applied.
+    A sketch has `rows` rows (odd, for the median) with `cells` cells for each applied entry.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class Sketch:
         self.group, self.share, self.rows, self.cells = group, share, rows, cells
         self.residuals = ErrorFeedback()
         self.sent_bytes = 0
-        """How many bytes this rank has sent of the last bucket."""
+        """The bytes that this rank has sent for the last bucket."""
 
 
 def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    """Return the mean of the entries that the ranks' sketches say are largest; all others are zero, and kept."""
+    """Return the mean of the entries that the sketches estimate as largest. Other entries are zero, and kept."""
     left = state.residuals.add_to(bucket)
     if left.numel() >= PRIME:
         raise InputError(f"a bucket of {left.numel()} entries: give smaller ones, bucket_bytes=25e6")
@@ -50,7 +51,7 @@ def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
     hashes = Hashes(state.rows, max(1, int(k * state.cells)), left.device)
     cells = hashes.sketch(left)
     dist.all_reduce(cells, group=state.group)
-    # The same cells on every rank, and so the same entries.
+    # All ranks have the same cells, and so find the same entries.
     where = hashes.estimate(cells, left.numel()).abs().topk(k).indices
     values = left[where]
     left[where] = 0.0
@@ -66,25 +67,25 @@ def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
 
 
 class Hashes:
-    """For each row of a sketch, the cell and the sign of each entry; the same on all ranks."""
+    """The cell and the sign of each entry in each row of a sketch; the same on all ranks."""
 
     def __init__(self, rows: int, cells: int, device: torch.device) -> None:
         self._cells = cells
-        # Not the generator of the user, whose numbers would be others then.
+        # The user's generator stays untouched, so that its numbers do not change.
         generator = torch.Generator().manual_seed(20211213)
         numbers = torch.randint(1, PRIME, (4, rows, 1), generator=generator).to(device)
         self._place, self._sign = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         self._shape = rows, cells
 
     def _hash(self, begin: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the cells, int64 [rows, entries], and the signs of some entries."""
+        """Return the cells, int64 [rows, entries], and the signs of the entries from `begin` to `end`."""
         entries = torch.arange(begin, end, device=device)
         place = (self._place[0] * entries + self._place[1]) % PRIME % self._cells
         sign = ((self._sign[0] * entries + self._sign[1]) % PRIME % 2) * 2 - 1
         return place, sign
 
     def sketch(self, values: Tensor) -> Tensor:
-        """Return the cells that entries add up to, [rows, cells]."""
+        """Return the sketch of `values`, [rows, cells]."""
         found = values.new_zeros(self._shape)
         for begin in range(0, values.numel(), CHUNK):
             part = values[begin : begin + CHUNK]
@@ -93,7 +94,7 @@ class Hashes:
         return found
 
     def estimate(self, cells: Tensor, count: int) -> Tensor:
-        """Return what cells say of each of `count` entries."""
+        """Return an estimate of each of `count` entries from the cells."""
         found = cells.new_empty(count)
         for begin in range(0, count, CHUNK):
             end = min(begin + CHUNK, count)

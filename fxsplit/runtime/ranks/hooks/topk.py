@@ -1,9 +1,14 @@
 """Top-k gradients with a global selection: gTop-k (Shi et al. 2019), with error feedback.
 
-Each rank offers the k largest entries of its gradients and of what is left of earlier ones. Pairs of ranks add what
-they offer and keep the k largest of the sums, along a tree, until one rank has k entries of all; these are applied by
-all. A rank that drops an entry keeps it for the next step, also one that another rank had offered. So nothing is lost,
-where the paper's rule, which asks whether an entry was selected in the end, loses what was dropped on the way.
+rank 0 --.
+rank 1 --+-- merge: keep k --.
+rank 2 --.                   +-- merge: keep k -- rank 0 -- broadcast to all
+rank 3 --+-- merge: keep k --'
+
+Each rank offers the k largest entries of its gradients plus earlier errors. Pairs of ranks add their offers and keep
+the k largest sums, along a tree, until one rank has k entries for all. All ranks apply these. A rank that drops an
+entry keeps it for the next step, even if another rank had offered it. So nothing is lost. The paper's rule checks only
+whether an entry was selected in the end, and loses entries that were dropped on the way.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from fxsplit.torch_internals.distributed.process_groups import lend
 
 
 class TopK:
-    """The state of the hook: `share` of the entries of each bucket are applied in each step, at least one."""
+    """The state of the hook: `share` of the entries of each bucket, and at least one, are applied in each step."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, share: float = 0.01) -> None:
         if not 0 < share <= 1:
@@ -27,15 +32,15 @@ class TopK:
         self.group, self.share = group, share
         self.residuals = ErrorFeedback()
         self.sent_bytes = 0
-        """How many bytes this rank has sent of the last bucket."""
+        """The bytes that this rank has sent for the last bucket."""
 
 
 def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    """Return the mean of the entries that are largest over all ranks; all others are zero, and kept for later."""
+    """Return the mean of the entries that are largest over all ranks. Other entries are zero, and kept as errors."""
     rank, n = dist.get_rank(state.group), dist.get_world_size(state.group)
     left = state.residuals.add_to(bucket)
     k = min(left.numel(), max(1, int(left.numel() * state.share)))
-    # Places in 32 bits, as half of what is sent are places; no bucket has more.
+    # 32-bit indices suffice for a bucket, and indices are half of the message.
     where = left.abs().topk(k).indices.int()
     values = left[where]
     left[where] = 0.0
@@ -50,7 +55,7 @@ def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
             where, values, dropped = merge((where, values), others, k)
             left.index_add_(0, *dropped)
         step *= 2
-    # The first rank has what was selected. What this one has is of no meaning then.
+    # Rank 0 has the selection, and the broadcast overwrites the entries of other ranks.
     for tensor in (where, values):
         lend(tensor)
         dist.broadcast(tensor, group=state.group, group_src=0)
@@ -64,11 +69,11 @@ def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
 
 
 Entries = tuple[Tensor, Tensor]
-"""Places, int32, and the values there."""
+"""Indices, int32, and the values there."""
 
 
 def merge(mine: Entries, others: Entries, k: int) -> tuple[Tensor, Tensor, Entries]:
-    """Return the k largest entries of a sum, places and values, and those that are dropped."""
+    """Return the k largest entries of the sum of two sets, as indices and values, and the dropped entries."""
     places, at = torch.cat([mine[0], others[0]]).unique(return_inverse=True)
     sums = torch.zeros_like(places, dtype=mine[1].dtype).index_add_(0, at, torch.cat([mine[1], others[1]]))
     kept = sums.abs().topk(k).indices

@@ -1,1 +1,1 @@
-"""Messages between stages on different ranks: what they consist of, in which order they come."""
+"""Messages between stages on different ranks: their layout and their order."""

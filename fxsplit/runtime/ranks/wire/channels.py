@@ -1,9 +1,12 @@
-"""RankChannels: the channels of a rank's jobs; messages to other ranks go over pairs, those to itself stay here.
+"""The channels of a rank's jobs. Messages to other ranks go over process groups; messages to itself stay here.
 
-A message is one operation for all that is small in it and one for each large tensor. Both ends know its layout: in the
-first job of a *key*, the sender tells it before each message, and in later ones there is nothing to tell. A key stands
-for all that shapes of values follow from. Messages of a pair have no number: they are received in the order in which
-the sender's row of the schedule sends them, as NCCL would have it.
+message = block (all small values and numbers) + each large tensor by itself
+
+first job of a key:   layout as text, then the pieces      later jobs:   only the pieces
+
+Both ends must know a message's layout. In the first job of a *key*, the sender sends it before each message, and later
+jobs reuse it. A key stands for everything that the shapes of values depend on. Messages between two ranks have no
+numbers: they are received in the order of the sender's row of the schedule, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from fxsplit.schedule.schedule import Schedule
 from fxsplit.torch_internals.tensors import accelerators
 
 WINDOW = 2
-"""So many messages of each sender are received ahead of their use."""
+"""How many messages of each sender are received ahead of their use."""
 MOST_KEYS = 500
-"""Layouts of so many keys are kept, those that were made last."""
+"""How many keys' layouts are kept; the oldest are dropped first."""
 
 
 class Awaited(NamedTuple):
-    """What a rank waits for: a message for an action from a source, or, where that is None, that its own is read."""
+    """The message that a rank waits for. `source` is None while its own message waits to be read."""
 
     source: int | None
     action: Action
 
     def __str__(self) -> str:
-        # Words are made where somebody asks for them: a rank waits for every message.
+        # Built only on demand: a rank waits for every message.
         if self.source is None:
             return f"the rank that is to read what was sent to {self.action}"
         return f"rank {self.source}, which is to send {self.action}"
 
 
 class PostedReceive(NamedTuple):
-    """A message that is being received: its layout, its bytes, and what to wait for."""
+    """A message that is being received: its layout, its pieces, and handles to wait for."""
 
     layout: MessageLayout
     pieces: list[Tensor]
@@ -53,9 +56,9 @@ class PostedReceive(NamedTuple):
 
 
 class RankChannels:
-    """The channels of one pipeline on one rank. `open` begins a job, `close` ends it when it has gone well.
+    """The channels of one pipeline on one rank. `open` begins a job, and `close` ends it if it has succeeded.
 
-    `codec` makes messages of sums of gradients, for stages with replicas.
+    `codec` turns sums of gradients into messages, for stages with replicas.
     """
 
     def __init__(self, world: World) -> None:
@@ -65,12 +68,12 @@ class RankChannels:
         self._layouts: dict[Hashable, dict[Action, MessageLayout]] = {}
         self._epoch = world.epoch
         self.codec = SumsCodec()
-        # With the schedule itself: another one may have the identity of one that is gone.
+        # Keep the schedule itself: a new object could have the id of one that is gone.
         self._routes: dict[int, tuple[Schedule, Route]] = {}
         self._reset({})
 
     def _reset(self, known: dict[Action, MessageLayout]) -> None:
-        """Forget the job before."""
+        """Forget the previous job."""
         self._known = known
         self._told = False
         self._failed = False
@@ -83,14 +86,14 @@ class RankChannels:
         self._unproven: dict[int, list[Action]] = {}
 
     def open(self, key: Hashable, schedule: Schedule) -> None:
-        """Begin a job of a schedule, in which layouts are those of a key."""
-        # After a failure each rank may have come to another point of its job, and none relies on what it was told.
+        """Begin a job of a schedule whose layouts belong to `key`."""
+        # After a failure ranks have stopped at different points of the job: layouts may be known on one end only.
         if self._epoch != self.world.epoch:
             self._epoch = self.world.epoch
             self._layouts.clear()
         self._reset(self._layouts.get(key, {}))
         self._key = key
-        # Known to both ends or to none: every rank has had the same jobs.
+        # Both ends know the layouts or neither does, since every rank has run the same jobs.
         self._told = key in self._layouts
         self._route = self._find_route(schedule)
         self._ahead = {source: deque(actions) for source, actions in self._route.incoming.items()}
@@ -100,7 +103,7 @@ class RankChannels:
                     self._post_ahead(source)
 
     def close(self) -> None:
-        """End a job whose actions are all done: what was sent has been read, and layouts hold for the next job."""
+        """End a job that has run all its actions: wait for its messages, and keep its layouts for later jobs."""
         while self._sent:
             self._finish_oldest()
         if self._key not in self._layouts:
@@ -120,10 +123,10 @@ class RankChannels:
             known = self._routes[id(schedule)] = schedule, find_routes(schedule, self._me)
         return known[1]
 
-    # What a job asks for
+    # Calls of a job
 
     def send(self, device: int, message: Message) -> None:
-        """Send a message; the values are read later, and stay as they are until the job's end."""
+        """Send a message. Its values are read later, so they must not change before the job ends."""
         if self._failed:
             raise JobStopped
         if device == self._me:
@@ -134,7 +137,7 @@ class RankChannels:
         if action.op == REDUCE:
             values, wanted = self.codec.pack(values[0], action), ()
         layout = self._known.get(action)
-        # Sums may have other leaves each time, and sparse ones other lengths.
+        # Sums may have other leaves each time, and sparse sums other lengths.
         if not self._told or action.op == REDUCE or layout is None:
             like = self._known.get(Action(action.stage + 1, FORWARD, action.microbatch))
             gradients = action.op == BACKWARD
@@ -146,7 +149,7 @@ class RankChannels:
         self._sent.append((action, [(pair.send(piece), piece) for piece in pieces]))
 
     def receive(self, device: int, action: Action) -> Message:
-        """Return the message for an action, after waiting for it; raises RankTimeout or RankError where none comes."""
+        """Wait for the message for an action, and return it. Raises RankTimeout or RankError if none comes."""
         if action in self._local:
             return self._local.pop(action)
         if self._failed:
@@ -159,7 +162,7 @@ class RankChannels:
         for work in works:
             self._wait(work, what)
         self._post_ahead(source)
-        # One without bytes, as of gradients that nobody wants, is there before its sender has done anything.
+        # A message without bytes (gradients that nobody wants) arrives before its sender has done anything.
         self._release(source, action, came=bool(works) or not self._told)
         values = layout.unpack(pieces, self.world.device, gradients=action.op == BACKWARD)
         if action.op == REDUCE:
@@ -167,27 +170,27 @@ class RankChannels:
         return Message(action, values, None, layout.wanted if action.op == FORWARD else ())
 
     def fail(self) -> None:
-        """Let the job send and receive nothing any more."""
+        """Let the job send and receive no more."""
         self._failed = True
 
-    # How it goes
+    # Helpers
 
     def _tell(self, layout: MessageLayout, device: int, action: Action) -> None:
-        """Send the layout of a message that comes next."""
+        """Send the layout of the next message."""
         self._sent.append((action, self.world.send_text(layout.to_text(), device)))
 
     def _listen(self, source: int, action: Action) -> MessageLayout:
-        """Receive the layout of a message that comes next."""
+        """Receive the layout of the next message."""
         what = f"rank {source}, which is to say what it sends to {action}"
         return MessageLayout.parse(self.world.receive_text(source, partial(self._wait, what=what)))
 
     def _post_ahead(self, source: int) -> None:
-        """Begin to receive the next message of a sender, unless its layout has to be waited for."""
+        """Begin to receive a sender's next message, if its layout is known."""
         if self._told and self._ahead[source] and self._ahead[source][0].op != REDUCE:
             self._post(source)
 
     def _post(self, source: int) -> None:
-        """Begin to receive the next message of a sender, in the order in which it sends."""
+        """Begin to receive a sender's next message, in the order in which it sends."""
         action = self._ahead[source].popleft()
         if not self._told or action.op == REDUCE:
             self._known[action] = self._listen(source, action)
@@ -197,7 +200,7 @@ class RankChannels:
         self._posted[action] = PostedReceive(layout, pieces, [pair.receive(piece) for piece in pieces])
 
     def _release(self, source: int, action: Action, *, came: bool) -> None:
-        """Let go of what the sender of a message must have read before it sent that, once one from it has come."""
+        """Free the messages that `source` must have read before it sent the message for `action`."""
         read = self._unproven.setdefault(source, [])
         read += self._route.read_before.get(action, ())
         if not came:
@@ -205,7 +208,7 @@ class RankChannels:
         self._arrived.update(read)
         read.clear()
         while self._sent and self._sent[0][0] in self._arrived:
-            # A CPU has sent what has been read. Of an accelerator, to wait is what gives the memory back.
+            # On a CPU, a message that was read has been sent. On an accelerator, only a wait frees the memory.
             if self._on_host:
                 self._sent.popleft()
             else:
@@ -218,7 +221,7 @@ class RankChannels:
             self._wait(work, Awaited(None, action))
 
     def _wait(self, work: Any, what: object) -> None:
-        """Wait for what is under way; once that has failed, the job sends and receives nothing more."""
+        """Wait for an operation. If it fails, the job sends and receives no more."""
         try:
             self.world.wait(work, what)
         except RankError:

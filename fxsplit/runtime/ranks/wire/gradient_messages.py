@@ -1,4 +1,4 @@
-"""Sums of gradients as messages: each gradient with the number of its leaf, which both ends count alike."""
+"""Sums of gradients as messages: each gradient with its leaf's number, which both ends count in the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.torch_internals.autograd.sums import Sums
 
 
 class SumsCodec:
-    """Makes messages of sums, and sums of messages. `list_leaves` lists those of a replica, by the action that sums."""
+    """Turns sums into messages, and messages into sums. `list_leaves` lists a replica's leaves for a reduce action."""
 
     def __init__(self) -> None:
         self.list_leaves: Callable[[Action], Sequence[Tensor]] = lambda action: ()
@@ -40,7 +40,7 @@ class SumsCodec:
 
 
 def pack_gradient(number: int, gradient: Tensor) -> list[Any]:
-    """Return the values of a message for the gradient with a number; a sparse one in its parts."""
+    """Return the values of a message for one numbered gradient. A sparse gradient is sent as its indices and values."""
     if gradient.layout is torch.strided:
         return [number, None, gradient]
     sparse = gradient.coalesce()
@@ -48,7 +48,7 @@ def pack_gradient(number: int, gradient: Tensor) -> list[Any]:
 
 
 def make_sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the sparse gradient that consists of these; they are those of one, and need no check."""
+    """Return a sparse gradient from its own parts, which need no check."""
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 

@@ -1,6 +1,9 @@
-"""MessageLayout: the parts of a message between ranks, so that both ends know how many bytes it has, and what they are.
+"""The layout of a message between ranks, from which both ends know its sizes and contents.
 
-Large tensors of a message are sent as they are. All others lie in one block, with the numbers among its values.
+values   [tensor 1 MB] [7] [tensor 40 B] ["mean"] [None]
+pieces   block: 7, 40 B tensor | the 1 MB tensor by itself      ("mean" and None are in the layout)
+
+Large tensors are sent as they are. All other tensors are copied into one block, with the numbers among the values.
 """
 
 from __future__ import annotations
@@ -28,30 +31,30 @@ from fxsplit.torch_internals.tensors.byte_blocks import (
 )
 
 LARGE_BYTES = 1 << 16
-"""Copies of tensors of so many bytes take longer than a message of their own."""
+"""From this size in bytes, copying a tensor into the block takes longer than a message of its own."""
 ABSENT = bytes.fromhex("f9a3fe5c17d2b84e90c66b3d71e8054f")
-"""What a gradient begins with, of a value that got none: 16 bytes that no gradient has by chance."""
+"""The first bytes of a missing gradient: 16 bytes that no gradient has by chance."""
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor of a message: how it lies in memory, and whether a gradient of it is wanted."""
+    """A tensor of a message: its shape, strides and dtype, and whether its gradient is wanted."""
 
     part: TensorLayout
     wanted: bool
 
 
 class MessageLayout:
-    """What a message consists of: for each value a TensorSlot, or the template of a value that is no tensor.
+    """The contents of a message: for each value a TensorSlot, or the template of a value that is not a tensor.
 
-    Its pieces are the block, where there is one, and the tensors that are sent as they are.
+    Its pieces are the block, if there is one, and the large tensors.
     """
 
     def __init__(self, entries: Sequence[TensorSlot | Template], n_numbers: int) -> None:
         self.entries = list(entries)
         self.n_numbers = n_numbers
         slots = [(i, one.part) for i, one in enumerate(entries) if isinstance(one, TensorSlot) and one.part.nbytes]
-        # One tensor by itself needs no copy. One that is shorter than ABSENT does.
+        # A single tensor needs no block, unless it is shorter than ABSENT.
         alone = len(slots) == 1 and not n_numbers and slots[0][1].nbytes >= len(ABSENT)
         self.large = [i for i, part in slots if alone or part.nbytes >= LARGE_BYTES]
         self.small = [i for i, _ in slots if i not in self.large]
@@ -59,7 +62,7 @@ class MessageLayout:
         self._parts = [*numbers, *(entries[i].part for i in self.small)]
         self._places, self.block_bytes = place(self._parts)
         self._whole = [(i, entries[i].part) for i in self.large]
-        # What is received has the shape of its value, unless that is of another order of memory.
+        # A received tensor has its value's shape, unless the value is not row-major.
         self._empty = [(p.shape if is_row_major(p) else (p.numel,), p.dtype) for _, p in self._whole]
         self._is_one = alone and len(self.entries) == 1
         self._marked = [(i, begin) for i, begin in zip(self.small, self._places[bool(n_numbers) :], strict=True)]
@@ -68,7 +71,7 @@ class MessageLayout:
     def describe(
         cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: MessageLayout | None = None
     ) -> MessageLayout:
-        """Return the layout of values. `like` is that of the values whose gradients these are.
+        """Return the layout of values. `like` is the layout of the values whose gradients these are.
 
         Raises InputError for a value that cannot be sent.
         """
@@ -79,7 +82,7 @@ class MessageLayout:
                 _check_tensor(value)
                 entries.append(TensorSlot(read_part(value), bool(wanted and wanted[i])))
             elif value is None and like is not None:
-                # The next batch may have a gradient here, which is then as long as the value.
+                # The next batch may have a gradient here, as large as the value.
                 slot = like.entries[i]
                 entries.append(TensorSlot(slot.part, False) if isinstance(slot, TensorSlot) and slot.wanted else None)
             else:
@@ -88,7 +91,7 @@ class MessageLayout:
 
     @cached_property
     def wanted(self) -> tuple[bool, ...]:
-        """For each value, whether a gradient of it is wanted."""
+        """For each value, whether its gradient is wanted."""
         return tuple(isinstance(one, TensorSlot) and one.wanted for one in self.entries)
 
     def to_text(self) -> str:
@@ -103,7 +106,7 @@ class MessageLayout:
 
     @classmethod
     def parse(cls, text: str) -> MessageLayout:
-        """Return the layout that another rank sent; raises InputError for a dtype that is none here."""
+        """Return the layout that another rank sent. Raises InputError for an unknown dtype."""
         n_numbers, entries = json.loads(text)
         made: list[TensorSlot | Template] = []
         for entry in entries:
@@ -117,14 +120,14 @@ class MessageLayout:
             made.append(TensorSlot(TensorLayout(dtype, tuple(shape), tuple(strides)), wanted))
         return cls(made, n_numbers)
 
-    # What the sender does
+    # Sender
 
     def pack(self, values: Sequence[Any], here: torch.device) -> list[Tensor]:
-        """Return the pieces of a message, dense: the block, and then the large tensors.
+        """Return the pieces of a message, each dense: the block, then the large tensors.
 
-        Raises InputError where a value is other than the layout says.
+        Raises InputError if a value does not fit the layout.
         """
-        # Most messages are one tensor, and this runs for each.
+        # A shortcut: most messages are one tensor.
         if self._is_one and values[0] is not None:
             return [flatten(self._conform(self._whole[0][1], values[0], here))]
         numbers: list[int] = []
@@ -138,7 +141,10 @@ class MessageLayout:
             elif entry is not None or value is not None:
                 template = part_value(value, numbers, here)
                 if template != entry:
-                    raise InputError(f"a value is {value!r} now, and was one like {entry} at first")
+                    raise InputError(
+                        f"a value between ranks is {value!r}, and was like {entry} in the first batch of this shape: "
+                        "keep in one stage what makes it and what reads it, with fxsplit.leaf(...)"
+                    )
         pieces = [flatten(found[i]) for i in self.large]
         if self.block_bytes:
             block = torch.empty(self.block_bytes, dtype=torch.uint8, device=here)
@@ -149,14 +155,14 @@ class MessageLayout:
             at = {i: pieces[0][begin : begin + len(ABSENT)] for i, begin in self._marked}
             whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
             at |= {i: piece.view(-1).view(torch.uint8)[: len(ABSENT)] for i, piece in whole}
-            # A gradient without elements has no bytes, and is there at the other end.
+            # A gradient without elements has no bytes to mark: the receiver gets an empty gradient.
             for i in at.keys() & absent:
                 at[i][:] = torch.frombuffer(bytearray(ABSENT), dtype=torch.uint8)
         return pieces
 
     @staticmethod
     def _conform(part: TensorLayout, value: Any, here: torch.device) -> Tensor:
-        """Return a tensor that lies in memory as a part says; raises InputError for other shapes and types."""
+        """Return a tensor with the strides of `part`. Raises InputError for another shape or dtype."""
         if value is None:
             return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=here).zero_()
         if isinstance(value, Tensor) and value.dtype is part.dtype and value.shape == part.shape:
@@ -172,15 +178,15 @@ class MessageLayout:
             "stage what depends on their values, with fxsplit.leaf(...)"
         )
 
-    # What the receiver does
+    # Receiver
 
     def make_pieces(self, here: torch.device) -> list[Tensor]:
-        """Return empty tensors to receive the pieces of a message in, each dense."""
+        """Return empty tensors for the pieces of a message, each dense."""
         block = [torch.empty(self.block_bytes, dtype=torch.uint8, device=here)] if self.block_bytes else []
         return block + [torch.empty(shape, dtype=dtype, device=here) for shape, dtype in self._empty]
 
     def unpack(self, pieces: Sequence[Tensor], here: torch.device, *, gradients: bool) -> list[Any]:
-        """Return the values in the pieces of a message. Of `gradients` some may be absent."""
+        """Return the values in the pieces of a message. If they are `gradients`, some may be absent."""
         if self._is_one:
             piece, part = pieces[0], self._whole[0][1]
             if gradients and here.type == "cpu" and read_bytes(piece, 0, len(ABSENT)) == ABSENT:
@@ -197,7 +203,7 @@ class MessageLayout:
             for i, view in zip(self.small, parts, strict=True):
                 found[i] = view
         for (i, part), piece in zip(self._whole, whole, strict=True):
-            # The only tensor in its memory, so that a view will do.
+            # The piece is the only tensor in its memory, so a view will do.
             found[i] = piece if piece.shape == part.shape else piece.as_strided(part.shape, part.strides)
         for i, make in self._others:
             found[i] = make(device=here)
@@ -205,7 +211,7 @@ class MessageLayout:
             ahead = iter(numbers)
             for i in self._valued:
                 found[i] = build_value(self.entries[i], ahead, here)
-        # An accelerator would have to be waited for. There, a gradient that there is not is sent as zeros.
+        # Reading an accelerator's memory would wait for it. There, a missing gradient is sent as zeros.
         if gradients and here.type == "cpu":
             for i in self._find_absent(pieces):
                 found[i] = None
@@ -213,29 +219,29 @@ class MessageLayout:
 
     @cached_property
     def _valued(self) -> list[int]:
-        """The places of values that are no tensors."""
+        """The indices of values that are not tensors."""
         return [i for i, entry in enumerate(self.entries) if not isinstance(entry, TensorSlot) and entry is not None]
 
     @cached_property
     def _others(self) -> list[tuple[int, Callable[..., Tensor]]]:
-        """The places of tensors without elements, with what makes them."""
+        """The indices of tensors without elements, with functions that make them."""
         sent = {*self.small, *self.large}
         slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, TensorSlot) and i not in sent]
         return [(i, partial(torch.empty_strided, p.shape, p.strides, dtype=p.dtype)) for i, p in slots]
 
     def _find_absent(self, pieces: Sequence[Tensor]) -> list[int]:
-        """Return the places of gradients that there are not."""
+        """Return the indices of missing gradients."""
         found = [i for i, begin in self._marked if read_bytes(pieces[0], begin, len(ABSENT)) == ABSENT]
         whole = zip(self.large, pieces[bool(self.block_bytes) :], strict=True)
         return found + [i for i, piece in whole if read_bytes(piece, 0, len(ABSENT)) == ABSENT]
 
     def _make_views(self, block: Tensor) -> list[Tensor]:
-        """Return the tensors that lie in the block, the numbers first."""
+        """Return views of the tensors in the block, the numbers first."""
         return [make_view(block, part, begin) for part, begin in zip(self._parts, self._places, strict=True)]
 
 
 def _check_tensor(value: Tensor) -> None:
-    """Raise InputError for a tensor that is more than its elements."""
+    """Raise InputError for a tensor that has more than elements, such as a subclass or a sparse tensor."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
         raise InputError(
             f"a tensor of type {type(value).__name__}, {value.layout} is carried from one rank to another, and only "

@@ -1,4 +1,4 @@
-"""Routes: which messages a rank gets from which other one, in the order in which they are sent."""
+"""Routes: the messages that a rank receives from each other rank, in the order in which they are sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fxsplit.schedule.schedule import Schedule
 
 
 class Route(NamedTuple):
-    """What comes to one device.
+    """The messages that one device receives.
 
-    incoming: for each other device, the actions that its messages are for, in the order of that device's row.
-    source_of: where the message for an action comes from. read_before: for such an action, the actions whose messages
-    its sender must have received before it could send this one.
+    incoming: for each sender, the actions that its messages are for, in the order of its row.
+    source_of: the sender of the message for an action.
+    read_before: for an action, the actions whose messages its sender must have received before it could send.
     """
 
     incoming: dict[int, list[Action]]
@@ -23,9 +23,10 @@ class Route(NamedTuple):
 
 
 def list_messages(schedule: Schedule, device: int) -> Iterator[tuple[str, Action, int]]:
-    """Yield what a device sends and receives, in order: "send" or "receive", the action it is for, and the other end.
+    """Yield a device's messages in order, as ("send" or "receive", the action that the message is for, the other
+    device).
 
-    Messages that a device sends to itself are left out.
+    Messages of a device to itself are left out.
     """
     last = schedule.n_stages - 1
     for action in schedule.actions[device]:
@@ -50,7 +51,7 @@ def list_messages(schedule: Schedule, device: int) -> Iterator[tuple[str, Action
 
 
 def find_routes(schedule: Schedule, me: int) -> Route:
-    """Return what comes to a device, from the rows of the devices that send it."""
+    """Return the messages that device `me` receives, from the rows of the devices that send them."""
     incoming: dict[int, list[Action]] = {}
     source_of: dict[Action, int] = {}
     read_before: dict[Action, tuple[Action, ...]] = {}

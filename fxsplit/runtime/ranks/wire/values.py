@@ -1,7 +1,7 @@
-"""Values that are no tensors, on their way from rank to rank: as JSON and numbers, and never as code.
+"""Values between ranks that are not tensors: sent as JSON and numbers, never as code.
 
-A value is parted into a *template*, which is JSON, and the numbers in it. Both ranks know the template after the first
-message of a kind. Numbers may be others in each message.
+A value is split into a *template*, which is JSON, and its numbers. Both ranks know the template after the first message
+of a kind. The numbers may change with each message.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from fxsplit.errors import InputError
 
 Template = Any
-"""None, a text, or {kind: what it is made of}: for example {"tuple": [{"int": 0}, "mean"]}."""
+"""None, a text, or {kind: contents}: for example {"tuple": [{"int": 0}, "mean"]}."""
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-"""Types whose values torch has under their names."""
+"""Types whose values are attributes of torch."""
 CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "size": torch.Size}
 
 
 def part_value(value: Any, numbers: list[int], here: torch.device) -> Template:
-    """Return the template of a value, and append the numbers in it. `here`: this rank's device.
+    """Return the template of a value, and append its numbers to `numbers`. `here`: this rank's device.
 
     Raises InputError for a value that cannot be sent.
     """
     kind: Any = type(value)
     if value is None or kind is str:
         return value
-    # A bool is an int to isinstance.
+    # isinstance would take a bool for an int.
     if kind in (bool, int):
         numbers.append(_check_int(value))
         return {kind.__name__: 0}
@@ -60,7 +60,7 @@ def part_value(value: Any, numbers: list[int], here: torch.device) -> Template:
 
 
 def build_value(template: Template, numbers: Iterator[int], here: torch.device) -> Any:
-    """Return the value of a template, with numbers from the iterator."""
+    """Return the value of a template, with its numbers from the iterator."""
     if not isinstance(template, dict):
         return template
     ((kind, inside),) = template.items()
@@ -75,7 +75,7 @@ def build_value(template: Template, numbers: Iterator[int], here: torch.device) 
     if kind == "device":
         return here if inside == "here" else torch.device(inside)
     if kind in NAMED:
-        # Data of another process: a name that torch has, of a value of this very type, or nothing.
+        # This is data of another process: accept only an attribute of torch that has exactly this type.
         found = getattr(torch, inside, None)
         if not isinstance(found, NAMED[kind]):
             raise InputError(f"another rank sent {inside!r}, which is no {kind} here: run one torch on all ranks")
@@ -87,7 +87,7 @@ def build_value(template: Template, numbers: Iterator[int], here: torch.device) 
 
 
 def _check_int(value: int) -> int:
-    """Return a whole number; raises InputError for one that does not fit into 64 bits."""
+    """Return an integer. Raises InputError if it does not fit into 64 bits."""
     if not -(2**63) <= value < 2**63:
         raise InputError(f"the number {value} is carried from one rank to another, and has more than 64 bits")
     return int(value)

@@ -1,1 +1,1 @@
-"""The ranks of a pipeline, their process groups, and what they must have alike before they begin."""
+"""The ranks of a pipeline, their process groups, and the checks that all ranks start from the same state."""

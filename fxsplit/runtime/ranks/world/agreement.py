@@ -1,7 +1,7 @@
-"""Agreement: what all ranks of a pipeline must have alike before any of them sends something.
+"""An agreement: the state that all ranks of a pipeline must share before any of them sends a message.
 
-Each rank gives a number for each thing, which is a hash of it. Only where numbers differ do ranks tell each other what
-the things are, and then all of them raise the same error.
+Each rank sends a hash of each item. Only if hashes differ do ranks exchange the items themselves, and then all of them
+raise the same error.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ THINGS = {
     "input values": "has another batch: the first and last values of its inputs have the checksum {}",
     "target values": "has another target: its first and last values have the checksum {}",
 }
-"""What ranks compare, in this order: the first that differs is named."""
+"""The items that ranks compare, in this order; an error names the first difference."""
 N_NUMBERS = len(THINGS) + 1
-"""So many numbers ranks tell each other wherever a call begins: messages of two lengths would end their processes."""
+"""The length of every first message of a call: messages of different lengths would crash the processes."""
 MASK = 2**62 - 1
-"""What makes a number of Python's fit into 64 bits."""
+"""A mask that makes Python's integers fit into 64 bits."""
 SAMPLE_BYTES = 4096
-"""So many bytes at either end of a tensor are compared."""
+"""How many bytes are compared at each end of a tensor."""
 
 
 def hash_text(text: str) -> int:
-    """Return a number of 62 bits that two texts share only by accident."""
+    """Return a 62-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 def describe_shapes(value: Any) -> str:
-    """Return the types and shapes of all tensors in a value, for people, and what else it has."""
+    """Return the dtypes and shapes of all tensors in a value, and its other contents, as a text for people."""
     leaves = _list_leaves(value)
     return ", ".join(f"{str(v.dtype)[6:]}{list(v.shape)}" if isinstance(v, Tensor) else repr(v)[:80] for v in leaves)
 
@@ -55,7 +55,7 @@ def describe_shapes(value: Any) -> str:
 def sum_values(value: Any) -> int:
     """Return a checksum of the first and last values of all tensors in a value.
 
-    Those of an accelerator are left out: the host would wait for all that is queued there.
+    Tensors on an accelerator are left out: the host would wait for all work queued there.
     """
     found = 0
     for leaf in _list_leaves(value):
@@ -66,23 +66,23 @@ def sum_values(value: Any) -> int:
 
 
 def _list_leaves(value: Any) -> Sequence[Any]:
-    """Return what is in a value that is no container."""
+    """Return the leaves of a nested value."""
     if isinstance(value, Tensor):
         return (value,)
-    # Inputs are a list of tensors, at every step, and to look for other containers takes longer than to compare them.
+    # A shortcut for the inputs of every step, a list of tensors: a search for containers takes longer than the check.
     if type(value) is list and all(isinstance(one, Tensor) for one in value):
         return value
     return pytree.tree_leaves(to_plain_outputs(value))
 
 
 def _sum_ends(tensor: Tensor, begin: int) -> int:
-    """Return a checksum of the ends of a strided tensor, going on from another one."""
+    """Return a checksum of the ends of a strided tensor, continuing from checksum `begin`."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         count = max(1, SAMPLE_BYTES // tensor.element_size())
         ends = [flat] if len(flat) <= 2 * count else [flat[:count], flat[-count:]]
     else:
-        # Of another order of memory the first and last rows will do.
+        # For a tensor that is not contiguous, take the first and last rows.
         ends = [tensor[:1].reshape(-1), tensor[-1:].reshape(-1)] if tensor.ndim else [tensor.reshape(-1)]
     for end in ends:
         begin = zlib.crc32(end.contiguous().view(torch.uint8).numpy().data, begin)
@@ -90,21 +90,21 @@ def _sum_ends(tensor: Tensor, begin: int) -> int:
 
 
 ALIKE = "Every rank of a pipeline makes the same calls with the same batches and the same code"
-"""What to look at where ranks differ."""
+"""The advice of an error if ranks differ."""
 
 
 class Agreement:
-    """Compares what the ranks of a world are about to do. `advice` says what to look at where they differ."""
+    """Compares the next calls of a world's ranks. `advice` is for the error if they differ."""
 
     def __init__(self, world: World, advice: str = ALIKE) -> None:
         self._world = world
         self._advice = advice
 
     def meet(self, things: dict[str, str | int], seed: int) -> int:
-        """Return the first rank's seed, once all ranks have come here with the same things.
+        """Wait for all ranks, check that they agree, and return the first rank's seed.
 
-        things: for those of THINGS that matter, a number, or a text that says what it is. Raises RanksDiffer, on every
-        rank, where one has another thing than the first rank.
+        things: for items of THINGS, a number or a text. Raises RanksDiffer on every rank if a rank differs from the
+            first.
         """
         numbers = [hash_text(t) if isinstance(t, str) else t for t in (things.get(name, 0) for name in THINGS)]
         what = str(things["call"])
@@ -115,7 +115,7 @@ class Agreement:
         return int(found[0][-1])
 
     def _tell(self, things: dict[str, str | int], found: Sequence[Sequence[int]]) -> None:
-        """Raise RanksDiffer, which says what differs first."""
+        """Raise RanksDiffer, which names the first difference."""
         texts = [json.loads(text) for text in self._world.gather_texts(json.dumps(things), "what differs")]
         for i, (name, sentence) in enumerate(THINGS.items()):
             rank = next((r for r, numbers in enumerate(found) if numbers[i] != found[0][i]), None)

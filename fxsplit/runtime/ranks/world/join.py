@@ -1,4 +1,4 @@
-"""Join: which ranks run a pipeline together, as the launcher or a mesh of devices says."""
+"""Join a pipeline's ranks, as the launcher or a mesh of devices lists them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _worlds: dict[Any, World] = {}
 
 
 def is_launched() -> bool:
-    """Return whether this process is one of several that run the same script, as torchrun starts them."""
+    """Return whether a launcher such as torchrun has started this process as one of several."""
     return dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
 
 
 def find_own_device() -> torch.device:
-    """Return the device of this rank: the GPU that the launcher numbered, or the CPU where there is none."""
+    """Return the device of this rank: the GPU of its local rank, or the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -43,15 +43,15 @@ def _start(backend: str) -> None:
     limit = timedelta(seconds=LIMIT_S)
     store, rank, n_ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    # torchrun serves all starts with one store: without a name of its own, a rank that is started again would read
-    # where another one was before, and wait for it in vain.
+    # torchrun keeps one store for all restarts: without a name of its own, a restarted rank would read an earlier
+    # start's entries, and wait forever.
     start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{n_ranks}"
     named = PrefixStore(start, store)
     dist.init_process_group(backend, store=named, rank=rank, world_size=n_ranks, timeout=limit)
 
 
 def join_default_group() -> torch.device:
-    """Make the default process group where there is none; return the device of this rank."""
+    """Make the default process group if there is none, and return this rank's device."""
     device = find_own_device()
     if not dist.is_initialized():
         _start("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -59,10 +59,10 @@ def join_default_group() -> torch.device:
 
 
 def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
-    """Return the ranks that run a pipeline with this one: all of the default group, or those of its row.
+    """Return the world of this rank's pipeline: all ranks of the default group, or the ranks of its row.
 
-    The default process group is made where there is none. Pipelines of the same ranks share a world. Raises InputError
-    for a rank that is in no row.
+    Makes the default process group if there is none. Pipelines of the same ranks share a world. Raises InputError for a
+    rank that is in no row.
     """
     device = join_default_group()
     rows = [tuple(row) for row in rows or [range(dist.get_world_size())]]
@@ -75,7 +75,7 @@ def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     own = next((row for row in rows if dist.get_rank() in row), None)
     if own is None:
         raise InputError(f"rank {dist.get_rank()} is in no pipeline of the mesh {rows}: every rank has a place in it")
-    # By the group itself, which is another one after destroy_process_group().
+    # By the group itself, which is a new object after destroy_process_group().
     key = dist.group.WORLD, own, tuple(rows)
     if key not in _worlds:
         for known in [known for known in _worlds if known[0] is not dist.group.WORLD]:

@@ -1,4 +1,4 @@
-"""Messages: how a rank begins to send and to receive, by tensors and by texts, and what is raised where it cannot."""
+"""Primitives for sending and receiving tensors and texts, with errors for lost connections."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fxsplit.torch_internals.distributed.process_groups import lend
 
 
 def begin(operation: Callable[..., Any], *args: Any) -> Any:
-    """Begin an operation of a process group, and return what can be waited for.
+    """Begin an operation of a process group, and return a handle to wait for.
 
-    Raises RankError where the group is broken, as it is once another rank has failed.
+    Raises RankError if the group is broken, for example after another rank has failed.
     """
     try:
         return operation(*args)
@@ -26,18 +26,18 @@ def begin(operation: Callable[..., Any], *args: Any) -> Any:
 
 
 def begin_collective(tensors: Sequence[Tensor], operation: Callable[..., Any], *args: Any) -> Any:
-    """Begin an operation in which all ranks of a group take part, as `begin` does; `tensors` are all that it holds."""
+    """Begin a collective, as `begin` does. `tensors` are all tensors that it holds."""
     lend(*tensors)
     return begin(operation, *args)
 
 
 def explain_loss(error: RuntimeError) -> RankError:
-    """Return the error to raise where an operation could not begin."""
+    """Return the error for an operation that could not begin."""
     return RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}")
 
 
 def pack_text(text: str) -> Tensor:
-    """Return a text as bytes that ranks can send; an empty one as a space, since there is always something to send."""
+    """Return a text as bytes to send. An empty text becomes a space, since a message needs a byte."""
     return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
 
 
@@ -47,9 +47,9 @@ def unpack_text(packed: Tensor) -> str:
 
 
 def tell_beside(group: Any, text: str, source: int) -> str:
-    """Return the text that the rank `source` gives, on every rank of a group; for threads beside the pipeline.
+    """Return rank `source`'s text on every rank of a group; for threads that run beside the pipeline.
 
-    source: its number in torch's default group. Raises RankError where a rank is lost.
+    source: its number in torch's default group. Raises RankError if a rank is lost.
     """
     packed = pack_text(text)
     length = torch.tensor([len(packed)])
@@ -61,32 +61,32 @@ def tell_beside(group: Any, text: str, source: int) -> str:
 
 
 def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Return the tensors of some ranks in rising order of these, as torch numbers the ranks of a group.
+    """Return the ranks' tensors sorted by rank, which is torch's order within a group.
 
-    A pipeline or a mesh may have them in another order.
+    A pipeline or a mesh may list its ranks in another order.
     """
     return [tensors[i] for i in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
 
 class Pair:
-    """What brings tensors from one rank to another one, in the order in which they are sent, and nothing back.
+    """A one-way link that brings tensors from one rank to another, in the order in which they are sent.
 
-    link: a process group, or a backend of one, in which `source` and `to` are numbers of ranks.
+    link: a process group, or its backend, in which `source` and `to` are rank numbers.
     """
 
     def __init__(self, link: Any, source: int, to: int) -> None:
         self._link, self._source, self._to = link, source, to
 
     def send(self, tensor: Tensor) -> Any:
-        """Begin to send a dense tensor; return what can be waited for. Raises RankError if that rank is lost."""
-        # Not by `begin`, as this runs for every message.
+        """Begin to send a dense tensor, and return a handle to wait for. Raises RankError if the receiver is lost."""
+        # Without `begin`, for speed: this runs for every message.
         try:
             return self._link.send([tensor], self._to, 0)
         except RuntimeError as error:
             raise explain_loss(error) from error
 
     def receive(self, tensor: Tensor) -> Any:
-        """Begin to receive a tensor; return what can be waited for. The order is all that tells which one it is."""
+        """Begin to receive the sender's next tensor, and return a handle to wait for."""
         try:
             return self._link.recv([tensor], self._source, 0)
         except RuntimeError as error:

@@ -1,8 +1,12 @@
-"""World: the ranks of one pipeline, and the process groups that they talk over.
+"""The world: the ranks of one pipeline, and their process groups.
 
-There is a *control* group on gloo for all that the hosts tell each other, and a *pair* for each ordered pair of ranks
-that send each other tensors. Pairs of accelerators have groups of their own, made on every rank in one order before the
-first message. Those of CPUs share the control group, where numbers of ranks and tags tell messages apart.
+control group (gloo, host)   agreements, texts, small tensors        all ranks
+patient group (gloo, host)   waits that last as long as a compile    all ranks
+data group (device)          broadcasts of device tensors            all ranks
+pair (device)                tensors from stage to stage             one sender, one receiver
+
+Pairs of accelerators have groups of their own, which every rank makes in one order before the first message. Pairs of
+CPUs share the control group, where rank numbers and tags tell messages apart.
 """
 
 from __future__ import annotations
@@ -36,16 +40,16 @@ from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
 COMPILE_LIMIT_S = 7200.0
-"""How long ranks wait for the first one, which measures and plans for all of them."""
+"""How long, in seconds, ranks wait for the first rank, which measures and plans for all."""
 _numbers = count()
 
 
 class World:
-    """The ranks of one pipeline; rank number `me` among them runs the schedule's device of that number.
+    """The ranks of one pipeline. This rank is number `me`, and runs the schedule's device of that number.
 
-    ranks: their numbers in torch's default group, in the order of the pipeline. rows: those of all pipelines that
-    are made at the same time, as of a mesh; each rank makes the groups of all of them. whole: all ranks of the mesh, in
-    which an error of one is raised by all.
+    ranks: their numbers in torch's default group, in the order of the pipeline. rows: the ranks of all pipelines of a
+        mesh; each rank makes the groups of all rows. whole: the world of all ranks of the mesh; an error of one of them
+        is raised by all.
     """
 
     def __init__(
@@ -59,10 +63,10 @@ class World:
         self.rows = [tuple(row) for row in rows or [ranks]]
         self.device = device
         self.me = self.ranks.index(dist.get_rank())
-        # torch numbers the ranks of a group in rising order, and a mesh may have them in another one.
+        # torch numbers a group's ranks in rising order, but a mesh may order them otherwise.
         self._places = [sorted(self.ranks).index(rank) for rank in self.ranks]
         members = find_membership()
-        # The store may be gone with the rank that has left, and to connect to it would take its own limit.
+        # Check first: if the store went away with a rank, connecting to it would wait for the full time limit.
         members.check()
         self.limit_s = members.limit_s
         self._limit = timedelta(seconds=self.limit_s)
@@ -76,11 +80,11 @@ class World:
         self._gathered: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._waits_for: object = ""
         self.describe_job: Callable[[], str] = lambda: ""
-        # Each start by a launcher has numbers of its own, and may use the store of the one before.
+        # Each restart by a launcher has its own number, and may use the store of the start before.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"fxsplit/{start}/{'-'.join(map(str, self.ranks))}"
         if whole is None:
-            # The same ranks may also meet as those of a mesh. All of them make their worlds in one order.
+            # The same ranks may also be part of a mesh's world. All ranks make their worlds in one order.
             number = next(_numbers)
             self._guard = FaultGuard(f"{name}/{number}", self.me, len(self), self._list_groups, self._describe)
         else:
@@ -94,15 +98,15 @@ class World:
 
     @contextmanager
     def watch(self, limit_s: float | None = None, *, firm: bool = False, by_itself: bool = False) -> Iterator[None]:
-        """Watch over what all ranks do in the block, within a limit of time; every rank raises the first error of any.
+        """Guard a block that all ranks run, with a time limit: every rank raises the first error of any rank.
 
-        After an error, what is under way in the groups must not reach the next block, so that one makes them anew.
-        `firm`: whether the limit also holds for blocks inside that have limits of their own. `by_itself`: whether the
-        block needs nothing of other pipelines of a mesh, whose ranks may leave meanwhile.
+        After an error, messages in flight must not reach the next block, so the next block makes new groups. `firm`:
+        the limit also binds blocks inside that have limits of their own. `by_itself`: the block needs no other pipeline
+        of the mesh, so their ranks may leave.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
         needed = frozenset(self.ranks) if by_itself else None
-        # Buffers of messages, and weights that come here, are written to in later blocks too.
+        # Inference mode would mark message buffers and fetched weights, to which later blocks write.
         with leave_inference_mode(), self._guard.watch(limit_s, firm=firm, needed=needed):
             if self._guard.is_broken:
                 with self.waits_inside("all ranks to go on after a failure"):
@@ -110,26 +114,26 @@ class World:
             yield
 
     def stop_clock(self) -> AbstractContextManager[None]:
-        """Let a block take as long as a compile may; it does not count for the limit of a step that compiles."""
+        """Give a block the time limit of a compile. Its time does not count for the limit of the step that compiles."""
         return self._guard.stop_clock(COMPILE_LIMIT_S)
 
     @property
     def epoch(self) -> int:
-        """How often the groups were made anew, since an error on some rank."""
+        """How often the groups were made again after an error."""
         return self.whole._epoch
 
     def _renew(self) -> None:
-        """Make all groups anew, of the whole mesh and of this rank's part of it."""
+        """Make all groups again: of the whole mesh, and of this rank's part of it."""
         for world in (self, *self._parts):
             old, world._made = world._made, []
             world._make_groups()
             world._counts.clear()
-            # Each keeps threads and connections.
+            # Each group keeps threads and connections.
             close_groups(old)
         self._epoch += 1
 
     def begin_pipeline(self, pipeline: object) -> str:
-        """Return the name of a pipeline on all ranks. Threads of this rank end when no pipeline is left."""
+        """Return a name for a pipeline that all ranks share. The guard's thread ends with the last pipeline."""
         if self.whole is not self:
             return self.whole.begin_pipeline(pipeline)
         number, self._n_pipelines = self._n_pipelines, self._n_pipelines + 1
@@ -144,16 +148,16 @@ class World:
             self._guard.rest()
 
     def count(self, what: str) -> int:
-        """Return how often this was counted on this rank before, since groups were made anew."""
+        """Return how often `what` was counted before on this rank, since groups were last made."""
         self._counts[what] += 1
         return self._counts[what] - 1
 
     def fail(self, error: BaseException) -> None:
-        """Let all other ranks raise an error that this one has raised where nothing was watched over."""
+        """Make all other ranks raise an error that this rank has raised outside a guarded block."""
         self._guard.fail(error)
 
     def _describe(self) -> str:
-        """Return what this rank does, and what it waits for if it does."""
+        """Return this rank's present activity, and the rank that it waits for."""
         worlds = [self, *self._parts]
         waits = next((f"waits for {world._waits_for}" for world in worlds if world._waits_for), "")
         jobs = [world.describe_job() for world in worlds]
@@ -170,10 +174,10 @@ class World:
         return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
-        """Make the groups of all ranks, on all of them; pairs are opened as they are needed."""
+        """Make the groups of all ranks, on all of them. Pairs are opened on demand."""
         self._control = self._make_group(self.ranks, "gloo", self.limit_s)
         self._host_link = find_host_backend(self._control)
-        # A group of its own for what takes long: the limit of one that waits is that of its group.
+        # Long waits need a group of their own, since a wait's time limit is its group's.
         self._patient = self._make_group(self.ranks, "gloo", COMPILE_LIMIT_S)
         self._data = self._control
         if accelerators.is_accelerator(self.device):
@@ -187,24 +191,24 @@ class World:
             self.dp_device_group = self.dp_group if backend == "gloo" else self._make_dp_group(backend)
 
     def _make_dp_group(self, backend: str, limit_s: float | None = None) -> Any:
-        """Return a group of the ranks at this rank's place in all rows; every rank makes those of all places."""
+        """Return the group of this rank's column; every rank makes the groups of all columns."""
         made = [self._make(column, backend, limit_s or self.limit_s) for column in zip(*self.rows, strict=True)]
         self._made.append(made[self.me])
         return made[self.me]
 
     def open_group(self) -> Any:
-        """Return one more group of all ranks on gloo, for what a thread does beside the pipeline; on all of them.
+        """Return a further gloo group of all ranks, for a thread beside the pipeline. All ranks call it.
 
-        The caller closes it: what the thread does goes on where the pipeline has failed.
+        The caller closes it, so that the thread can go on after the pipeline has failed.
         """
         group = self._make_group(self.ranks, "gloo", self.limit_s)
         self._made.remove(group)
         return group
 
     def open_dp_group(self) -> Any:
-        """Return such a group of the ranks at this rank's place in all pipelines; None where there is one pipeline.
+        """Return a further gloo group of this rank's column, or None if there is one pipeline.
 
-        Who waits in it waits as long as for a compile.
+        Its time limit is a compile's.
         """
         if len(self.rows) == 1:
             return None
@@ -213,13 +217,13 @@ class World:
         return group
 
     def _find_backend(self) -> str:
-        """Return the name of the backend that brings tensors of this rank's device from rank to rank."""
+        """Return the backend's name for tensors on this rank's device."""
         return "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
     def _make_group(self, ranks: Sequence[int], backend: str, limit_s: float) -> Any:
-        """Return a group of those of the default group's `ranks` that are in the same places of this rank's row.
+        """Return the group of this row's ranks at the places of `ranks`.
 
-        Every rank makes those of all rows, as torch asks for, and is in one of them.
+        As torch requires, every rank makes the groups of all rows; it is in at most one of them.
         """
         places = [self.ranks.index(rank) for rank in ranks]
         made = [self._make([row[p] for p in places], backend, limit_s) for row in self.rows]
@@ -229,17 +233,17 @@ class World:
         return own
 
     def _make(self, ranks: Iterable[int], backend: str, limit_s: float) -> Any:
-        """Return a group of some ranks of the default group; raises RankError where one of them will not come."""
+        """Return a group of ranks of the default group. Raises RankError if one of them does not come."""
         return make_group(ranks, limit_s, backend, self._guard.check, self.limit_s)
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Make the pairs that are not there yet, of (source, receiver) in numbers of this pipeline; on every rank."""
+        """Open the missing ones of the (source, receiver) pairs, in this pipeline's numbers. Every rank calls it."""
         missing = set(wanted) - self._pairs.keys()
         if self._find_backend() == "gloo":
-            # One group for all of them: gloo has a thread for each group, and to wake two costs more than to wake one.
+            # One group for all: gloo has a thread for each group, and waking two costs more than waking one.
             self._pairs |= {pair: Pair(self._host_link, *(self._places[one] for one in pair)) for pair in missing}
             return
-        # In one order: with two ranks that make them in different orders, each would wait for the other.
+        # In one order: two ranks that make groups in different orders would wait for each other.
         for source, to in sorted(missing):
             group = self._make_group((self.ranks[source], self.ranks[to]), self._find_backend(), self.limit_s)
             first = self.ranks[source] < self.ranks[to]
@@ -252,20 +256,20 @@ class World:
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
 
     def open_replica_group(self, members: tuple[int, ...]) -> Any:
-        """Return a group for tensors of some ranks of this pipeline, by number; None on others. Every rank calls it."""
+        """Return a device group of some ranks of this pipeline, None on other ranks. Every rank calls it."""
         if members not in self._replica_groups:
             group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
             self._replica_groups[members] = group if self.me in members else None
-            # Nothing wakes who makes a group: no rank goes on, and may fail, before all have made theirs.
+            # Making a group cannot be interrupted, so no rank may go on, and fail, before all have made theirs.
             self.gather(torch.zeros(1), "a new group")
         return self._replica_groups[members]
 
     def get_pair(self, source: int, to: int) -> Pair:
-        """Return the pair of two ranks, which is open."""
+        """Return the open pair of two ranks."""
         return self._pairs[source, to]
 
     def wait(self, work: Any, what: object, limit_s: float | None = None) -> None:
-        """Wait for what is under way; `what` says who for. Raises RankTimeout, or RankError where a rank is lost."""
+        """Wait for an operation; `what` says for whom. Raises RankTimeout, or RankError if a rank is lost."""
         limit = self._limit if limit_s is None else timedelta(seconds=limit_s)
         self._waits_for = what
         try:
@@ -277,9 +281,9 @@ class World:
 
     @contextmanager
     def waits_inside(self, what: object) -> Iterator[None]:
-        """Say who this rank waits for in the block, in which code of torch's, or of the user's, uses a group.
+        """Note for whom this rank waits in the block, in which torch's or the user's code uses a group.
 
-        Raises RankTimeout, or RankError where a rank is lost; other errors stay as they are.
+        Raises RankTimeout, or RankError if a rank is lost. Other errors pass.
         """
         self._waits_for = what
         try:
@@ -292,8 +296,8 @@ class World:
             self._waits_for = ""
 
     def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
-        """Return what is to be raised where a wait for others has failed."""
-        # To break a wait off is to let its time be over.
+        """Return the error for a failed wait."""
+        # Breaking off a wait makes it time out.
         if is_timeout(error) and self._guard.has_broken_off:
             return RankError(
                 f"rank {self.me} does not wait for {what} any more: the wait was broken off, as a rank has failed, or "
@@ -303,10 +307,10 @@ class World:
             return RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came")
         return RankError(f"rank {self.me} has lost {what}: {str(error).splitlines()[0]}")
 
-    # What hosts tell each other
+    # Messages between hosts
 
     def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
-        """Return a tensor of host memory from every rank, all of one shape and type."""
+        """Return a host tensor from every rank. All have one shape and dtype."""
         key = numbers.numel(), numbers.dtype
         if key not in self._gathered:
             self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
@@ -315,7 +319,7 @@ class World:
         return found
 
     def _gather(self, found: list[Tensor], own: Tensor, what: str) -> None:
-        """Fill tensors with those of all ranks, in the order of the pipeline."""
+        """Fill the tensors of `found` with all ranks' tensors, in the order of the pipeline."""
         by_rank = sort_by_rank(found, self.ranks)
         work = begin_collective([own, *found], self._control.allgather, [by_rank], [own])
         self.wait(work, f"all ranks at {what}")
@@ -332,7 +336,7 @@ class World:
         return [unpack_text(t[:n]) for t, n in zip(found, lengths, strict=True)]
 
     def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
-        """Return the text that the rank `source` gives, on every rank. `patient`: it may take long to make it."""
+        """Return rank `source`'s text on every rank. `patient`: the text may take long to make."""
         group, limit_s = (self._patient, COMPILE_LIMIT_S) if patient else (self._control, self.limit_s)
         packed = pack_text(text or "")
         length = torch.tensor([len(packed)])
@@ -343,7 +347,7 @@ class World:
         return unpack_text(packed)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Fill a dense tensor, of this rank's device or of host memory, with that of the rank `source`."""
+        """Fill a dense tensor, on this rank's device or host, with rank `source`'s tensor."""
         on_host = not accelerators.is_accelerator(tensor.device)
         self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
 
@@ -353,20 +357,20 @@ class World:
         self.wait(work, f"rank {source} at {what}", limit_s)
 
     def send_host(self, tensor: Tensor, to: int) -> Any:
-        """Begin to send a tensor of host memory over the control group."""
+        """Begin to send a host tensor over the control group."""
         return begin(self._host_link.send, [tensor], self._places[to], 1)
 
     def receive_host(self, tensor: Tensor, source: int) -> Any:
-        """Begin to receive a tensor of host memory over the control group, in the order in which they are sent."""
+        """Begin to receive a sender's next host tensor over the control group."""
         return begin(self._host_link.recv, [tensor], self._places[source], 1)
 
     def send_text(self, text: str, to: int) -> list[tuple[Any, Tensor]]:
-        """Begin to send a text to a rank; return what to wait for, with what has to stay until then."""
+        """Begin to send a text. Returns the handles to wait for, each with the tensor that must live until then."""
         packed = pack_text(text)
         return [(self.send_host(t, to), t) for t in (torch.tensor([len(packed)]), packed)]
 
     def receive_text(self, source: int, wait: Callable[[Any], None]) -> str:
-        """Return the text that a rank sends; `wait` waits for each of its parts."""
+        """Return the text that a rank sends. `wait` waits for each of its parts."""
         length = torch.empty(1, dtype=torch.int64)
         wait(self.receive_host(length, source))
         packed = torch.empty(int(length), dtype=torch.uint8)

@@ -155,7 +155,7 @@ def test_a_rank_may_leave_while_others_are_in_a_call_that_it_has_finished() -> N
 
 def test_a_rank_that_has_not_finished_a_call_is_missed_after_one_that_has() -> None:
     first, _, _ = ranks(3, leave_early, "all", True, dying=[1])
-    assert first[0].startswith("rank 1 of 3 has left: its program has ended without a word")
+    assert first[0].startswith("rank 1 of 3 has left: its program has ended without a message")
 
 
 def test_of_other_pipelines_of_a_mesh_only_what_all_ranks_finish_counts() -> None:

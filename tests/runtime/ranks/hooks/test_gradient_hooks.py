@@ -347,7 +347,7 @@ def refuse(rank: int, n: int) -> list[str]:
 def test_what_hooks_are_not_for_is_refused_by_name() -> None:
     for found in ranks(4, refuse):
         one, name, size, schedule, other, buckets = found
-        assert "gradient_hook='fp16' adds gradients of pipelines side by side, or of a stage's replicas" in one
+        assert "gradient_hook='fp16' adds gradients of data-parallel pipelines or of a stage's replicas" in one
         assert "gradient_hook='zip': give one of allreduce, fp16" in name
         assert "bucket_bytes=0: give a number of bytes above 0" in size
         assert "schedule='PipeDream' steps between microbatches" in schedule
