@@ -1,8 +1,8 @@
-"""Join the pipeline to the caller's autograd graph: one node, whose backward is the pipelined backward.
+"""Join the pipeline to the caller's autograd graph: one node with the pipelined backward.
 
-inputs ------------------.
-stage 0's leaves -- node --+-- PipelineFunction -- outputs -- the caller's loss
-stage 1's leaves -- node --'
+    inputs --------------------.
+    stage 0's leaves -- node --+-- PipelineFunction -- outputs -- the caller's loss
+    stage 1's leaves -- node --'
 
 Each stage has a node of its own for its parameters. Autograd runs a node's backward on the stream that was current when
 the node was made. Here that is the stage's own stream, on which the stage has computed its gradients.

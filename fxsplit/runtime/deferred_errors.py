@@ -9,7 +9,7 @@ from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_hos
 
 
 class DeferredErrors:
-    """Checks of queued batches whose results the host does not know yet."""
+    """Checks of queued batches. The host does not know their results yet."""
 
     def __init__(self) -> None:
         self._coming: PendingCopies[str] = PendingCopies()

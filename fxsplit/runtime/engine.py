@@ -1,9 +1,11 @@
 """Run batches of a program on its workers: inference, a forward with autograd, or a training step.
 
-pipe(x)               Engine.forward: all forwards, then outputs as one autograd node
-  loss.backward()     its backward:   all backwards, from the activations that the forward kept (the tape)
-pipe.step(x, y)       Engine.step:    forwards and backwards interleaved by the schedule, then .grad += sums
-pipe.stream(...)      begin_forward, finish_forward: several batches in flight, without gradients
+    pipe(x)            Engine.forward: all forwards; the outputs are one node of autograd
+    loss.backward()    its backward:   all backwards, from the activations that the forward kept (the tape)
+    pipe.step(x, y)    Engine.step:    forwards and backwards in the order of the schedule, then .grad += sums
+    pipe.stream(xs)    begin_forward, finish_forward: several batches in flight, without gradients
+
+Each of them makes a `Job` and gives it to the backend's workers. One caller at a time does so.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ SPENT = (
 
 
 class Engine:
-    """Runs batches on a backend, whose workers end with `close()` or with the last reference to the engine."""
+    """Runs batches on a backend. Its workers end with `close()` or with the last reference to the engine."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -249,7 +251,7 @@ class Engine:
             seen.update(own)
             if own:
                 nodes.append(LeafNode.make(own, self._backend.streams[home[0]]))
-        # A rank whose stages have no weights takes part in the backward too, and autograd calls it only for a leaf.
+        # A rank without weights takes part in the backward too, and autograd calls it only for a leaf.
         return nodes or [LeafNode((), torch.empty(0, requires_grad=True))]
 
     def _make_backward(

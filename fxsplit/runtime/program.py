@@ -109,7 +109,7 @@ class Program:
         return self._make_passes(n_microbatches)[0]
 
     def pass_backward(self, n_microbatches: int) -> Schedule:
-        """Return a schedule of only the backwards of a batch whose forwards have run."""
+        """Return a schedule of only the backwards of a batch. Its forwards have run."""
         return self._make_passes(n_microbatches)[1]
 
     def _make_passes(self, n_microbatches: int) -> tuple[Schedule, Schedule]:

@@ -1,12 +1,12 @@
 """Interfaces of backends, which run jobs, and of sessions, which coordinate processes around each job.
 
-with backend.meet(request) as session:     ranks compare what they will run
-    session.add_to_gradients(job)          optional, before the run
-    session.run(job)                       this process's part
-    session.end(job, compute_total)        share outputs, input gradients and the loss, or an error
-    session.total(job)                     sums of the weights that live here
-    session.agree_to_add(leaves)           no process can fail any more; then each adds to .grad
-    session.share_gradients()              which parameters have a gradient
+    with backend.meet(request) as session:     ranks compare what they will run
+        session.add_to_gradients(job)          optional, before the run
+        session.run(job)                       this process's part
+        session.end(job, compute_total)        share outputs, input gradients and the loss, or an error
+        session.total(job)                     sums of the weights that live here
+        session.agree_to_add(leaves)           no process can fail any more; then each adds to .grad
+        session.share_gradients()              which parameters have a gradient
 
 In one process there is nothing to compare or share: see `LocalSession`.
 """

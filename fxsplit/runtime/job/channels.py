@@ -1,7 +1,7 @@
 """Channels: how the devices of a job exchange messages. A job knows no other way to reach another device.
 
-device 0: send(1, message) --> inbox of device 1 --> receive(1, action)
-any device: fail()         --> every send and receive of the job raises JobStopped
+    device 0: send(1, message) --> inbox of device 1 --> receive(1, action)
+    any device: fail()         --> every send and receive of the job raises JobStopped
 
 Within a process each device has an inbox. Ranks have channels of their own (`ranks/wire/channels.py`) and run the same
 job.

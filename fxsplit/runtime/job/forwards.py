@@ -21,7 +21,7 @@ from fxsplit.torch_internals.thread_modes import ThreadModes
 
 
 class Forwards:
-    """The forwards of one job, made in the caller's thread, whose random generator gives the job's seed.
+    """The forwards of one job. Make it in the caller's thread: that thread's random generator gives the job's seed.
 
     `kv_caches` keep attention keys and values between jobs, if the graph has operators for them. `seed` is given if the
     job's seed has been drawn already.

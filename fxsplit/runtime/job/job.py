@@ -1,8 +1,10 @@
-r"""A job: one run of a schedule by all workers. Values go from stage to stage through channels.
+"""A job: one run of a schedule by all workers. Values go from stage to stage through channels.
 
-device 0   run:  [F 0.0] [F 0.1] ........ [B 0.0] [B 0.1]
-                    \ send  \               ^ send
-device 1   run:    [F 1.0] [B 1.0] [F 1.1] [B 1.1]          F s.m: forward of stage s on microbatch m
+    device 0   [F 0.0] [F 0.1] [ wait] [B 0.0] [ wait] [B 0.1]
+    device 1   [ wait] [F 1.0] [B 1.0] [F 1.1] [B 1.1]
+
+F s.m and B s.m are the forward and the backward of stage s on microbatch m. F 0.0 sends its outputs to F 1.0, and B 1.0
+sends the gradients of its inputs to B 0.0.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The loss of a batch from those of its microbatches, and what a loss function means by rows."""
+"""The loss of a batch from the losses of its microbatches, and how a loss function reduces rows."""

@@ -1,7 +1,7 @@
-"""Listen to the calls of torch in a loss function: which ones decide how many entries of the target count.
+"""Listen to the torch calls of a loss function, to notice when its way of counting the target's entries changes.
 
-A loss function may read a threshold, a flag or weights of classes that change between steps. Its count changes with
-them, and what was found out on the first steps holds no longer.
+A loss function may read a threshold, a flag or class weights that change between steps. Its count changes with them,
+and the findings of the first steps no longer hold.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ SIZED = {
     *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "narrow", "split", "chunk"),
     *("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "__getitem__"),
 }
-"""Names of functions whose numbers are sizes mostly, which change with the rows of a batch and with its lengths."""
+"""Functions whose numbers are mostly sizes, which change with a batch's rows and lengths."""
 
 
 class Heard(NamedTuple):
-    """What a loss calls: equal for two steps if it makes the same calls with the same numbers, tensors and sizes."""
+    """The calls of a loss. Two steps are equal if they make the same calls with the same numbers, tensors and sizes."""
 
     calls: tuple[Any, ...]
     sizes: tuple[Any, ...]
 
 
 class Calls(OnlyListens):
-    """Notes each call that is given the target, or what follows from it, or nothing that the model has computed.
+    """Records calls that depend on the target, or do not depend on the model's outputs.
 
-    Of a call that is given outputs too, such as a cross entropy, the numbers and tensors from elsewhere are noted.
+    If a call also depends on outputs, such as a cross entropy, its numbers and foreign tensors are recorded.
     """
 
     def __init__(self, outputs: Any, target: Any) -> None:
         super().__init__()
         self._made = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
         self._target = {id(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)}
-        self._own = set[int]()  # tensors that calls make of numbers, and of tensors from elsewhere
-        self._kept: list[Any] = []  # so that no other tensor gets the id of one of them
+        self._own = set[int]()  # tensors that calls make from numbers and foreign tensors
+        self._kept: list[Any] = []  # so that no other tensor gets the id of one of these
         self._calls: list[Any] = []
         self._sizes: list[Any] = []
 
     @property
     def heard(self) -> Heard:
-        """What the calls were, and what they were given."""
+        """The recorded calls and their arguments."""
         return Heard(tuple(self._calls), tuple(self._sizes))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, and note it."""
+        """Call a function of torch, and record it."""
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         given = [*_list_leaves(args), *_list_leaves(kwargs.values())]
@@ -62,7 +62,7 @@ class Calls(OnlyListens):
             numbers = tuple(leaf for leaf in given if isinstance(leaf, (int, float, str)))
             foreign = tuple(key for key, tensor in tensors.items() if self._is_foreign(key, tensor))
             self._kept += tensors.values()
-            # The place in a table from elsewhere is no size.
+            # An index into a foreign table is not a size.
             sized = name in SIZED and (followed or name != "__getitem__")
             self._calls.append((name, () if sized else numbers, foreign))
             self._sizes += numbers if sized else ()
@@ -74,12 +74,12 @@ class Calls(OnlyListens):
         return result
 
     def _is_foreign(self, key: int, tensor: Tensor) -> bool:
-        """Return whether a tensor comes from elsewhere; what is trained may be made anew by each call."""
+        """Return whether a tensor is foreign: neither an output nor the target, nor made from them, nor trained."""
         return not (key in self._made or key in self._target or key in self._own or tensor.requires_grad)
 
 
 def _list_leaves(values: Iterable[Any]) -> list[Any]:
-    """Return values, and those in lists and tuples among them, one level down."""
+    """Return values, with the items of lists and tuples among them, one level down."""
     found: list[Any] = []
     for value in values:
         found += value if isinstance(value, (list, tuple)) else (value,)

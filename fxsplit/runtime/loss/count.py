@@ -1,4 +1,4 @@
-"""Find out by which count of labels a loss function divides: torch tells which means over labels it computes."""
+"""Find the count of labels that a loss function divides by, from the means over labels that torch computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxsplit.torch_internals.nn.expectations import expect_averages
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 TRIED = 16
-"""How many classes, from the first one, are tried as labels."""
+"""How many classes, from class 0, are tried as labels."""
 
 
 class _Mean(NamedTuple):
-    """A mean over labels that was computed: its result, its labels, and its options, the input among them."""
+    """A mean over labels that was computed: its result, its labels, and its options, including the input."""
 
     result: Tensor
     labels: Tensor
@@ -28,7 +28,9 @@ class _Mean(NamedTuple):
 
 
 def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | CountWatch | None:
-    """Return the divisor of a loss that averages labels of its target; a CountWatch if the loss does more than that."""
+    """Return the divisor of a loss that averages over its target's labels; a CountWatch if the loss does more than
+    that.
+    """
     note = _NoteMeans()
     with expect_averages(), enter_function_mode(note):
         loss = loss_fn(outputs, *target)
@@ -49,9 +51,9 @@ def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any
 def _takes_any(
     loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...], place: int, number: int, mean: _Mean
 ) -> bool:
-    """Return whether mean `number` is over the labels at `place` of the target, whichever labels there are.
+    """Return whether mean `number` is over the labels at `place` of the target for all possible labels.
 
-    A function may change some of which this target has none, as by clamp(min=0), masked_fill() or where().
+    A function may change labels that this target lacks, for example by clamp(min=0), masked_fill() or where().
     """
     if mean.labels.is_floating_point():
         return True
@@ -59,7 +61,7 @@ def _takes_any(
     for labels in _vary_labels(leaves[place], mean):
         given = pytree.tree_unflatten([*leaves[:place], labels, *leaves[place + 1 :]], structure)
         note = _NoteMeans(last=number)
-        # It may fail before, for what is no class of its own.
+        # The function may fail earlier on a label that is not one of its classes.
         with suppress(Exception), expect_averages(), enter_function_mode(note):
             loss_fn(outputs, *given)
         if note.labels is not None and not _has_same(labels, note.labels):
@@ -68,7 +70,7 @@ def _takes_any(
 
 
 def _vary_labels(labels: Tensor, mean: _Mean) -> Iterator[Tensor]:
-    """Yield other labels of the same shape, which together are what labels are: classes, and what stands for none."""
+    """Yield labels of the same shape that together cover all cases: classes, ignored labels, and invalid ones."""
     if not labels.numel():
         return
     scores: Tensor = mean.options["input"]
@@ -77,18 +79,18 @@ def _vary_labels(labels: Tensor, mean: _Mean) -> Iterator[Tensor]:
     for begin in range(0, len(values), labels.numel()):
         chosen = values[begin : begin + labels.numel()]
         filled = [chosen[i % len(chosen)] for i in range(labels.numel())]
-        with suppress(RuntimeError):  # a dtype of few values may not have all of these
+        with suppress(RuntimeError):  # a small dtype may not hold all values
             yield torch.tensor(filled, dtype=labels.dtype).reshape(labels.shape).to(labels.device)
 
 
 class _SeenError(Exception):
-    """Ends a call of a loss function whose labels are seen."""
+    """Ends a call of a loss function after its labels are known."""
 
 
 class _NoteMeans(TorchFunctionMode):
-    """Notes each mean over labels that is computed.
+    """Records each mean over labels that is computed.
 
-    last: ends at the mean of this number, before it is computed; its `labels` are then known.
+    last: stop at the mean with this number, before it is computed; `labels` then has its labels.
     """
 
     def __init__(self, last: int | None = None) -> None:
@@ -113,5 +115,5 @@ class _NoteMeans(TorchFunctionMode):
 
 def _has_same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same entries in the same order."""
-    # A loss may move its outputs and its target, to host memory for example.
+    # A loss may move its outputs and its target, for example to host memory.
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten().to(a.device))

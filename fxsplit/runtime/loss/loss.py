@@ -1,7 +1,9 @@
 """Compute the loss of a batch as a weighted sum over its microbatches.
 
-The last stage's worker calls a `BatchLoss` once for each microbatch, and starts that microbatch's backward from the
-weight of its loss.
+    batch of 7 rows, 3 microbatches, mean over rows:   loss = 3/7 loss 0 + 2/7 loss 1 + 2/7 loss 2
+
+The last stage's worker calls a `BatchLoss` once for each microbatch. That microbatch's backward starts from the weight
+of its loss.
 """
 
 from __future__ import annotations
@@ -41,20 +43,21 @@ from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
-"""loss_fn(outputs, target), or loss_fn(outputs) where a step is given no target."""
+"""loss_fn(outputs, target), or loss_fn(outputs) if a step gets no target."""
 
 Weigh = Callable[[int, int, torch.device], Weights]
-"""Returns the weights of the losses of microbatches, from one up to another, in the loss of these on a device."""
+"""Returns the weights of the losses of microbatches `begin` to `end`, in their combined loss, on a device."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
-"""Computes a microbatch's loss from the last stage's outputs; its backward starts there."""
+"""Computes a microbatch's loss from the last stage's outputs. Its backward starts from the loss."""
 
 
 def find_own_loss(outputs: Any) -> Tensor | None:
-    """Return the loss that a model has computed itself, or None where there is none.
+    """Return the loss that a model has computed itself, or None if there is none.
 
-    It is a float of no dimension: the only output, the first one, the second of a pair, as in (logits, loss), or the
-    one called `loss`, which may also be a tensor of one element, as a sum is that was divided by such a tensor.
+    It is a float scalar: the only output, the first output, the second of a pair such as (logits, loss), or the output
+        named `loss`. The last may also have one element in several dimensions, for example a sum divided by such a
+        tensor.
     """
     named = isinstance(outputs, Mapping) or (not isinstance(outputs, Tensor) and hasattr(outputs, "loss"))
     if named:
@@ -71,17 +74,17 @@ def _is_number(value: Any) -> bool:
 
 
 def find_loss_meaning(program: Program) -> OutputKind:
-    """Return what the loss that a model returns means by microbatches; a mean where it is not known to be an output."""
-    # What has rows is no loss.
+    """Return how the model's own loss combines over microbatches. If it is not a known output, assume a mean."""
+    # An output with rows is not a loss.
     places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
     loss = find_own_loss(program.build_result(places))
     return next((m for m, place in zip(program.joined, places, strict=True) if place is loss), MEAN)
 
 
 def find_own_meaning(program: Program, n_microbatches: int) -> OutputKind:
-    """Return how the losses that a model returns for its microbatches make the batch's: as a mean, or as a sum.
+    """Return whether the losses that a model returns for its microbatches are averaged or summed.
 
-    Raises InputError where the batch's loss follows from none of them, as of one that compares rows with each other.
+    Raises InputError if the batch's loss does not follow from them, for example if it compares rows with each other.
     """
     meaning = find_loss_meaning(program)
     if meaning.kind == "unjoined" and n_microbatches > 1:
@@ -90,7 +93,7 @@ def find_own_meaning(program: Program, n_microbatches: int) -> OutputKind:
 
 
 def take_model_loss(outputs: Any) -> Tensor:
-    """Return the loss that is in the outputs. Raises InputError where there is none."""
+    """Return the loss among the outputs. Raises InputError if there is none."""
     loss = find_own_loss(outputs)
     if loss is None:
         raise InputError(
@@ -102,12 +105,14 @@ def take_model_loss(outputs: Any) -> Tensor:
 
 
 def sum_squares(outputs: Any, target: Any = None) -> Tensor:
-    """Return the sum of squares of all float outputs. Each of them has a gradient, so a check with it misses none."""
+    """Return the sum of squares of all float outputs. All of them get a gradient, so a check with this loss misses
+    none.
+    """
     leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
     return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
 
 
-# Its microbatches add up as they are, which `find_reduction` reads here.
+# `find_reduction` reads this: the microbatches' sums are added as they are.
 sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
@@ -118,37 +123,37 @@ def name_loss(loss_fn: LossFn | None) -> str:
 
 
 def find_reduction(loss_fn: LossFn) -> str | None:
-    """Return how a loss function says that it reduces the losses of rows to one number; None where it says nothing.
+    """Return how a loss function says that it reduces the losses of rows to one number (None: it does not say).
 
-    That is its attribute `reduction`, as torch's loss modules have, or the argument that functools.partial has bound:
-    "mean", "sum", or what else it says.
+    It says so by its attribute `reduction`, like torch's loss modules, or by an argument bound with functools.partial:
+    "mean", "sum", or another text.
     """
     stated = getattr(loss_fn, "keywords", {}).get("reduction") or getattr(loss_fn, "reduction", None)
     return None if stated is None else str(stated)
 
 
 def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
-    """Return the weight of each microbatch's loss in the loss of all of them; `rows` has the rows of each.
+    """Return the weight of each microbatch's loss in the combined loss. `rows` lists the rows of each microbatch.
 
-    A mean over rows, which is assumed where nothing is known, has the microbatch's share of the rows, a sum 1.
+    In a mean over rows, which is the default, the weight is the microbatch's share of the rows. In a sum it is 1.
     """
     return OutputKind("sum" if reduction == "sum" else "mean").list_weights(rows)
 
 
 def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
-    """Return what weighs the losses of microbatches, by what they are divided by where that is known.
+    """Return a function that weighs the losses of microbatches, by their divisors if these are known.
 
-    targets: None for a loss of the model's own.
+    targets: None for the model's own loss.
     """
     if targets is None:
         own = find_own_meaning(batch.program, len(batch.rows))
         return lambda begin, end, device: batch.weigh(own, begin, end)
 
     def weigh(begin: int, end: int, device: torch.device) -> Weights:
-        rows, count = batch.rows[begin:end], meaning.count  # asked for late: the first microbatch may have told it
+        rows, count = batch.rows[begin:end], meaning.count  # read late: the first microbatch may set it
         if count is None:
             return weigh_rows(meaning.reduction, rows)
-        # What is in host memory is counted there: the host need not wait for that.
+        # A target in host memory is counted there, so the host need not wait.
         on_host = targets.are_on_host and (isinstance(count, CountWatch) or all(map(is_on_host, count.reads)))
         pieces = [[targets.given[m] if on_host else targets.place(m, device)] for m in range(begin, end)]
         if isinstance(count, Count) and count.additive:
@@ -164,7 +169,7 @@ def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) ->
 
 
 def describe_loss(error: BaseException) -> str:
-    """Return the name of the loss function that an error comes from, with the user's line in it; empty for others.
+    """Return the name of the loss function that an error comes from, with the user's line; empty for other errors.
 
     For example: `the loss of loss_fn 'smooth' from File "train.py", line 12`.
     """
@@ -179,16 +184,18 @@ def describe_loss(error: BaseException) -> str:
 class BatchLoss:
     """Computes the loss of each microbatch, on the last stage's worker, and its weight in the batch's loss.
 
-    A loss function that averages over rows (reduction "mean", or none known) is weighted by the microbatch's share of
-    the rows: of 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1.
-    Either way the microbatches add up to the whole batch's loss. `weigh` gives other weights, where they are known, of
-    the microbatches from one up to another in what these make.
+    A loss function that averages over rows (reduction "mean", or unknown) is weighted by the microbatch's share of the
+    rows: with 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1. In
+    both cases the microbatches add up to the whole batch's loss.
 
-    `meaning` is what is known of the loss function; it may come to know the reduction when it looks at the first
-    microbatch, before any backward. `rows` has the rows of each microbatch. Where the optimizer steps between
-    microbatches, `ends` are the last microbatches before each step, and the microbatches of one step count as a batch
-    of their own. `targets` are None for a loss of the outputs alone; they are moved to where the outputs are. Raises
-    InputError for a loss that is not reduced to one number.
+    meaning: the known properties of the loss function. The first microbatch may set the reduction, before any backward.
+    rows: the rows of each microbatch.
+    ends: if the optimizer steps between microbatches, the last microbatch before each step. The microbatches of one
+        step then count as a batch of their own.
+    targets: None for a loss of only the outputs. They are moved to the outputs' device.
+    weigh: returns other weights, if the loss has a known divisor.
+
+    Raises InputError for a loss that is not reduced to one number.
     """
 
     def __init__(
@@ -209,11 +216,11 @@ class BatchLoss:
         self._rows = rows
         self._ends = ends
         self._weigh = weigh or (lambda begin, end, device: weigh_rows(self.meaning.reduction, rows[begin:end]))
-        # Those of microbatches that other processes have are put here at the end.
+        # Losses of microbatches in other processes are put here at the end.
         self.losses: list[Tensor | None] = [None] * len(rows)
-        # By thread: on a GPU another worker's stream may be behind. A weight as a gradient is made once.
+        # By thread: on a GPU another worker's stream may lag. A weight is made into a gradient only once.
         self._weights: dict[tuple[int, bool], Weights] = {}
-        self._first = threading.Lock()  # held by the first microbatch for good
+        self._first = threading.Lock()  # the first microbatch locks it for good
         self._gradients: dict[tuple[int, float], Tensor] = {}
 
     @property
@@ -223,22 +230,22 @@ class BatchLoss:
 
     @property
     def target(self) -> Any:
-        """The target of the whole batch, as the user gave it; None for a loss of the outputs alone."""
+        """The target of the whole batch, as the user gave it; None for a loss of only the outputs."""
         return None if self._targets is None else self._targets.whole
 
     @property
     def name(self) -> str:
-        """The name of the loss function, for errors; empty where the model computes its loss itself."""
+        """The name of the loss function, for errors; empty if the model computes its loss itself."""
         return "" if self._loss_fn is take_model_loss else f" of loss_fn {name_loss(self._loss_fn)}"
 
     def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
-        """Let the first steps find out what the loss means, from the last stage's outputs for a microbatch."""
+        """In the first steps, find out how the loss combines, from the last stage's outputs for a microbatch."""
         if self.meaning.is_open:
             target = self._list_target(microbatch, outputs)
             self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 
     def _list_target(self, microbatch: int, outputs: Any) -> tuple[Any, ...]:
-        """Return the target of a microbatch, where its outputs are; nothing where the loss is of the outputs alone."""
+        """Return the microbatch's target on its outputs' device, or nothing for a loss of only the outputs."""
         if self._targets is None:
             return ()
         leaves = [outputs] if isinstance(outputs, Tensor) else pytree.tree_leaves(to_plain_outputs(outputs))
@@ -246,9 +253,9 @@ class BatchLoss:
         return (self._targets.given[microbatch] if device is None else self._targets.place(microbatch, device),)
 
     def _list_weights(self, device: torch.device, *, in_batch: bool) -> Weights:
-        """Return the weight of each microbatch's loss in the loss that is reported, which is that of the whole batch.
+        """Return the weight of each microbatch's loss: `in_batch`, in the reported loss of the whole batch.
 
-        Otherwise, its weight in that of one optimizer step, whose gradients are computed.
+        Otherwise, in the loss of one optimizer step, whose gradients are computed.
         """
         key = threading.get_ident(), in_batch or not self._ends
         if key not in self._weights:
@@ -258,11 +265,10 @@ class BatchLoss:
         return self._weights[key]
 
     def __call__(self, microbatch: int, outputs: Any, look_again: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the loss of one microbatch, a number that autograd knows, from the model's outputs for it.
+        """Return the loss of one microbatch, a scalar with an autograd graph, from the model's outputs for it.
 
-        `look_again` is called if the loss function has changed since the microbatches of earlier steps were looked at.
-        Raises InputError for a loss that is no scalar tensor, or that no gradient depends on. An error of the loss
-        function is raised as it is, with a note.
+        `look_again` is called if the loss function has changed since earlier steps. Raises InputError for a loss that
+        is not a scalar tensor or has no gradient. An error of the loss function is raised with a note.
         """
         target = self._list_target(microbatch, outputs)
         calls = Calls(outputs, target) if self.meaning.listens and self._first.acquire(blocking=False) else None
@@ -282,7 +288,8 @@ class BatchLoss:
                 "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
                 "parameter frozen, or the output detached inside loss_fn?"
             )
-        # Held until the end of the step. What torch's mse_loss returns has memory for all elements of the outputs.
+        # Clone it, since it is kept until the end of the step: the result of torch's mse_loss holds memory for all
+        # elements.
         own = loss.detach()
         self.losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
         if self.divides and not is_on_host(loss):
@@ -305,37 +312,37 @@ class BatchLoss:
         return [self._gradients[key]]
 
     def list_losses(self) -> list[Tensor]:
-        """Return the loss of each microbatch, detached, once all of them have theirs."""
+        """Return the loss of each microbatch, detached. Call it after all losses are computed."""
         return [loss for loss in self.losses if loss is not None]
 
     @property
     def divides(self) -> bool:
-        """Whether the loss function divides by a count that may be zero, in a way that makes gradients of 0 / 0."""
+        """Whether the loss divides by a count that may be zero, so that gradients may be 0 / 0."""
         return isinstance(self.meaning.count, Count) and not self.meaning.count.safe
 
     def compute_total(self, late: DeferredErrors | None = None) -> Tensor:
-        """Return the loss of the whole batch, detached, once all microbatches have theirs.
+        """Return the loss of the whole batch, detached. Call it after all losses are computed.
 
-        Warns where it differs from the loss function's value for the whole batch. What only an accelerator knows to be
-        wrong is told to `late`.
+        Warns if it differs from the loss function's value for the whole batch. If only an accelerator knows of an
+        error, `late` raises it in a later batch.
         """
         self.meaning.end_step()
         hand_over(self.losses)
         losses = self.list_losses()
         found = torch.stack([loss.to(losses[0].device) for loss in losses])
-        # Those that a worker has found, mostly.
+        # Usually a worker has computed the weights already.
         made = (weights for (_, in_batch), weights in self._weights.items() if in_batch)
         weights = next(made, None) or self._list_weights(found.device, in_batch=True)
         hand_over(weights)
-        # In double precision: a share such as 1/3 would lose digits in a loss of half precision.
+        # In double precision: in a half-precision loss, a share such as 1/3 would lose digits.
         return sum_weighted(found.double(), weights, late).to(found.dtype)
 
 
 def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None = None) -> Tensor:
-    """Return the sum of values, each times its weight; one of the weight zero may be no number.
+    """Return the weighted sum of values. A value with weight zero may be NaN.
 
-    The host does not wait for an accelerator, as it would to make a tensor of a list of numbers. `late` is told whether
-    a value of the weight zero is a number.
+    The host does not wait for an accelerator. If a value with weight zero is not NaN, `late` raises an error, perhaps
+    in a later batch.
     """
     tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
     if tensors:
@@ -343,7 +350,7 @@ def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None =
         if late is not None:
             late.expect(find_miscounted(values, factors), f"the loss of a microbatch is not 0 / 0: {COUNTS_NOTHING}")
         return (values * factors).where(factors != 0, 0.0).sum()
-    # Mostly all weights are equal. A microbatch without anything to count has divided by zero.
+    # Most weights are equal, so add in groups. A microbatch that counts nothing has divided by zero.
     total, begin = values.new_zeros(()), 0
     for weight, equal in itertools.groupby(weights):
         end = begin + len(list(equal))

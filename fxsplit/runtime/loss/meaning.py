@@ -1,7 +1,10 @@
-"""Find out how a user's loss function reduces the losses of rows, on the microbatches of its first steps.
+"""Find out how a user's loss function reduces the losses of rows, from the microbatches of its first steps.
 
-A function says nothing of itself. If the loss of a microbatch is the mean of the losses of its pieces, by rows, then
-the loss of a batch is the mean of those of its microbatches. If it is their sum, so is that of a batch.
+    loss(microbatch) == mean of loss(pieces), by rows?    -->  batch loss = mean of microbatch losses, by rows
+    loss(microbatch) == sum of loss(pieces)?              -->  batch loss = sum of microbatch losses
+    loss(microbatch) == mean of loss(pieces), by counts?  -->  batch loss = mean, by counts of the target's entries
+
+The relation that holds for a microbatch and its pieces is assumed for the batch and its microbatches.
 """
 
 from __future__ import annotations
@@ -26,35 +29,35 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_STEPS = 3
-"""Steps after which a loss whose meaning is still open, such as one that is always zero, is left alone."""
+"""After this many steps, a loss that is still undecided, such as one that is always zero, is no longer looked at."""
 
 
 class LossSideEffects(Protocol):
-    """Notes what calls of a loss function change beside computing, and puts it back."""
+    """Records the changes that calls of a loss function make to other objects, and undoes them."""
 
     def note(self) -> AbstractContextManager[None]:
-        """Note what the call inside the block changes."""
+        """Record the changes of the call inside the block."""
 
     def list_changes(self) -> list[str]:
-        """Return in words what each call changes, after two of them."""
+        """Return a text for each change that every call makes, after two calls."""
 
     def put_back(self) -> None:
-        """Give everything the value that it had before the first call."""
+        """Restore all values from before the first call."""
 
 
 FindCounts = Callable[[Callable[..., Any], Any, tuple[Any, ...]], tuple[Sequence[Count], Sequence[float]]]
-"""Returns what a loss function may divide by, and marks (see `LossTrial.try_counts`), from outputs and target."""
+"""Returns the divisors that a loss may have, and marks (see `LossTrial.try_counts`), from outputs and target."""
 
 
 class LossMeaning:
-    """What is known of one loss function, beside one program; its microbatches may be computed on several threads.
+    """The known properties of one loss function in one program. Several threads may compute its microbatches.
 
-    looks: whether microbatches are looked at, or what is stated is believed. watch: makes what watches the function
-    while it is called for that, so that those calls change nothing. find_counts: finds counts that it may divide by.
+    looks: whether to look at microbatches; otherwise `stated` is trusted. watch: makes the object that undoes side
+        effects of the trial calls. find_counts: finds counts that the loss may divide by.
     side_by_side: whether other pipelines have other rows of the batch.
-    count: what the loss is divided by, where that is found out and no number of rows.
-    stated: what the function has said of itself.
-    reduction: "mean" or "sum", as the function states it, or as it was found out; None while it is open.
+    count: the divisor of the loss, if it is known and not the number of rows.
+    stated: the reduction that the function states itself.
+    reduction: "mean" or "sum", stated or found out; None if not known yet.
     """
 
     def __init__(
@@ -87,16 +90,16 @@ class LossMeaning:
 
     @property
     def listens(self) -> bool:
-        """Whether a step tells the calls of its first loss."""
+        """Whether a step records the calls of its first loss."""
         return self._looks and not _is_fixed(self._loss_fn)
 
     def hear(self, calls: Heard) -> bool:
-        """Take the calls of torch of the first loss of a step; return whether its microbatch has to be looked at again.
+        """Take the torch calls of a step's first loss, and return whether to look at its microbatch again.
 
-        Raises InputError if pipelines side by side have agreed already on what their losses weigh.
+        Raises InputError if the calls have changed after data-parallel pipelines agreed on the weights of their losses.
         """
         with self._lock:
-            if self.is_open:  # the microbatch was looked at in this step
+            if self.is_open:  # this step has looked at the microbatch
                 self._calls = calls
                 return False
             known = next((self._heard[key] for key in (calls, calls.calls) if key in self._heard), None)
@@ -119,15 +122,15 @@ class LossMeaning:
         return self._steps < MOST_STEPS
 
     def begin_step(self) -> None:
-        """Forget what a step noticed that then failed."""
+        """Forget the findings of a failed step."""
         self._differs, self._compares, self._calls = "", False, None
 
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
-        """Compare the loss of a microbatch, from the last stage's `outputs` for its rows, with that of its pieces."""
+        """Compare a microbatch's loss, from the last stage's `outputs` for its rows, with the losses of its pieces."""
         with self._lock, torch.no_grad():
             if isinstance(self.count, Count):
                 return
-            # Where nothing counts, a function may make other calls: those tell nothing.
+            # If nothing counts, a function may take another path, which says nothing about the usual one.
             nothing = next((count for count in self._earlier if _counts_nothing(count, target)), None)
             if nothing is not None:
                 self.count, self.reduction, self._calls = nothing, "mean", None
@@ -149,28 +152,28 @@ class LossMeaning:
                         self._compares |= trial.compares_rows(count)
                         return
                     self._compares |= len(kinds) == 1 and trial.compares_rows(*kinds)
-            except Exception as error:  # a loss may be made for its number of rows alone
+            except Exception as error:  # a loss may work for only one number of rows
                 self._differs = self._differs or f"it does not run on pieces of a microbatch ({error})"
                 return
             if len(kinds) > 1:
-                return  # a loss of zero is a mean as well as a sum
+                return  # a loss of zero is both a mean and a sum
             found = next(iter(kinds), None)
             if self.reduction is None:
                 self.reduction = found
             if found is None or found != self.reduction:
-                self.count = None  # what differs always need not be watched
+                self.count = None  # if the loss always differs, its count need not be watched
                 self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
 
     def _find_kinds(
         self, trial: LossTrial, loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]
     ) -> tuple[set[Kind], Count | None]:
-        """Return how pieces make the loss for any target: as a mean, as a sum, or divided by a count."""
+        """Return how the losses of pieces combine for any target: a mean, a sum, or divided by a count."""
         kinds = trial.find_kinds()
         if self._tried:
             return kinds, None
         counts, marks = self._find_counts(loss_fn, outputs, target)
         varied, counts = trial.try_counts(kinds, [*counts, *self._earlier], marks)
-        # A loss of zero is a mean as well as a sum, and zero divided by anything.
+        # A loss of zero is a mean, a sum, and a quotient of any count.
         if len(varied) > 1 or "sum" in varied:
             return varied, None
         self._tried = True
@@ -180,7 +183,7 @@ class LossMeaning:
     def _call_without_trace(
         self, outputs: Sequence[Any], target: tuple[Any, ...], program: Program
     ) -> Iterator[Callable[..., Any]]:
-        """Yield the loss function, whose calls leave no trace; note what each call changes otherwise."""
+        """Yield the loss function with its side effects undone after each call, and record them for a warning."""
         if self._watch is None:
             yield self._loss_fn
             return
@@ -191,7 +194,7 @@ class LossMeaning:
                 return self._loss_fn(*args)
 
         with restore_after(watcher.put_back), expect_averages():
-            # Twice, since what the first call makes and the second one uses is a cache.
+            # Two calls: a change that only the first call makes is a cache.
             for _ in range(2):
                 with watcher.note():
                     self._loss_fn(program.build_result(outputs), *target)
@@ -200,12 +203,14 @@ class LossMeaning:
             yield compute
 
     def end_step(self) -> None:
-        """Warn, once, of a loss that is not for the batch what its microbatches make, or that counts its calls."""
+        """Warn, once, if the loss of the batch does not follow from its microbatches, or if a call changes other
+        objects.
+        """
         if not self.is_open:
             return
         self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1
         if self._calls is not None:
-            # What computes a count that was written by hand may hold sizes.
+            # The code of a handwritten count may contain sizes.
             by_hand = isinstance(self.count, Count) and not self.count.additive
             self._heard[self._calls if by_hand else self._calls.calls] = self.count, self.reduction
         changes, self._changes = self._changes, []
@@ -230,9 +235,9 @@ class LossMeaning:
 
 
 def _is_fixed(function: Callable[..., Any]) -> bool:
-    """Return whether a function makes the same calls always, as torch's own, also with arguments bound.
+    """Return whether a function always makes the same calls, like torch's own, also with bound arguments.
 
-    One under torch.compile, which would be compiled again, is taken for such a function.
+    A function under torch.compile counts as fixed: listening would compile it again.
     """
     while isinstance(function, partial):
         function = function.func
@@ -241,8 +246,8 @@ def _is_fixed(function: Callable[..., Any]) -> bool:
 
 
 def _counts_nothing(count: Count, target: tuple[Any, ...]) -> bool:
-    """Return whether a count of a microbatch's target is zero; the host waits for an accelerator."""
+    """Return whether a count of a microbatch's target is zero. The host waits for an accelerator."""
     try:
         return not count.find_count(target)
-    except Exception:  # what counts may hold sizes
+    except Exception:  # the code of a count may contain sizes
         return False

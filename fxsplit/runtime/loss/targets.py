@@ -1,4 +1,4 @@
-"""Targets of microbatches, moved to where the loss of each is computed."""
+"""Targets of microbatches, moved to the device of each microbatch's loss."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fxsplit.torch_internals.tensors.host_copies import is_on_host
 
 
 class Targets:
-    """The target of each microbatch, as it was `given`: a tensor, or tensors in containers. `whole` is the batch's.
+    """The target of each microbatch, as it was `given`: a tensor, or tensors in containers. `whole` is the batch's
+    target.
 
-    Where a target has tensors of accelerators and others in host memory, those in host memory stay there: a loss such
-    as CTC's wants lengths that the host can read.
+    If a target has tensors both on an accelerator and in host memory, the latter stay: a loss such as CTC needs lengths
+    on the host.
     """
 
     def __init__(self, given: Sequence[Any], whole: Any = None) -> None:
         self.given = given
         self.whole = whole
-        # By thread too: on a GPU another worker's stream may be behind.
+        # By thread too: on a GPU another worker's stream may lag.
         self._placed: dict[tuple[int, int, torch.device], Any] = {}
 
     @cached_property
@@ -36,7 +37,7 @@ class Targets:
     def place(self, microbatch: int, device: torch.device) -> Any:
         """Return the target of a microbatch with its tensors on a device."""
         given = self.given[microbatch]
-        # The usual case, on the path of every action: to look through containers takes longer than a small loss.
+        # A shortcut for the usual case, in every action: searching containers takes longer than a small loss.
         if isinstance(given, Tensor) and given.device == device:
             return given
         key = threading.get_ident(), microbatch, device

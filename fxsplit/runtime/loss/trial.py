@@ -1,4 +1,4 @@
-"""Try a loss function on a microbatch and on pieces of it: what its loss is in terms of theirs, and its gradients."""
+"""Try a loss function on a microbatch and on pieces of it: does its loss, and its gradient, follow from theirs?"""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fxsplit.torch_internals.nn.expectations import expect_averages
 Counts = Sequence[Count]
 
 VARIED = 0.25
-"""By what share of its largest number an output without rows is varied."""
+"""The amplitude of changes to an output without rows, as a share of its largest number."""
 
 
 class LossTrial:
-    """A loss function beside the last stage's `outputs` and the `target` for so many `rows`."""
+    """A loss function with the last stage's `outputs` and the `target` of `rows` rows."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LossTrial:
         self._meanings = [*program.joined, *of_target]
 
     def find_kinds(self) -> set[Kind]:
-        """Return what the loss of rows is in terms of that of pieces of them: "mean" or "sum", both, or neither."""
+        """Return how the loss of rows follows from the losses of pieces: "mean" or "sum", both, or neither."""
         kinds: set[Kind] = {"mean", "sum"}
         with expect_averages():
-            # Equal losses of all pieces leave open what they mean: mixed rows may tell then.
+            # If all pieces have equal losses, the kind stays open, so try mixed rows.
             for mixed in (False, True):
                 parts, sizes = self._list_parts(mixed=mixed)
                 whole, *pieces = map(self._compute, parts)
@@ -61,7 +61,7 @@ class LossTrial:
         return kinds
 
     def find_unjoined(self) -> str | None:
-        """Return what is to be said of an output that the loss depends on, and microbatches do not make; or None."""
+        """Return why an output that the loss depends on cannot be joined from microbatches, or None."""
         for i, meaning in enumerate(self._meanings):
             value = self._tensors[i]
             if meaning.kind != "unjoined" or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -76,15 +76,15 @@ class LossTrial:
         return None
 
     def try_counts(self, kinds: set[Kind], counts: Sequence[Count], marks: Sequence[float]) -> tuple[set[Kind], Counts]:
-        """Return which of `kinds` the loss is of any target, and which of `counts` it is divided by.
+        """Return the `kinds` that the loss has for any target, and the `counts` that it may be divided by.
 
-        Rows of one batch may all count as many entries of the target, and others not. So entries are varied, by
-        `marks` too: numbers that an entry may have to count, or not to count.
+        In one batch, all rows may happen to count the same number of entries. So entries are varied, also with `marks`:
+        numbers that may make an entry count, or not count.
         """
         with expect_averages():
             parts, sizes = self._list_parts(mixed=False)
             counts = self._list_holding(counts, parts, sizes)
-            # Where nothing counts in a piece, a loss may be 0 / 0, or divided by one.
+            # If a piece counts nothing, a loss may be 0 / 0, or divided by one.
             for varied in self._list_varied(parts, sizes, marks, whole_piece=False):
                 kinds, counts = self._narrow(kinds, counts, varied, sizes)
                 if not kinds and not counts:
@@ -96,8 +96,8 @@ class LossTrial:
     def _narrow(
         self, kinds: set[Kind], counts: Counts, parts: list[list[Any]], sizes: tuple[int, int]
     ) -> tuple[set[Kind], Counts]:
-        """Return which kinds and counts still hold for a whole and its pieces; all, where the loss fails on them."""
-        # A function may check its target, and torch refuses what is no class.
+        """Return the kinds and counts that still hold for a whole and its pieces; all of them if the loss fails."""
+        # A function may check its target, and torch refuses invalid classes.
         try:
             whole, *pieces = map(self._compute, parts)
         except Exception:
@@ -112,7 +112,9 @@ class LossTrial:
         sizes: tuple[int, int],
         losses: Sequence[Tensor] = (),
     ) -> Counts:
-        """Return the counts by which the losses of two pieces weigh in that of the whole; `losses` are the three."""
+        """Return the counts that weigh two pieces' losses rightly in the whole's. `losses` are the whole's and the
+        pieces'.
+        """
         if not counts:
             return counts
         whole, *pieces = losses or map(self._compute, parts)
@@ -120,7 +122,8 @@ class LossTrial:
         for count in counts:
             with suppress(Exception):  # such as a divisor for each row
                 weights = self._weigh(count, parts, sizes)
-                # A step refuses what is no part of the whole, and is a number.
+                # A step refuses a piece that has weight zero but a loss that is not NaN, so it does not rule out the
+                # count.
                 if any(not w and not (p.isnan() or p == 0) for p, w in zip(pieces, weights, strict=True)):
                     held.append(count)
                     continue
@@ -131,16 +134,16 @@ class LossTrial:
         return held
 
     def _weigh(self, count: Count, parts: list[list[Any]], sizes: tuple[int, int]) -> list[float]:
-        """Return what the losses of two pieces weigh, by a count of their targets, in that of the whole."""
+        """Return the weights of two pieces' losses in the whole's, by a count of their targets."""
         whole, *pieces = [list(self._take_target(part)) for part in parts]
         return count.weigh(pieces, sizes, whole)
 
     def _list_varied(
         self, parts: list[list[Any]], sizes: tuple[int, int], marks: Sequence[float], *, whole_piece: bool
     ) -> Iterator[list[list[Any]]]:
-        """Yield a whole and its two pieces, with other entries of one part of the target, or of the outputs, each time.
+        """Yield a whole and its two pieces, each time with changed entries in one tensor of the target or outputs.
 
-        Every second entry of the first piece is another one, or with `whole_piece` all entries of the second piece.
+        Every second entry of the first piece is changed, or, with `whole_piece`, all entries of the second piece.
         """
         first = sizes[0]
         for i, (value, cut) in enumerate(zip(parts[0], self._cuts, strict=True)):
@@ -154,11 +157,11 @@ class LossTrial:
                     continue
                 made = [changed, cut.narrow(changed, 0, first), cut.narrow(changed, first, sizes[1])]
                 varied = [[*part[:i], new, *part[i + 1 :]] for part, new in zip(parts, made, strict=True)]
-                # An accelerator would end the process for what is no class.
+                # On an accelerator an invalid class would end the process, so try it on the host.
                 yield varied if is_safe else [[_to_host(v) for v in part] for part in varied]
 
     def compares_rows(self, found: Kind | Count) -> bool:
-        """Return whether gradients of rows are others than in pieces of them, although the loss is as `found`."""
+        """Return whether gradients of rows differ between whole and pieces, although the loss itself is as `found`."""
         parts, sizes = self._list_parts(mixed=False)
         try:
             with torch.enable_grad(), expect_averages():
@@ -181,9 +184,10 @@ class LossTrial:
         return False
 
     def _list_parts(self, *, mixed: bool) -> tuple[list[list[Any]], tuple[int, int]]:
-        """Return outputs and target of a microbatch, or of rows mixed from it, then of two pieces, and their sizes.
+        """Return outputs and target of the whole and of two pieces, from its rows or mixed rows, and the pieces' sizes.
 
-        The pieces differ in size, so that a mean is told from one weighted by rows. Fewer rows than three get more.
+        A plain mean differs from one weighted by rows only if pieces differ in size. Mixed rows are added if there are
+        fewer than three rows.
         """
         count = max(self._rows, 3)
         first = count // 2 + 1
@@ -200,19 +204,19 @@ class LossTrial:
         return parts, sizes
 
     def _list_rows(self, value: Tensor, meaning: OutputKind, ranges: Sequence[range], *, mixed: bool) -> list[Tensor]:
-        """Return the rows of an output or target that lie at some places, which begin again behind the last one."""
+        """Return the rows in each range of a tensor, in which mixed rows follow the given ones."""
         dim, each = meaning.dim, meaning.each
         other = mix_rows(value, dim, each)
         pool = torch.cat([other if mixed else value, mix_rows(other, dim, each) if mixed else other], dim)
         found = []
         for places in ranges:
-            # Rows that are there first, and then those that are made of them.
+            # Take given rows first, and then rows mixed from them.
             chosen = [min(i, 2 * self._rows - 1) * each + k for i in places for k in range(each)]
             found.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
         return found
 
     def _compute(self, part: Sequence[Any]) -> Tensor:
-        """Return the loss in double precision, or in its own where the function knows no other."""
+        """Return the loss in double precision, or in its own dtype if the function refuses double."""
         try:
             return self._call([_widen(value) for value in part]).detach()
         except (RuntimeError, TypeError):
@@ -224,34 +228,34 @@ class LossTrial:
         trained = [output for output in outputs if output.is_floating_point() or output.is_complex()]
         for output in trained:
             output.requires_grad_()
-        # Clones: a function may write to what it is given.
+        # Clones: a function may write to its arguments.
         loss = self._call([*(o.clone() for o in outputs), *map(_widen, part[self._n_outputs :])])
         found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
         made = [(o, next(found) if o.requires_grad else None) for o in outputs]
         return [torch.zeros_like(o) if g is None else g for o, g in made]
 
     def _call(self, part: Sequence[Any]) -> Tensor:
-        """Return the loss of outputs and target, which lie in one list."""
+        """Return the loss of a list of outputs followed by the target."""
         made = self._program.build_result(part[: self._n_outputs])
         loss: Tensor = self._loss_fn(made, *self._take_target(part))
         return loss
 
     def _take_target(self, part: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the target that lies after the outputs in a list."""
+        """Return the target that follows the outputs in a list."""
         made: tuple[Any, ...] = pytree.tree_unflatten(list(part[self._n_outputs :]), self._structure)
         return made
 
 
 def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> list[Any]:
-    """Return what an output without rows is for a whole and for two pieces of it, so that its meaning holds.
+    """Return an output without rows for a whole and two pieces, so that its kind holds.
 
-    A sum is shared by rows. Of a mean one piece has more and the other one less.
+    A sum is divided by rows. A mean is raised in one piece and lowered in the other.
     """
     if not isinstance(value, Tensor) or value.dtype is torch.bool or kind in ("same", "unjoined"):
         return [value] * 3
     if kind == "sum":
         shares = [_widen(value) * (size / rows) for size in (sum(sizes), *sizes)]
-        # Counts stay whole numbers.
+        # Counts stay integers.
         return (
             shares if value.is_floating_point() or value.is_complex() else [s.round().to(value.dtype) for s in shares]
         )
@@ -259,10 +263,9 @@ def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> li
 
 
 def _list_others(value: Tensor, marks: Sequence[float], *, spread: bool) -> Iterator[tuple[Tensor, bool]]:
-    """Yield other entries of a tensor's dtype, and whether any function takes them that takes the tensor's own.
+    """Yield other entries for a tensor, each with a flag: any function that takes the tensor also takes these.
 
-    The others of a class or of a length are smaller, those of a mask its opposite. `spread`: of outputs, numbers far
-    from each other.
+    Other classes and lengths are smaller, and other masks are the opposite. `spread`: for outputs, numbers far apart.
     """
     if value.dtype is torch.bool:
         yield ~value, True
@@ -278,12 +281,12 @@ def _list_others(value: Tensor, marks: Sequence[float], *, spread: bool) -> Iter
     for mark in marks:
         fits = value.is_floating_point() or (mark == mark and mark == int(mark))
         if fits and not value.is_complex():
-            with suppress(RuntimeError):  # a dtype of few values may not have this one
+            with suppress(RuntimeError):  # a small dtype may not hold this value
                 yield torch.full_like(value, mark), False
 
 
 def _choose_entries(cut: ChunkSpec, value: Tensor, sizes: tuple[int, int], *, whole_piece: bool) -> Tensor:
-    """Return a mask of the entries to change: all of the second piece, or every second one of the first piece."""
+    """Return a mask of the entries to change: all of the second piece, or every second entry of the first."""
     chosen = torch.zeros(value.shape, dtype=torch.bool, device=value.device)
     if whole_piece:
         cut.narrow(chosen, sizes[0], sizes[1]).fill_(True)
@@ -294,7 +297,7 @@ def _choose_entries(cut: ChunkSpec, value: Tensor, sizes: tuple[int, int], *, wh
 
 
 def _count_entries(value: Tensor) -> Tensor:
-    """Return the number of each entry, in the tensor's own order."""
+    """Return the index of each entry, in the tensor's own order."""
     return torch.arange(value.numel(), device=value.device).reshape(value.shape)
 
 
@@ -304,9 +307,9 @@ def _to_host(value: Any) -> Any:
 
 
 def _vary(value: Tensor, share: float) -> Tensor:
-    """Return floats that are changed by up to a share of the largest of them, each by another amount.
+    """Return floats changed by up to `share` of their largest magnitude, each by another amount.
 
-    A cross entropy is the same for numbers that are all larger by one amount.
+    A common amount would not do: a cross entropy does not change if all scores grow equally.
     """
     if not (value.is_floating_point() or value.is_complex()):
         return value
@@ -316,5 +319,5 @@ def _vary(value: Tensor, share: float) -> Tensor:
 
 
 def _widen(value: Any) -> Any:
-    """Return a tensor of floats in double precision, and any other value as it is."""
+    """Return a float tensor in double precision, and any other value as it is."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,7 +1,7 @@
 """The backend of a rank: the calling thread runs this rank's row of a schedule while other processes run theirs.
 
-rank 0:  meet (agree) - run row 0 - end (share loss, outputs, gradients) - each rank adds to .grad
-rank 1:  meet (agree) - run row 1 - end
+    rank 0:  meet (agree) - run row 0 - end (share loss, outputs, gradients) - each rank adds to .grad
+    rank 1:  meet (agree) - run row 1 - end
 
 All ranks begin a job together, and either all or none of them end it successfully.
 """

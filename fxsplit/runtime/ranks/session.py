@@ -167,7 +167,7 @@ class RankSession:
         call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
 
     def _tell_of_failure(self) -> None:
-        """Tell waiting ranks that the backward failed on this rank, outside fxsplit's code."""
+        """Make waiting ranks raise: the backward has failed on this rank, outside fxsplit's code."""
         self._world.fail(
             BackwardError(
                 "backward() failed where gradients are added to .grad, as in a gradient hook; its own error there says "
@@ -186,13 +186,13 @@ class RankSession:
 
     @cached_property
     def _apart(self) -> list[list[Tensor]]:
-        """For each stage, the leaves whose sums may start early."""
+        """For each stage, the leaves that may be summed early."""
         return list_apart(self._request.batch.program, self._world.me)
 
     # Losses
 
     def _list_losses(self, total: Tensor | None) -> list[float]:
-        """Return the losses' dtype, the total, a flag for each microbatch whose loss is here, and the losses."""
+        """Return the losses' dtype, the total, a flag for each microbatch that has its loss here, and the losses."""
         loss = self._request.loss
         assert loss is not None, "a step has a loss"
         held = loss.losses

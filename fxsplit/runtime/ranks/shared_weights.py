@@ -1,7 +1,7 @@
 """Weights that several ranks read, and their gradients.
 
-rank 0 (owner)  --fetch: values-->      rank 1 (copy)     before each batch
-rank 0          <--exchange: gradients-- rank 1           after it
+    rank 0 (owner)  ---- fetch: values ------->  rank 1 (copy)    before each batch
+    rank 0 (owner)  <-- exchange: gradients ---  rank 1 (copy)    after it
 
 A weight lives with the first stage that has it, on that stage's first device. Other ranks fetch copies before each
 batch, and send the gradients back. The owner adds gradients in the order of the stages, as one process does.
@@ -45,7 +45,7 @@ class SharedWeights:
                         places.append((stage, number))
                 self.returns |= {(stage, device, owner) for device in homes[stage] if device != owner}
         self.copies = {pair: places for pair, places in self.copies.items() if places}
-        # Batch norms whose replicas record statistics that the first replica writes: (stage, norm).
+        # Batch norms with replicas, which record statistics that the first replica writes: (stage, norm).
         self._noted = [
             (stage.index, module)
             for stage in program.stages.stages

@@ -21,7 +21,7 @@ class TensorKind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dims: Dims) -> TensorKind:
-        """Return the kind of a tensor whose sizes in `dims` follow the rows."""
+        """Return the kind of a tensor. Its sizes in `dims` follow the rows."""
         sizes: tuple[int, ...] = tensor.shape
         if dims:
             sizes = tuple([ANY if d in dims and size > 1 else size for d, size in enumerate(sizes)])

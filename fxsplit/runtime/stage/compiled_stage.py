@@ -26,7 +26,7 @@ from fxsplit.torch_internals.torch_compile.stage_backends import compile_functio
 from fxsplit.torch_internals.user_lines import warn_user
 
 RowDims = Sequence[Dims | None]
-"""For each input of a stage, the dimensions whose sizes follow the rows; None for a number that follows the rows."""
+"""For each input of a stage, the dimensions that follow the rows; None for a number that follows the rows."""
 MOST_KNOWN = 1000
 """The most kinds of calls that a stage remembers."""
 OTHERWISE = "for what its modules read besides tensors (TORCH_LOGS=recompiles in the environment lets torch say what)"
@@ -79,7 +79,7 @@ class Compilations:
         return self._stages[id(module)]
 
     def tell(self) -> None:
-        """Warn of all compilations since the last call, except each stage's first: the user asked for that."""
+        """Warn of all compilations since the last call, except each stage's first, which the user expects."""
         made, self.made = self.made, []
         again = sorted([one for one in made if not one.first], key=lambda one: one.stage)
         if not again:

@@ -1,7 +1,7 @@
 """Recomputation: a stage keeps only a microbatch's inputs, and runs forward again before its backward.
 
-forward:    packet --> stage --> outputs         keeps packet, written buffers, random state
-backward:   packet --> stage --> outputs --> backward      the second run makes the activations
+    forward:    packet --> stage --> outputs         keeps packet, written buffers, random state
+    backward:   packet --> stage --> outputs --> backward      the second run makes the activations
 
 This saves the memory of the activations (all that autograd keeps for a backward) at the price of one more forward. The
 second run draws the same random numbers as the first and sees the buffers as they were then. It leaves buffers as they

@@ -165,7 +165,7 @@ def start_from_gradients(
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy whose modules can hold other weights. Its weights and hooks are still the model's own objects."""
+    """Return a copy with modules of its own. Its weights and hooks are still the model's own objects."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]
     # Objects in the memo are not copied.

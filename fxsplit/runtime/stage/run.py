@@ -1,8 +1,8 @@
 """Run one action of a worker: a stage forward or backward on one microbatch.
 
-whole backward (B):   loss --> ... --> inputs and weights
-split backward (I):   loss --> ... --> inputs               keeps the gradient at each weight's branch node
-               (W):                      branch nodes --> weights
+    whole backward (B):   loss --> ... --> inputs and weights
+    split backward (I):   loss --> ... --> inputs               keeps the gradient at each weight's branch node
+                   (W):                      branch nodes --> weights
 
 Schedules such as ZB-H1 split a backward. Input gradients (I) run at once, since the stage before waits only for them.
 Weight gradients (W) run when the worker has time. See `torch_internals/autograd/split.py` for branch nodes. A weight

@@ -1,9 +1,9 @@
 r"""Queue a device's work on streams of an accelerator; a CPU runs it at once. Other code need not ask which it is.
 
-worker of gpu:0                                    worker of gpu:1
-stage stream   --[forward 0]--[forward 1]--...
-copy stream, out            \--[copy 0]--[copy 1]
-copy stream, in (on gpu:1)     [copy 0]--[copy 1]--token--> stage stream --[forward 0]--
+    worker of gpu:0                                    worker of gpu:1
+    stage stream   --[forward 0]--[forward 1]--...
+    copy stream, out            \--[copy 0]--[copy 1]
+    copy stream, in (on gpu:1)     [copy 0]--[copy 1]--token--> stage stream --[forward 0]--
 
 An accelerator's worker has one stream for its stages. For each accelerator that it sends values to it has two more, one
 at either end. So a copy waits neither for stages of the sender or receiver, nor for copies to other devices.

@@ -1,11 +1,11 @@
-"""Run a stage whose weights change while microbatches that read earlier weights are in flight.
+"""Run a stage while its weights change and microbatches in flight still read earlier weights.
 
 Asynchronous schedules such as PipeDream step between microbatches, and a backward needs the weights of its forward. So
 each *version* of the weights is a set of leaves of its own, and during an action the stage's modules hold the leaves of
 one version (weight stashing: Narayanan et al., PipeDream, 2019).
 
-version 0  [forward 0] [forward 1] [backward 0]          [backward 1]   old memory, freed after backward 1
-                                        step --> version 1 [forward 2]   the model's own memory
+    version 0  [forward 0] [forward 1] [backward 0]          [backward 1]   old memory, freed after backward 1
+                                            step --> version 1 [forward 2]   the model's own memory
 
 The newest version is in the model's own memory. If later actions still read that memory, a step first moves the model's
 weights to other memory.

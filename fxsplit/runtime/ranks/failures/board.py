@@ -1,7 +1,7 @@
 """A fault board: ranks post failures here, apart from the message channels, which a failure may block.
 
-rank 1 fails --> post(fault) --> [store: turn 3 / fault] <-- read() <-- rank 0, rank 2
-all ranks raise it, then end_turn() --> turn 4, without a fault
+    rank 1 fails --> post(fault) --> [store: turn 3 / fault] <-- read() <-- rank 0, rank 2
+    all ranks raise it, then end_turn() --> turn 4, without a fault
 
 The board is in the store through which the process group met. The launcher keeps that store, so it lives as long as any
 rank. The first failure that is posted counts for all ranks.
@@ -115,11 +115,11 @@ class FaultBoard:
         return any(n > self._finished[tuple(ranks)] for ranks, n in told if self._members.rank in ranks)
 
     def tell(self, what: str) -> None:
-        """Tell the other ranks this rank's present activity."""
+        """Publish this rank's present activity."""
         self._store.set(self._key(f"doing/{self.me}"), what)
 
     def list_told(self) -> Mapping[int, str]:
-        """Return the activities that ranks have told in this turn."""
+        """Return the activities that ranks have published in this turn."""
         keys = {rank: self._key(f"doing/{rank}") for rank in range(self.n_ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 

@@ -1,8 +1,8 @@
 """A fault guard: every rank raises the first failure of any rank, even if it waits inside torch.
 
-rank 1: error --> post on the board --> break its own waits --> raise
-rank 0: in a wait; its watcher thread sees the board --> break waits --> raise the same error
-both:   next call makes new process groups
+    rank 1: error --> post on the board --> break its own waits --> raise
+    rank 0: in a wait; its watcher thread sees the board --> break waits --> raise the same error
+    both:   next call makes new process groups
 
 A failure is posted on a board, and the process groups of waiting ranks are broken, which wakes them. So groups are made
 again after each failure.
@@ -136,7 +136,7 @@ class FaultGuard:
         self._met.add(ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all other ranks an error that was raised outside a guarded block."""
+        """Make all other ranks raise an error that was raised outside a guarded block."""
         if not self._watches:
             self._settle(error)
 
@@ -187,7 +187,7 @@ class FaultGuard:
         self._watcher.rest()
 
     def tell_finished(self) -> None:
-        """Tell the other ranks which blocks this rank has finished. Call it before the rank leaves."""
+        """Publish which blocks this rank has finished. Call it before the rank leaves."""
         if self._members.is_mine:
             with suppress(DistError):
                 self._board.tell_finished()
@@ -228,7 +228,7 @@ class FaultGuard:
         return None
 
     def _settle(self, error: BaseException) -> Fault | None:
-        """Tell all ranks an error. Returns the failure that this rank should raise instead, or None."""
+        """Post an error for all ranks. Returns the failure that this rank should raise instead, or None."""
         own, fault = Fault.of(error, self._board.me), None
         try:
             # A failed rank's connections may close before it has posted its error.
@@ -256,7 +256,7 @@ class FaultGuard:
             break_waits(group)
 
 
-# Tell other ranks how this process ends
+# The end of this process
 
 _guards: weakref.WeakSet[FaultGuard] = weakref.WeakSet()
 
@@ -346,7 +346,7 @@ def _end_soon() -> None:
 
 def _leave_all(error: BaseException | None) -> None:
     """Tell all other ranks that the program of this process ends."""
-    # Tell finished blocks on all guards first: any guard's `leave` lets the other ranks know that this rank has left.
+    # Publish finished blocks on all guards first: any guard's `leave` shows the other ranks that this rank has left.
     if error is None:
         for guard in list(_guards):
             guard.tell_finished()

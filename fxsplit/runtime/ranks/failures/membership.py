@@ -24,7 +24,7 @@ LIMIT_S = 600.0
 LOOK_S = 0.1
 """How often, in seconds, repeated callers look at connections: each look costs a message."""
 SILENT = "its program has ended without a message, as after a signal or os._exit(), or has left the process group"
-"""The text for a rank whose connections are closed."""
+"""The text for a rank that has closed its connections."""
 _numbers = count()
 
 
@@ -63,7 +63,7 @@ class Membership:
         return Fault(self.rank, (), f"its program has ended{why}")
 
     def leave(self, fault: Fault) -> None:
-        """Tell all ranks that this rank has left."""
+        """Post that this rank has left."""
         self._store.set(f"{self._key}/{fault.rank}", fault.to_text())
         self._store.compare_set(self._key, "", fault.to_text())
 
@@ -108,12 +108,12 @@ class Membership:
         return time.monotonic() > self._looked + LOOK_S
 
     def _list_gone(self) -> Iterator[int]:
-        """Yield the ranks whose connections are closed, looking at one after the other."""
+        """Yield the ranks that have closed their connections, looking at one after the other."""
         self._looked = time.monotonic()
         return (rank for rank in range(self._n_ranks) if rank != self.rank and has_closed(self._lines, rank))
 
     def _miss(self) -> Fault | None:
-        """Return the fault of a rank whose connection is closed, or None."""
+        """Return the fault of a rank that has closed its connection, or None."""
         gone = next(self._list_gone(), None)
         if gone is None:
             return None

@@ -1,4 +1,4 @@
-"""Counts of the bytes of gradients that a rank has sent, beside the bytes of whole gradients."""
+"""Counts of the bytes of gradients that a rank has sent, and of the bytes of whole gradients."""
 
 from __future__ import annotations
 

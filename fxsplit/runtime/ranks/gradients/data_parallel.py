@@ -1,9 +1,9 @@
 """Data parallelism: several pipelines with batches of their own that train one set of weights.
 
-            stage 0     stage 1
-pipeline 0  rank 0  -->  rank 1      row: a pipeline
-              |            |
-pipeline 1  rank 2  -->  rank 3      column: the same stage in all pipelines, adds gradients
+                stage 0     stage 1
+    pipeline 0  rank 0  -->  rank 1      row: a pipeline
+                  |            |
+    pipeline 1  rank 2  -->  rank 3      column: the same stage in all pipelines, adds gradients
 
 Ranks at the same place of all pipelines have the same stages: they are a *column*. Once a step, the ranks of a column
 add the gradients of their weights, bucket by bucket. Each is weighted by its pipeline's share of the whole batch.

@@ -30,7 +30,7 @@ def list_apart(program: Program, me: int) -> list[list[Tensor]]:
 
 
 class EarlySums:
-    """Begins to add the gradients of a job whose `weight` is known. Called after each action of this rank."""
+    """Begins to add the gradients of a job with a known `weight`. Called after each action of this rank."""
 
     def __init__(self, data_parallel: DataParallel, job: Job, apart: Sequence[Sequence[Tensor]], weight: float) -> None:
         self._data_parallel, self._sums = data_parallel, job.sums

@@ -24,7 +24,7 @@ Numbers = dict[tuple[int, ...], tuple[int, list[Tensor]]]
 class Reducer:
     """Adds the gradients of one group of ranks, step by step. The hook keeps its state from step to step.
 
-    begin(complete gradients) ... begin(...)   -->   finish(the rest)   -->   settle(kept)
+        begin(complete gradients) ... begin(...)   -->   finish(the rest)   -->   settle(kept)
 
     In a step, `begin` is called any number of times for complete gradients, then `finish` once, then `settle`. All
     ranks of the group make the same calls with the same parameters in the same order. If `is_plain` returns True, on

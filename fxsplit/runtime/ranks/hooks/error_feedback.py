@@ -1,7 +1,7 @@
 """Error feedback: keep the part of each gradient that compression drops, and add it to the next step's gradient.
 
-step t:   gradient + error(t-1)  -->  compress  -->  applied(t)
-                                        '-->  error(t) = the rest, kept for step t+1
+    step t:   gradient + error(t-1)  -->  compress  -->  applied(t)
+                                            '-->  error(t) = the rest, kept for step t+1
 
 So nothing is lost: over any number of steps, applied gradients and the remaining error add up to all gradients.
 """

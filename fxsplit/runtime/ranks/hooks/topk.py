@@ -1,9 +1,9 @@
 """Top-k gradients with a global selection: gTop-k (Shi et al. 2019), with error feedback.
 
-rank 0 --.
-rank 1 --+-- merge: keep k --.
-rank 2 --.                   +-- merge: keep k -- rank 0 -- broadcast to all
-rank 3 --+-- merge: keep k --'
+    rank 0 --.
+    rank 1 --+-- merge: keep k --.
+    rank 2 --.                   +-- merge: keep k -- rank 0 -- broadcast to all
+    rank 3 --+-- merge: keep k --'
 
 Each rank offers the k largest entries of its gradients plus earlier errors. Pairs of ranks add their offers and keep
 the k largest sums, along a tree, until one rank has k entries for all. All ranks apply these. A rank that drops an

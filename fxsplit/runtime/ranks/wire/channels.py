@@ -1,8 +1,8 @@
 """The channels of a rank's jobs. Messages to other ranks go over process groups; messages to itself stay here.
 
-message = block (all small values and numbers) + each large tensor by itself
+    message = block (all small values and numbers) + each large tensor by itself
 
-first job of a key:   layout as text, then the pieces      later jobs:   only the pieces
+    first job of a key:   layout as text, then the pieces      later jobs:   only the pieces
 
 Both ends must know a message's layout. In the first job of a *key*, the sender sends it before each message, and later
 jobs reuse it. A key stands for everything that the shapes of values depend on. Messages between two ranks have no
@@ -86,7 +86,7 @@ class RankChannels:
         self._unproven: dict[int, list[Action]] = {}
 
     def open(self, key: Hashable, schedule: Schedule) -> None:
-        """Begin a job of a schedule whose layouts belong to `key`."""
+        """Begin a job of a schedule. `key` selects its layouts."""
         # After a failure ranks have stopped at different points of the job: layouts may be known on one end only.
         if self._epoch != self.world.epoch:
             self._epoch = self.world.epoch

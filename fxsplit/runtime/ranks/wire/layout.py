@@ -1,7 +1,7 @@
 """The layout of a message between ranks, from which both ends know its sizes and contents.
 
-values   [tensor 1 MB] [7] [tensor 40 B] ["mean"] [None]
-pieces   block: 7, 40 B tensor | the 1 MB tensor by itself      ("mean" and None are in the layout)
+    values   [tensor 1 MB] [7] [tensor 40 B] ["mean"] [None]
+    pieces   block: 7, 40 B tensor | the 1 MB tensor by itself      ("mean" and None are in the layout)
 
 Large tensors are sent as they are. All other tensors are copied into one block, with the numbers among the values.
 """
@@ -71,7 +71,7 @@ class MessageLayout:
     def describe(
         cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: MessageLayout | None = None
     ) -> MessageLayout:
-        """Return the layout of values. `like` is the layout of the values whose gradients these are.
+        """Return the layout of values. If these are gradients, `like` is the layout of their values.
 
         Raises InputError for a value that cannot be sent.
         """

@@ -18,7 +18,7 @@ Template = Any
 """None, a text, or {kind: contents}: for example {"tuple": [{"int": 0}, "mean"]}."""
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-"""Types whose values are attributes of torch."""
+"""Types with values that are attributes of torch."""
 CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "size": torch.Size}
 
 

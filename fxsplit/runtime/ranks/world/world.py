@@ -1,9 +1,9 @@
 """The world: the ranks of one pipeline, and their process groups.
 
-control group (gloo, host)   agreements, texts, small tensors        all ranks
-patient group (gloo, host)   waits that last as long as a compile    all ranks
-data group (device)          broadcasts of device tensors            all ranks
-pair (device)                tensors from stage to stage             one sender, one receiver
+    control group (gloo, host)   agreements, texts, small tensors        all ranks
+    patient group (gloo, host)   waits that last as long as a compile    all ranks
+    data group (device)          broadcasts of device tensors            all ranks
+    pair (device)                tensors from stage to stage             one sender, one receiver
 
 Pairs of accelerators have groups of their own, which every rank makes in one order before the first message. Pairs of
 CPUs share the control group, where rank numbers and tags tell messages apart.
