@@ -1,4 +1,4 @@
-"""What is wrong is raised at once where the host can read it, and in a later batch where an accelerator alone knows."""
+"""An error is raised at once if the host can detect it, and in a later batch if only an accelerator can."""
 
 from __future__ import annotations
 

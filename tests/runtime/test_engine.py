@@ -109,7 +109,7 @@ print("untouched", same, "then doubled", twice)
 
 @pytest.mark.long
 def test_a_backward_given_up_on_changes_no_gradient() -> None:
-    """Ctrl-C in a backward longer than the grace: the worker ends it later, into a sum that nobody reads."""
+    """After Ctrl-C in a backward longer than the grace period, the worker ends later, and its sum is dropped."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, env=environment, timeout=120, check=False
@@ -119,7 +119,9 @@ def test_a_backward_given_up_on_changes_no_gradient() -> None:
 
 @pytest.mark.parametrize("cut", [ChunkSpec(0), ChunkSpec(None)])
 def test_an_input_gets_its_gradient_on_its_own_device(cut: ChunkSpec) -> None:
-    """An input elsewhere than the first stage got a gradient on the stage's device, which autograd refuses."""
+    """Once an input on another device than the first stage got a gradient on the stage's device, which autograd
+    refuses.
+    """
     like = [torch.empty(2, 3, device="meta")] * 2
     for pieces in ([torch.ones(2, 3)] * 2, [None, torch.ones(2, 3)], [torch.ones(2, 3), None]):
         joined = join_gradients(pieces, like, cut)
@@ -145,7 +147,7 @@ class Normed(nn.Module):
 
 
 class Own(nn.Module):
-    """Returns its own loss, and what `more` is: something else that is the same for all rows."""
+    """Returns its own loss, its output, and `more`, a value that is the same for all rows."""
 
     def __init__(self, kind: str, unused: float) -> None:
         super().__init__()
@@ -219,10 +221,10 @@ def test_a_warm_batch_waits_for_no_accelerator(loop: str, loss_fn: Any, place: s
 def test_a_model_that_divides_by_a_count_waits_for_no_accelerator(
     kind: str, loop: str, options: dict[str, Any]
 ) -> None:
-    """The host read what counts in each microbatch, as what counts nothing has gradients of 0 / 0."""
+    """Once the host read each microbatch's count, since a count of zero gives gradients of 0 / 0."""
     torch.manual_seed(0)
     model, x, labels, mask = Own(kind, unused=0.0), torch.randn(15, 8), torch.randint(1, 3, (15,)), torch.rand(15)
-    # All of one microbatch counts nothing.
+    # One microbatch counts nothing.
     labels[3:9], mask[3:9] = -100 if kind == "labels" else 0, 0.0
     alone = copy.deepcopy(model)
     expected = alone(x, labels, mask)
@@ -253,10 +255,10 @@ def test_a_model_that_divides_by_a_count_waits_for_no_accelerator(
 
 
 def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that was the same for all microbatches, and a sum over what a mask leaves out."""
+    """Two such errors: an output that is not the same for all microbatches, and a sum over masked entries."""
 
     class Arrived(HostCopy):
-        is_there = True  # of a made-up accelerator nothing is ever there before it is waited for
+        is_there = True  # a fake accelerator's values never arrive before a wait for them
 
     monkeypatch.setattr(host_copies, "HostCopy", Arrived)
 
@@ -290,7 +292,7 @@ def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatc
 
 @pytest.mark.parametrize("between", ["call", "stream", "step"])
 def test_weights_are_copied_anew_after_what_reads_the_copies(between: str) -> None:
-    """Batches of a stream that are under way read copies whose memory was given back."""
+    """Once running batches of a stream read copies after their memory had been freed."""
     model, batches = Mlp(), [vectors() for _ in range(4)]
     alone = copy.deepcopy(model)
     with use_accelerator() as record:

@@ -91,7 +91,7 @@ def test_a_step_that_fails(atomic: bool) -> None:
     with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, n_microbatches=4, loss_fn=compute_loss) as pipe:
         pipe.step(x, target=y)
         before = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
-        # The last microbatch, whose forward comes behind backwards of others.
+        # Poison the last microbatch: its forward comes after backwards of earlier microbatches.
         y[-1] = torch.nan
         with pytest.raises(RuntimeError, match="on purpose") as caught:
             pipe.step(x, target=y, atomic=atomic)

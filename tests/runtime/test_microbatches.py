@@ -152,7 +152,7 @@ def test_targets_are_cut_where_they_have_the_rows() -> None:
         split_target(torch.arange(4), [3, 2])
     with pytest.raises(InputError, match=r"shape \(7,\) .* pad what has several lengths, .* n_microbatches=1"):
         split_target((torch.arange(7), torch.tensor([3, 1, 1, 1, 1])), [3, 2])
-    # The labels of CTC may lie one behind the other, and a batch in one piece needs no cut.
+    # The labels of CTC may be concatenated, and a batch of one microbatch needs no cut.
     whole = (torch.arange(7), torch.tensor([3, 1, 1, 1, 1]))
     assert split_target(whole, [5]) == [whole]
 

@@ -1,4 +1,4 @@
-"""A program is all that running takes: a fresh process that never saw the model or its graph gives the same outputs."""
+"""A program is self-contained: a fresh process without the model or its graph gives the same outputs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_weights_move_to_the_stage_that_reads_them_first() -> None:
 
 
 class Counts(nn.Module):
-    """Writes a buffer in every call, which the graph fetches."""
+    """Writes a buffer in every call; the graph reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_rewritten_buffers_are_found_by_their_memory_of_now() -> None:
 
 
 def test_dropout_is_seeded_in_training_after_a_first_call_in_evaluation() -> None:
-    """Whether a program draws was asked once, in evaluation, and held for training too: masks followed no seed."""
+    """Once `draws` was cached in evaluation and reused in training, where dropout masks then ignored the seed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Dropout(0.5))))
     x = torch.randn(32, 16)
@@ -191,7 +191,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_gradient_moves_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that keeps gradients of a training elsewhere failed in its first step."""
+    """Once a model with gradients from training on another device failed in its first step."""
     pipe, program = compiled(Mlp(), torch.randn(8, 8))
     grad = SimpleNamespace(data=torch.ones(2))
     weight: Any = SimpleNamespace(device=torch.device("cpu"), is_meta=False, data=torch.ones(2), grad=grad)
@@ -202,7 +202,7 @@ def test_a_gradient_moves_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_state_of_an_optimizer_moves_with_the_weights() -> None:
-    """A model that was trained on the CPU before failed in its optimizer's first step elsewhere."""
+    """Once a model trained on the CPU before failed in its optimizer's first step on another device."""
     torch.manual_seed(0)
     model, x, y = Mlp(), torch.randn(8, 8), torch.randn(8, 3)
     alone = copy.deepcopy(model)

@@ -119,7 +119,7 @@ def test_threads_end_with_close_and_with_the_last_reference() -> None:
     running = [t for t in threading.enumerate() if t.name.startswith("fxsplit-worker")]
     del out
     gc.collect()
-    for thread in running:  # they are told to end, and nothing waits for them as close() does
+    for thread in running:  # they end by themselves; unlike close(), nothing waits for them
         thread.join(timeout=30)
     assert not workers()
 

@@ -43,7 +43,7 @@ def test_steps_after_a_backward_of_the_callers() -> None:
 
 
 def test_gradients_are_made_on_the_streams_that_they_are_added_on() -> None:
-    """torch warns where they are not, and so does the made-up engine."""
+    """Otherwise torch warns, and so does the fake engine."""
     case = Case("1F1B: backward, own devices", loop=BACKWARD, make_model=partial(Net, layers=4))
     examine(case).record.check()
     make = LeafNode.make

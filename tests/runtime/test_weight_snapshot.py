@@ -59,7 +59,7 @@ def shift(model: Shifted) -> None:
 
 @pytest.mark.parametrize("change", [write, swap, replace, shift])
 def test_a_stage_that_recomputes_refuses_other_weights(change: Callable[[Shifted], None]) -> None:
-    """Its gradients were once those of the new weights. Of these torch notices what is written."""
+    """Once its gradients belonged to the new weights. torch notices only some of these changes."""
     model, x = Shifted(), torch.randn(8, 4)
     name = "shift" if change is shift else r"b\.weight"
     for recompute in ("always", "except_last"):
@@ -70,7 +70,7 @@ def test_a_stage_that_recomputes_refuses_other_weights(change: Callable[[Shifted
                 ChangedWeightError, match=f"'{name}' has changed since the pipeline's forward, and stage"
             ):
                 out.sum().backward()
-            # The next call has the new weights, and nothing is left of this one.
+            # The next call uses the new weights, and no gradient of this call remains.
             assert all(p.grad is None for p in model.parameters())
             unsplit = copy.deepcopy(model)
             pipe(x).sum().backward()
@@ -130,7 +130,7 @@ def test_a_weight_that_is_frozen_before_the_backward_is_named(recompute: Policy)
 
 
 class OfSigns(nn.Module):
-    """Takes the signs of its input alone, so that no backward needs the input itself; may write to it."""
+    """Reads only the signs of its input, so that no backward needs the input itself; may write to it."""
 
     def __init__(self, *, writes: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_a_change_that_no_backward_sees_is_none(recompute: Policy) -> None:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("deferred", [False, True])
 def test_what_forwards_write_is_no_change(recompute: Policy, deferred: bool) -> None:
-    """Batch norm's statistics and a spectral norm's vectors are others after a second forward."""
+    """Batch norm's statistics and a spectral norm's vectors change in a second forward."""
     x = torch.randn(8, 4)
     normal = nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
     for model, passes in ((Shifted(), FAST), (normal, f"leaf{{path=0}},{FAST}")):

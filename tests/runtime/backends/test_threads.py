@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Job:
-    """Notes who runs it; `act` is what each worker does."""
+    """Records who runs it. `act` is the work of each worker."""
 
     def __init__(self, n_devices: int, act: Any = lambda device: None) -> None:
         self.act = act
@@ -116,7 +116,7 @@ def test_a_worker_may_close_them() -> None:
 
 @pytest.mark.parametrize("place", ["make_stream", "torch.set_num_threads"])
 def test_a_worker_that_cannot_start_is_an_error(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller waited for ever, for example where an accelerator had no memory for a context."""
+    """Once the caller waited forever, for example if an accelerator had no memory for a context."""
 
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory for a context")
@@ -164,7 +164,7 @@ def test_a_fork_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread, as Ctrl-C does where nothing ignores it."""
+    """Raise KeyboardInterrupt in the main thread, like Ctrl-C with the default handler."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_an_interrupted_caller_waits_a_moment_for_the_workers(stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that stops when told is waited for, one that does not is given up."""
+    """The caller waits for a worker that stops on request, and gives up a worker that does not."""
     monkeypatch.setattr(threads, "GRACE_S", 20.0 if stops else 0.1)
     end = threading.Event()
     left: list[int] = []
@@ -238,7 +238,7 @@ def test_a_job_that_is_given_up_leaves_the_next_ones_alone() -> None:
 
 
 def test_who_waits_for_a_job_that_another_thread_gives_up_is_told() -> None:
-    """What had come of it until then was taken for all of it."""
+    """Once the partial results up to then were taken for the whole."""
     go = threading.Event()
     with workers() as made:
         handle = JobHandle(Job(2, lambda device: go.wait(60.0)))  # type: ignore[arg-type]
@@ -266,7 +266,7 @@ def test_a_job_that_is_begun_while_the_workers_are_closed_is_stopped(monkeypatch
 
 
 def test_idle_is_when_all_jobs_are_over() -> None:
-    """Those that were given up do not count, and a worker that asks would wait for itself."""
+    """Jobs that were given up do not count. A worker that asks returns at once: it would wait for itself."""
     go, over = threading.Event(), list[int]()
 
     def act(device: int) -> None:

@@ -44,7 +44,7 @@ with use_accelerator(engine_threads=True) as record:
 
 
 def run(*arguments: str, limit_s: float) -> str:
-    """Return what the script printed until its end; with "killed" after it where its backward took longer than that."""
+    """Return the script's output; "killed" is appended if its backward takes longer than `limit_s` seconds."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -1,4 +1,4 @@
-"""Channels: what a job sends arrives where its schedule waits for it, and a failure wakes whoever waits."""
+"""Channels: a message reaches the action that waits for it, and a failure wakes every waiting device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_failure_wakes_who_waits_and_stays() -> None:
 
 
 class Recording(Inboxes):
-    """Channels of the test's own making: they note what passes, and hand on copies, as another process would."""
+    """Inboxes that record each message and pass on copies, as between processes."""
 
     def __init__(self, n_devices: int) -> None:
         super().__init__(n_devices)

@@ -1,4 +1,4 @@
-"""What is compressed is restored within its rounding; what cannot be is sent as it is, and nothing bad is hidden."""
+"""Compression: values are restored within rounding, other values are sent as they are, and NaN and infinity survive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_int8_is_off_by_half_a_step_of_its_row(seed: int, dtype: torch.dtype) ->
     found = pass_over(value, "int8")
     assert found.dtype == dtype and found.shape == value.shape
     largest = value.abs().amax(-1, keepdim=True).double()
-    # Half a step, and what scale and product lose to the dtype of the elements.
+    # Half a step, plus the rounding of scale and product in the elements' dtype.
     slack = 4 * torch.finfo(dtype).eps * largest
     assert bool(((found.double() - value.double()).abs() <= largest / 254 + slack).all())
 

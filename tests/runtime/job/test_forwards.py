@@ -1,4 +1,6 @@
-"""Forwards of a job: what they keep, and draws that belong to the microbatch and not to the order of running."""
+"""Forwards of a job: the activations that they keep, and random draws that depend on the microbatch and not on the
+order.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_a_forward_keeps_its_graph_or_what_runs_it_again(program: Program, recom
 
 
 def test_a_second_run_makes_tensors_on_its_own_device(recomputed: Program) -> None:
-    """The caller's default device is another one of the same kind, as where stages have a GPU each."""
+    """The caller's default device is another device of the same kind, as with one GPU for each stage."""
     ((replica,), *_) = recomputed.replicas
     with torch.device("meta", 0):
         forwards = Forwards(recomputed, ThreadModes.read(), N_MICROBATCHES)
@@ -109,7 +111,7 @@ def test_a_loss_that_draws_has_a_state_of_its_own(program: Program) -> None:
 
 @pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
 def test_a_loss_may_call_another_pipeline_that_draws() -> None:
-    """A loss is computed with the generator in hand, for which the other pipeline's workers waited for ever."""
+    """Once the other pipeline's workers waited forever for the generator, which the loss was holding."""
     torch.manual_seed(0)
     teacher, student = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double() for _ in range(2))
     x = torch.randn(8, 6, dtype=torch.float64)
@@ -131,7 +133,7 @@ def test_a_loss_may_call_another_pipeline_that_draws() -> None:
 
 @pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows")
 def test_losses_of_two_threads_may_call_one_pipeline_that_draws() -> None:
-    """One waited for its turn with the pipeline, and the one whose turn it was for the generator that the first had."""
+    """Once two threads deadlocked: one had the generator and waited for the pipeline, the other the reverse."""
     torch.manual_seed(0)
     teacher, student = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double() for _ in range(2))
     x = torch.randn(8, 6, dtype=torch.float64)

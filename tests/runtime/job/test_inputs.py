@@ -1,4 +1,4 @@
-"""Stages that keep something from call to call: it stays where it is, and belongs to its rows."""
+"""Stages with a KV cache: it stays on its stage, and belongs to its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS, WIDTH, ROWS = 4, 8, 6
 
 
 class Steps(nn.Module):
-    """Each layer adds, to each entry, a mean over what it has seen in this call and in the calls before."""
+    """Each layer adds to each entry a mean over its inputs of this call and of earlier calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_calls_go_on_from_where_the_last_ones_were(pipe: fxsplit.Pipeline, model
             wanted.append(model(x, torch.ones(ROWS, total)))
         found.append(run(pipe, kv_caches, x, total))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    # Each stage keeps what its own layers have seen, for each microbatch, and no stage what others have.
+    # Each stage caches only its own layers' inputs, for each microbatch.
     counts = {stage: len(kv_caches.find(stage, 0).list_tensors()) for stage in range(len(pipe.stages))}
     assert sum(counts.values()) == LAYERS and all(counts.values())
     assert set(kv_caches.kept) == {(stage, m) for stage in counts for m in range(3)}
@@ -80,7 +80,7 @@ def test_what_is_kept_is_sent_nowhere(pipe: fxsplit.Pipeline, monkeypatch: pytes
     sent: list[int] = []
 
     def count(inboxes: Inboxes, device: int, message: Message, send: object = Inboxes.send) -> None:
-        # What says how long the past is goes along: nothing is computed with it.
+        # A tensor that only carries the length of the cache is sent too, and not counted.
         sent.append(sum(v.nbytes for v in message.values if isinstance(v, Tensor) and v.dtype == torch.float64))
         send(inboxes, device, message)  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""One step, run by its schedule: what is held at once, what was done when, and what fails."""
+"""One step, run by its schedule: how much is held at once, the order of actions, and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("schedule", "devices"), [(s, n) for s in RUNNABLE for n in (2, 4 if s == "Chimera" else 3)])
 def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what the tape holds of each stage after every action, in a real step."""
+    """Count the entries of the tape for each stage after every action of a real step."""
     peaks: dict[int, int] = {}
 
     def counted(do: Callable[..., None]) -> Callable[..., None]:
@@ -61,7 +61,9 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
 
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_a_traced_step_is_a_step(schedule: str) -> None:
-    """Same gradients; every action is seen once, in the schedule's order, beside what the plan predicts."""
+    """The gradients are the same, and every action is recorded once, in the order of the schedule, like the
+    prediction's.
+    """
     model, x = deep(), torch.randn(8, 8)
     options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 4}
     with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
@@ -82,7 +84,7 @@ def test_a_traced_step_is_a_step(schedule: str) -> None:
 
 
 def test_numbers_of_microbatches_that_a_schedule_is_not_made_for() -> None:
-    """A stated number is refused; where none is, the nearest is taken, and a forward pass takes any."""
+    """A stated number is refused; by default the nearest number is taken; and a forward pass takes any number."""
     model = deep()
     options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": "Interleaved1F1B"}
     with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:
@@ -151,7 +153,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(schedule: ScheduleName) 
             alive = held()
             pipe.step(x, target=x)
             pipe(x).sum().backward()
-            # A worker drops its task just after it has told the caller that the job is done.
+            # A worker drops its task just after it has reported the end of the job.
             deadline = time.monotonic() + 60.0
             while (left := held()) != alive and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -199,7 +201,7 @@ torch.fx.wrap("raise_coded")
 
 
 def test_an_exception_keeps_its_attributes() -> None:
-    """It would be wrong if what a stage raised was made anew from its message alone."""
+    """An exception must not be made again from only its message."""
 
     class Raises(Mlp):
         def forward(self, x: Tensor) -> Tensor:
@@ -251,7 +253,7 @@ def test_a_failed_step_keeps_no_memory(handled: bool, loop: str) -> None:
             try:
                 run()
             except torch.OutOfMemoryError:
-                # Frames of the error hold what the workers were at, and the batch's pieces, which are views.
+                # The error's frames hold the workers' present values, and the batch's pieces, which are views.
                 assert not handled or count_large() - alive <= 3 * 16
             assert handled or count_large() == alive
         finally:

@@ -1,4 +1,4 @@
-"""What the workers do, said while they do it, after a time that was too long, and after an interrupt."""
+"""The status of workers: during a step, after a timeout, and after an interrupt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pauses(nn.Module):
 
 @contextmanager
 def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A pipeline whose node `pause` waits for `go_on`."""
+    """Yield a pipeline with a node `pause` that waits for `go_on`."""
     monkeypatch.setattr(threads, "GRACE_S", 0.05)
     go_on.set()
     x = torch.randn(4, 4)
@@ -66,7 +66,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_step_that_hangs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was waited for without a word, and the next call waited behind it."""
+    """Once the caller waited silently, and so did the next call."""
     x = torch.randn(4, 4)
     wait = threads.ThreadBackend._wait
 

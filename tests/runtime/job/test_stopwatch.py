@@ -1,4 +1,4 @@
-"""Times of actions, by clocks that tick when they are asked."""
+"""Times of actions, by clocks that the test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Clock:
-    """A stream whose time is set by hand, in seconds, or as an event that the host saw pass at `seconds`."""
+    """A stream with a time that is set by hand, in seconds, or as an event that the host saw at `seconds`."""
 
     def __init__(self, device: torch.device = CPU, seconds: float = 0.0) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Event:
-    """As an event of an accelerator, which tells times between events alone, in milliseconds, once it is waited for."""
+    """Like an accelerator's event: after a wait for it, it gives the milliseconds to another event."""
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -74,7 +74,7 @@ def test_the_host_tells_when_an_accelerator_starts() -> None:
 
 
 def test_workers_on_one_accelerator_share_its_clock() -> None:
-    """What the host noted of the second start is late by 5 ms, and not used."""
+    """The host recorded the second start 5 ms late, and that time is not used."""
     watch = Stopwatch(generate("GPipe", 2, 1))
     run(watch, 0, [Event(70.0), Event(71.0), Event(72.0), Event(75.0)], Clock(GPU, 3.0))
     run(watch, 1, [Event(71.0), Event(75.0), Event(75.0), Event(77.0)], Clock(GPU, 3.006))

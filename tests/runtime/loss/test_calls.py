@@ -31,7 +31,7 @@ def add(o: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(o, t, reduction="none").sum()
 
 
-# What a loss reads that changes: the number of the step, from 0 on.
+# Losses that read a changing value, by the number of the step, from 0.
 CHANGING: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "a threshold": lambda o, t, i: average(o, t, t >= [0, 1, 2, 0][i]),
     "weights of classes": lambda o, t, i: F.cross_entropy(o, t, weight=WEIGHTS[i % 2]),
@@ -44,7 +44,7 @@ CHANGING: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_loss_that_changes_is_looked_at_again(name: str) -> None:
-    """Its microbatches were weighed by what they counted in the first step."""
+    """Once microbatches kept the weights by their counts of the first step."""
     now = [0]
 
     def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_a_loss_that_changes_is_looked_at_again(name: str) -> None:
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_other_rows_and_other_lengths_are_no_other_calls(sized: bool) -> None:
-    """Unless a mask is given sizes, which what counts it would hold."""
+    """The exception is a mask of fixed sizes, which the count's code would contain."""
 
     def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
         rows, length = target.shape

@@ -54,7 +54,7 @@ def blow_up(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_loss_that_raises_is_named_with_its_line() -> None:
-    """The message blamed nodes of the last stage, which had done nothing."""
+    """Once the message blamed nodes of the last stage, which had no part in it."""
     line = blow_up.__code__.co_firstlineno + 1
     for loss_fn, name in (
         (blow_up, f"loss_fn 'blow_up' from File \"{__file__}\", line {line}, microbatch 0 after stage 1 of 2"),
@@ -68,7 +68,7 @@ def test_a_loss_that_raises_is_named_with_its_line() -> None:
 
 
 def test_reduction_bound_by_partial() -> None:
-    """It would be wrong if the reduction was looked for on modules alone, and a sum was weighed as a mean."""
+    """Once only modules were searched for a reduction, so a sum would be weighted as a mean."""
     model = Mlp()
     x, y = vectors(7), torch.randint(0, 3, (7,))
     loss_fn = partial(F.cross_entropy, reduction="sum")
@@ -148,8 +148,8 @@ def test_uneven_microbatches_weigh_by_their_rows(dtype: torch.dtype) -> None:
         tolerances = {torch.float32: 1e-5, torch.float64: 1e-12}
         torch.testing.assert_close(join_gradients(model), join_gradients(alone), rtol=1e-6, atol=tolerances[dtype])
         return
-    # Sums of three rows are rounded otherwise than sums of seven, and kernels differ by release: both are compared with
-    # what neither rounds.
+    # Sums of three rows round differently from sums of seven, and kernels differ by release: compare both with the
+    # result in double precision.
     F.mse_loss(exact(x.double()), y.double()).backward()
     true = join_gradients(exact)
     error, of_alone = (float((join_gradients(one) - true).norm() / true.norm()) for one in (model, alone))
@@ -257,7 +257,7 @@ def test_weights_in_the_batch() -> None:
 
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy, lambda a, b: (a - b).square().flatten()[0]])
 def test_losses_that_are_held_hold_no_outputs(loss_fn: Any) -> None:
-    """What torch's mse_loss returns has memory for all elements, and once that of all microbatches stayed."""
+    """The result of torch's mse_loss holds memory for all elements. Once this memory stayed for all microbatches."""
     outputs, target = torch.rand(4, 8, requires_grad=True), torch.rand(4, 8)
     loss = BatchLoss(loss_fn, Targets([target]), [4])
     value = loss(0, outputs)
@@ -320,7 +320,7 @@ def test_the_loss_of_a_batch_is_computed_without_a_tensor_of_numbers(dtype: torc
 
 
 def test_weights_that_an_accelerator_has_computed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For labels on an accelerator the host waited once for each microbatch, to count those that are not ignored."""
+    """Once the host waited for the accelerator in each microbatch, to count the labels that are not ignored."""
     for module in (counts, loss_module):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     labels = [torch.tensor([1, -100, 2]), torch.tensor([-100, -100]), torch.tensor([0, 1])]

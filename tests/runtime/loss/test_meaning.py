@@ -1,4 +1,4 @@
-"""What a loss function of the user's means: a mean over rows, a sum, or what microbatches do not make."""
+"""How a user's loss function reduces rows: by a mean, by a sum, or in a way that microbatches cannot follow."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_loss_that_microbatches_do_not_make_is_said_once(loss_fn: Any) -> None
 
 
 def test_a_loss_that_calls_a_pipeline_is_told_what_to_call() -> None:
-    """The warning named a private class that was "in force"; the unsplit model is what such a loss may call."""
+    """Once the warning named a private class. The unsplit model is the one that such a loss may call."""
     x, _ = make_batch(12)
     pupil = Mlp().double()
     with fxsplit.compile(Mlp().double(), 2, passes=FAST) as teacher:
@@ -144,7 +144,7 @@ def test_a_loss_of_zero_is_looked_at_again() -> None:
 
 
 class Flagged(Mlp):
-    """Returns beside its output where that is above zero."""
+    """Returns its output, and a mask of its positive entries."""
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -152,13 +152,13 @@ class Flagged(Mlp):
 
 
 def balance(outputs: Tensor, target: Tensor) -> Tensor:
-    """A loss whose second term is as large as its first."""
+    """A loss with a second term scaled to the size of its first."""
     a, b = F.cross_entropy(outputs, target), outputs.abs().mean()
     return a + b * (a / b).detach()
 
 
 def test_a_gradient_that_compares_rows_is_said() -> None:
-    """The value is a mean over rows, so nothing was said, and the gradients were others than the whole batch's."""
+    """The value is a mean over rows, so there was no warning, although gradients differed from the whole batch's."""
     model, (x, y) = Mlp().double(), make_batch(8)
     with fxsplit.compile(model, 2, loss_fn=balance, n_microbatches=2, passes=FAST) as pipe:
         with pytest.warns(FxsplitWarning, match="the gradient of loss_fn compares rows") as said:
@@ -174,7 +174,7 @@ def test_a_gradient_that_compares_rows_is_said() -> None:
 
 
 def test_other_gradients_are_no_reason_to_warn() -> None:
-    """Those of a loss that writes to what it is given, ignores an output, knows float32 alone, or has maxima."""
+    """Losses that write to their arguments, ignore an output, require float32, or contain maxima."""
     single = torch.ones(3)
 
     def writes(outputs: Tensor, target: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ MADE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", NOT_MADE)
 def test_a_loss_of_outputs_without_rows_is_said(name: str) -> None:
-    """A contrastive loss was trained on pairs within microbatches, and a sum beside a mean was too small."""
+    """Once a contrastive loss trained on pairs within microbatches, and a sum next to a mean was too small."""
     of_batch, loss_fn = NOT_MADE[name]
     x, y = make_batch(16)
     with fxsplit.compile(Several(of_batch).double(), 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe:

@@ -1,4 +1,4 @@
-"""Targets are moved to where the loss is, also those inside of containers."""
+"""Targets are moved to the loss's device, also inside containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ META = torch.device("meta")
 
 
 def test_tensors_in_containers_are_moved() -> None:
-    """A target elsewhere than the last stage ended in torch's error about two devices."""
+    """Once a target on another device than the last stage caused torch's error about two devices."""
     made = Targets([{"labels": torch.ones(2), "more": [torch.zeros(3), "name"]}, torch.ones(1)])
     placed = made.place(0, META)
     assert placed["labels"].device == META == placed["more"][0].device and placed["more"][1] == "name"

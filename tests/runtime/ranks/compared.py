@@ -1,4 +1,4 @@
-"""What a pipeline over ranks computes, beside the same plan over threads of one process, bit for bit."""
+"""Compare a pipeline over ranks with the same plan over threads of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.api.pipeline.pipeline import Pipeline
 from tests.support.models import FAST
 
 Step = Callable[[Pipeline, int], Any]
-"""Runs step number i of a pipeline, and returns what is to be compared."""
+"""Runs step number i of a pipeline, and returns values to compare."""
 
 
 def compile_both(model: nn.Module, n: int, options: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
@@ -58,7 +58,7 @@ def assert_alike(over_ranks: Pipeline, over_threads: Pipeline, exact: bool = Tru
 
 
 def assert_same(found: Any, expected: Any, exact: bool = True) -> None:
-    """Compare what two steps return."""
+    """Compare the results of two steps."""
     if isinstance(found, Tensor):
         _assert_equal(found.detach(), expected.detach(), "a result", exact)
     elif isinstance(found, dict):
@@ -82,7 +82,7 @@ def _assert_equal(a: Tensor, b: Tensor, what: str, exact: bool) -> None:
 
 
 def compare(model: nn.Module, n: int, step: Step, options: dict[str, Any], steps: int = 3, exact: bool = True) -> int:
-    """Run the same steps over ranks and over threads, and compare all that comes of them."""
+    """Run the same steps over ranks and over threads, and compare results, gradients and weights."""
     over_ranks, over_threads = compile_both(model, n, options)
     count = 0
     with over_ranks, over_threads:

@@ -27,7 +27,7 @@ AWAKE = "another rank has its error"
 
 
 class Trouble(torch.autograd.Function):
-    """Hands a tensor on, and makes trouble where it is told to."""
+    """The identity, which fails on request."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
@@ -120,7 +120,7 @@ def test_a_step_that_takes_too_long_ends_on_all_ranks() -> None:
 
 
 def fail_in_hook(rank: int, n: int, kind: str, call: str) -> tuple[str, str, bool]:
-    """Let a hook of a parameter fail on one rank; return what is raised there, and whether gradients are as before."""
+    """Let a parameter's hook fail on one rank. Returns its error, and whether gradients are unchanged."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(i) for i in range(3)))
     pipe = fxsplit.compile(model, "world", example_inputs=X, passes=FAST, n_microbatches=4, loss_fn=loss_fn)
@@ -149,7 +149,7 @@ def fail_in_hook(rank: int, n: int, kind: str, call: str) -> tuple[str, str, boo
 
 @pytest.mark.parametrize(("kind", "call"), [("before", "step"), ("behind", "step"), ("before", "backward")])
 def test_a_gradient_hook_that_fails_on_one_rank_fails_on_all(kind: str, call: str) -> None:
-    """The other ranks had added to `.grad`, or waited until the rank's next call, which failed as well."""
+    """Once the other ranks had added to `.grad`, or waited until the rank's next call, which failed as well."""
     found = ranks(2, fail_in_hook, kind, call)
     assert found[1][:2] == ("ValueError", "trouble")
     assert found[0][0] == RankError.__name__

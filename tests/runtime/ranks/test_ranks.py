@@ -1,4 +1,4 @@
-"""Pipelines over ranks, all schedules in one process group: bit for bit what threads of one process compute."""
+"""Pipelines over ranks, all schedules in one process group: bit for bit the results of threads of one process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_mean_by_hand_equals_threads(n: int) -> None:
 
 
 def begin_apart(rank: int, n: int) -> list[list[str]]:
-    """Return what is said of a model from one seed, and of one from a seed for each rank."""
+    """Return the warnings for a model from one seed, and for one from a seed of each rank."""
     said = []
     for seed in (0, rank):
         torch.manual_seed(seed)
@@ -141,7 +141,7 @@ def begin_apart(rank: int, n: int) -> list[list[str]]:
 
 
 def test_ranks_that_begin_with_other_weights_are_named() -> None:
-    """Once, and not in the second compile, for which each rank has only those of its own stages."""
+    """The warning comes once. For the second compile, each rank has only the weights of its own stages."""
     for alike, apart in ranks(2, begin_apart):
         assert not alike and len(apart) == 1
         assert apart[0].startswith("rank 1 begins with other weights than rank 0, such as 'layers.0.weight', and each")

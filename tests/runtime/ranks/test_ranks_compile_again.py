@@ -1,4 +1,4 @@
-"""A model that is compiled again over ranks, when weights are elsewhere: all that runs of the model tell is known."""
+"""A model that is compiled again over ranks, after its weights have moved: trial runs of the model still work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss, of one of several kinds, of labels some of which are ignored."""
+    """Returns its own loss, of one of several kinds. Some labels are ignored."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compressed cuts over ranks: bit for bit those of threads, with fewer bytes on the way; asynchronous schedules too."""
+"""Compressed cuts over ranks: bit for bit like threads, with fewer bytes sent, also in asynchronous schedules."""
 
 from __future__ import annotations
 

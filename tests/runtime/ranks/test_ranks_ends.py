@@ -1,4 +1,4 @@
-"""A rank whose program ends, or that is interrupted, is heard of by the others; none waits for it, and none is left."""
+"""If a rank's program ends, or is interrupted, the other ranks notice: none waits for it, and none is left running."""
 
 from __future__ import annotations
 
@@ -75,11 +75,12 @@ print("the step went well", flush=True)
 SECOND_STEP = PROGRAM.splitlines().index("pipe.step(x[:rows], target=y[:rows])") + 1
 """The line of the program that its ranks are at when one of them ends."""
 LIMIT_S = 150.0
-"""How long programs may take that are to end within two seconds: machines may be busy, and nothing else ends them."""
+"""The time limit in seconds of programs that should end within two: machines may be busy, and nothing else ends them.
+"""
 
 
 class Programs:
-    """Two ranks of the program, each with files for what it prints."""
+    """Two ranks of the program, each with files for its output."""
 
     def __init__(self, folder: Path, what: str, where: str = "") -> None:
         (folder / "program.py").write_text(PROGRAM)
@@ -127,10 +128,11 @@ def test_a_program_that_ends_between_steps_ends_the_others(what: str, code: int,
     assert out == out_1 and out.startswith("loss ")
     assert code_0 == 1 and code_1 == code, error_1
     assert said in error.splitlines()[-1], error
-    # One error has one traceback, that of the rank that raised it; the other one says where it was.
+    # One error has one traceback, on the rank that raised it. The other rank names only its own line.
     assert "Traceback" not in error and error.splitlines()[-1].endswith(f'program.py", line {SECOND_STEP})'), error
     assert error_1.count("Traceback") == (what == "raise")
-    # To look for cycles in all that torch has loaded takes a second, and others wait for whoever ends with an error.
+    # A search of all torch's objects for cycles takes a second, and other ranks wait for a rank that ends with an
+    # error.
     assert [(tmp_path / f"freed-{rank}").exists() for rank in range(2)] == [False, what.startswith("exit")]
 
 
@@ -155,9 +157,11 @@ def test_a_program_that_ends_in_a_step_ends_the_others(what: str, code: int, sai
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "code"), [("SIGSEGV", -signal.SIGSEGV), ("exit3", 3), ("_exit0", 0)])
 def test_a_launcher_ends_all_ranks_and_says_how_one_has_ended(what: str, code: int, tmp_path: Path) -> None:
-    """The launcher names the rank whose process is gone first, and its code; that of the other one says what it heard.
+    """The launcher names the rank that ended first, and its exit code; the other rank prints the error that it
+    received.
 
-    To it a rank that ends with 0 has done its work. One that ends with a number takes a moment to be gone.
+    To the launcher, a rank that exits with 0 has succeeded. A rank that exits with another number takes a moment to
+    end.
     """
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -243,7 +247,7 @@ def test_an_error_that_the_program_wraps_has_one_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pressed_for", [[0, 1], [0]], ids=["all", "one"])
 def test_an_interrupt_ends_every_rank(pressed_for: list[int], tmp_path: Path) -> None:
-    """One of them computes, and the other one waits for it inside of torch."""
+    """One rank computes, and the other waits for it inside torch."""
     programs = Programs(tmp_path, "interrupt")
     until = time.monotonic() + LIMIT_S
     while not (tmp_path / "napping").exists() and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Evaluation under inference mode over ranks: what is made in it is trained, sent and loaded afterwards."""
+"""Evaluation under inference mode over ranks: tensors made in it can be trained, sent and loaded afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pair:
 
 
 def evaluate_and_train(rank: int, n: int, folder: Path) -> None:
-    """Do all that ranks do together under inference mode, and train after each of it."""
+    """Run each collective operation under inference mode, and train after each."""
     pair = Pair()
     with torch.inference_mode():
         pair.evaluate(pair.x)

@@ -1,4 +1,4 @@
-"""A rank that has left is remembered: later calls of the others say so at once. What a step waits for has its limit."""
+"""Ranks remember a rank that has left: later calls fail at once. The waits of a step have a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDED = "its program has ended"
 
 
 class Scene:
-    """A pipeline over all ranks that has stepped once, and whose loss fails on the last rank while it is bad."""
+    """A pipeline over all ranks that has stepped once. While `bad`, its loss fails on the last rank."""
 
     def __init__(self, devices: Any = "world", **options: Any) -> None:
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ class Scene:
         return float(self.pipe.step(self.x, target=self.y, **options))
 
     def fail(self) -> None:
-        """Take a step that fails on all ranks: their groups are made anew by the next call."""
+        """Take a step that fails on all ranks, so that the next call makes their groups again."""
         self.bad = True
         with pytest.raises(ValueError, match="bad"):
             self.step()
@@ -89,7 +89,7 @@ def list_calls(scene: Scene, folder: str, saved: str) -> dict[str, Callable[[], 
 
 
 def call_after(rank: int, n: int, how: str, folder: str) -> dict[str, str]:
-    """Return what every call raises once the last rank has left; none waits for that rank."""
+    """Return the error of every call after the last rank has left. No call waits for that rank."""
     scene = Scene()
     saved = str(fxsplit.save_checkpoint(folder, scene.pipe, step=1).wait())
     calls = list_calls(scene, folder, saved)
@@ -121,7 +121,7 @@ def test_every_call_says_that_a_rank_has_left(n: int, how: str, tmp_path: Any) -
 
 
 def wait_limited(rank: int, n: int, fails: bool) -> list[str]:
-    """Return what rank 0 waits for where the other rank comes after its limit has passed, and whether both go on."""
+    """Return rank 0's timeout, if the other rank comes after its limit, and whether both go on."""
     scene, store = Scene(), clone_store()
     if fails:
         scene.fail()
@@ -164,7 +164,7 @@ def interrupt() -> None:
 
 
 def make_groups_in_vain(rank: int, n: int, ends: bool) -> list[str]:
-    """Return what is raised where rank 0 is interrupted, or ended, in the middle of making groups; and what then."""
+    """Return the errors if rank 0 is interrupted or killed while groups are made, in this call and the next."""
     scene = Scene()
     scene.fail()
     found = []
@@ -190,7 +190,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_making_groups_is_named() -> None:
 
 
 def end_before(rank: int, n: int) -> str:
-    """Return what a first compile raises where another rank has ended before its own."""
+    """Return the error of a first compile if another rank has ended before its own."""
     if rank == 1:
         os._exit(3)
     with pytest.raises(RankError) as caught:
@@ -242,7 +242,7 @@ def test_a_wait_that_was_broken_off_does_not_say_that_its_time_was_over() -> Non
 
 
 def lose_while_adding(rank: int, n: int) -> str:
-    """Return what is raised where a rank ends as ranks add what their hooks have left out."""
+    """Return the error if a rank ends while ranks add up their hooks' compression errors."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     scene = Scene(mesh["dp", "pp"], gradient_hook="topk{share=0.3}")
     if rank == 1:

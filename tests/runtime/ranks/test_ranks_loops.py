@@ -1,4 +1,4 @@
-"""Whole loops over three ranks, with evaluation and early stopping; text models over two, beside the unsplit ones."""
+"""Whole loops, compared with unsplit models: over three ranks with early stopping, and text models over two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 2
 
 
 def make_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return inputs and classes to train with, and others to evaluate with."""
+    """Return inputs and classes for training, then for evaluation."""
     made = torch.Generator().manual_seed(3)
     x, y = torch.randn(64, 8, generator=made, dtype=torch.float64), torch.randint(3, (64,), generator=made)
     return x[:48], y[:48], x[48:], y[48:]
@@ -139,9 +139,9 @@ def stop_dropping(model: nn.Module) -> None:
 
 
 def train_text(rank: int, n: int, name: str) -> tuple[float, float, int]:
-    """Return how far losses and gradients are from those of the unsplit model, and how many gradients are here.
+    """Return the distances of losses and gradients from the unsplit model, and the number of gradients on this rank.
 
-    Models of transformers compute their loss in float32: that of each microbatch is compared.
+    Models of transformers compute their loss in float32, so each microbatch's loss is compared.
     """
     declare_detection_operators()
     model = (make_text_model(name) if name == "t5" else make_mixture(name)).train()

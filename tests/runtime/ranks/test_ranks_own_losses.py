@@ -38,7 +38,7 @@ def build(kind: str) -> Any:
 
 
 def compute_in_double(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-    """Return the loss of the next words as transformers does, which computes it in float32."""
+    """Return the next-word loss of transformers, which itself computes it in float32."""
     return F.cross_entropy(logits.view(-1, vocab_size), F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten())
 
 

@@ -45,7 +45,7 @@ def make_batches(*rows: int) -> list[Tensor]:
 
 
 def stream(rank: int, n: int) -> str:
-    """Return the type of what a bad batch raises; all else is compared here."""
+    """Return the type of the error of a bad batch. All else is compared here."""
     batches = make_batches(6, 4, 6)
     pipe, unsplit = compile_model()
     given: list[Any] = [batches[0], (batches[1],), {"input": batches[2]}]
@@ -56,11 +56,11 @@ def stream(rank: int, n: int) -> str:
     assert len(found) == len(expected) and not any(y.requires_grad for y in found)
     for output, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(output, whole, rtol=1e-12, atol=1e-12)
-    # Left early, the pipeline can be used at once.
+    # After an early exit the pipeline can be used at once.
     for output in pipe.stream(given):
         torch.testing.assert_close(output, expected[0], rtol=1e-12, atol=1e-12)
         break
-    # What a batch raises, comes in its place, and ends the stream on all ranks.
+    # A batch's error comes in the place of its output, and ends the stream on all ranks.
     stream = pipe.stream([batches[0], batches[1] + 1000, batches[2]])
     next(stream)
     with pytest.raises(ValueError, match="too large") as caught:
@@ -77,7 +77,7 @@ def test_streams_run_over_ranks() -> None:
 
 
 def read(rank: int, n: int) -> str:
-    """Return what ranks are told of which one reads other batches."""
+    """Return the error if one rank reads other batches."""
     pipe, _ = compile_model()
     batches = make_batches(6, 4, 2)
 

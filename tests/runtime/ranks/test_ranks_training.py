@@ -1,4 +1,4 @@
-"""What makes training over ranks hard: tied weights, calls with backward, buffers, recompute, replicas."""
+"""Hard cases of training over ranks: tied weights, calls with backward, buffers, recomputation, replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_batch(rows: int = 12, kind: torch.dtype = torch.float32) -> tuple[Tenso
 
 
 class Language(nn.Module):
-    """A small language model with a mask, dropout, and one weight at both ends; sparse gradients if asked for."""
+    """A small language model with a mask, dropout, one weight at both ends, and optionally sparse gradients."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def run_hidden(rank: int, n: int) -> int:
                 "fxsplit.api.compiler.compiler.fit_to_shapes", lambda captured, *_: None if rank else captured
             ):
                 found = over_ranks.step(batch, target=target)
-            # What is compiled anew may be cut elsewhere.
+            # The plan after a second compile may cut at other places.
             assert_same(found, expected, exact=False)
         return len(list_own(over_ranks))
 
@@ -102,7 +102,7 @@ def test_ranks_compile_together_what_does_not_hold_for_one_of_them() -> None:
 
 
 def train_tied(rank: int, n: int) -> float:
-    """Copies on other ranks follow their owner, whose optimizer alone steps."""
+    """Copies on other ranks follow their owner; only its optimizer steps."""
     torch.manual_seed(0)
     ids, labels = torch.randint(20, (8, 6)), torch.randint(20, (8, 6))
     over_ranks, over_threads = compile_both(Language(), n, {"loss_fn": token_loss, "example_inputs": ids})
@@ -161,7 +161,7 @@ def run_options(rank: int, n: int) -> list[int]:
         return pipe.step(images[:size], target=classes[:size])
 
     def freeze(pipe: Any, i: int) -> Any:
-        # What is frozen changes what gradients cross the cuts.
+        # Frozen weights change which gradients cross the cuts.
         for p in pipe.model.stem.parameters():
             p.requires_grad = i != 1
         return step(pipe, i)

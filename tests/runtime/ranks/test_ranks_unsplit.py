@@ -1,6 +1,6 @@
-"""Whole networks over ranks in float64, beside threads and the unsplit model: a ResNet-50, and models of Hugging Face.
+"""Whole networks over ranks in float64, compared with threads and the unsplit model: a ResNet-50 and language models.
 
-Those are language models that get masks, and have one weight at both ends.
+The language models of Hugging Face get masks, and have one weight at both ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MICROBATCHES = 3
 
 
 def assert_unsplit(pipe: Pipeline, expected: nn.Module) -> None:
-    """Compare the gradients and buffers of this rank with those of the unsplit model.
+    """Compare the gradients and buffers of this rank with the unsplit model's.
 
-    One that is zero but for rounding is compared on the scale of the largest.
+    A gradient that is zero except for rounding is compared on the scale of the largest.
     """
     own, model = list_own(pipe), pipe.model
     weights, buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
@@ -84,19 +84,21 @@ def make_texts(step: int) -> tuple[dict[str, Any], Tensor]:
 
 
 def next_word_loss(outputs: Any, labels: Tensor) -> Tensor:
-    """The loss of transformers, which computes its own in float32."""
+    """The loss of transformers, which itself computes it in float32."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
 def make_tied(name: str) -> Any:
-    """Return a language model whose last layer has the weight of its first one."""
+    """Return a language model that shares one weight between its first and last layer."""
     model: Any = make_text_model(name)
     model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return model
 
 
 def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
-    """Three steps, each beside threads and the unsplit model on the whole batch, with an optimizer between them."""
+    """Run three steps with an optimizer between them, and compare each with threads and the unsplit model on the whole
+    batch.
+    """
     model = make_tied(name).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,4 +1,4 @@
-"""verify() over ranks: all prove one pipeline together, and measure what a gradient hook changes in one step."""
+"""verify() over ranks: all ranks prove one pipeline together, and measure a gradient hook's effect in one step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_mesh(n: int) -> Any:
 
 
 def make_own_batch(mesh: Any) -> Tensor:
-    """Return the rows of this rank's pipeline, which are fewer in the second one."""
+    """Return the rows of this rank's pipeline; the second pipeline has fewer."""
     row = mesh.get_local_rank("dp")
     return torch.randn(SHARES[row], 8, generator=torch.Generator().manual_seed(row))
 
@@ -46,7 +46,7 @@ HOOKS = ["allreduce", "topk{share=0.2}", "sketch{share=0.2}", "torch's powersgd"
 
 
 def measure(rank: int, n: int) -> dict[str, Verification]:
-    """Return what is found with each hook; one that was used before keeps what it has left out."""
+    """Return the finding for each hook. A hook that was used before keeps its compression errors."""
     mesh = make_mesh(n)
     x = make_own_batch(mesh)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -84,7 +84,7 @@ def test_verify_measures_what_hooks_change() -> None:
             assert effect.gradient < 1e-12 and effect.worst < 1e-12 and effect.left is None
         else:
             assert 1e-2 < effect.gradient <= effect.worst, name
-            # What a hook has left out is what its gradients are off by.
+            # The error that a hook keeps is the error of its gradients.
             assert effect.left == pytest.approx(effect.gradient, rel=1e-9) and effect.lost < 1e-12, name
         assert effect.worst_name in dict(Mlp(6).named_parameters())
     topk = str(told[0]["topk{share=0.2}"].gradient_hook)
@@ -92,7 +92,7 @@ def test_verify_measures_what_hooks_change() -> None:
 
 
 class Labelled(nn.Module):
-    """Returns its own loss, and has batch norm, whose statistics are each pipeline's own, and a buffer."""
+    """Returns its own loss. It has a buffer, and batch norm, with statistics of each pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Labelled(nn.Module):
 
 
 def verify_rows(rank: int, n: int) -> tuple[Verification, Verification, Verification]:
-    """Return what is found for a loss of the model's own, for a wrong sum, and for replicas with a hook."""
+    """Return the findings for the model's own loss, for a wrong sum, and for replicas with a hook."""
     mesh = make_mesh(n)
     x = make_own_batch(mesh)
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_verify_over_a_mesh_and_over_replicas() -> None:
 
 
 def verify_targets(rank: int, n: int) -> list[Verification]:
-    """Return what is found for means over labels, sums and means over rows, by pipelines with unlike shares."""
+    """Return the findings for means over labels, sums and means over rows, by pipelines with unequal shares."""
     mesh = make_mesh(n)
     x, row = make_own_batch(mesh), mesh.get_local_rank("dp")
     labels = torch.arange(SHARES[row]) % 3
@@ -181,7 +181,7 @@ class Locked:
 
 
 def verify_line(rank: int, n: int) -> tuple[Verification, list[str]]:
-    """Return what is found for a pipeline of two ranks with compressed cuts, and what bad calls are answered."""
+    """Return the finding for a pipeline of two ranks with compressed cuts, and the errors of bad calls."""
     x, told = torch.ones(8, 8).cumsum(0) / 8, []
     y = torch.arange(8) % 3
     options: dict[str, Any] = {"compress": "int8", "bucket_bytes": None, "loss_fn": F.cross_entropy}
@@ -258,7 +258,7 @@ def label():
 
 
 def run_commands(rank: int, n: int, *given: list[str]) -> list[tuple[int, str, str]]:
-    """Run commands as under torchrun; return their exit codes, and what they print."""
+    """Run commands as under torchrun. Returns their exit codes and output."""
     told = []
     for options in given:
         factory = "launched_models:label" if "--loss-fn" in options else "launched_models:make"

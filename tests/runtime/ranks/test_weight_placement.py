@@ -1,4 +1,4 @@
-"""Each rank has the weights of its stages alone, and the loop around the pipeline is the one of the unsplit model."""
+"""Each rank has only the weights of its stages, and the loop around the pipeline is the unsplit model's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def list_kept(model: nn.Module) -> list[str]:
 
 
 def assert_same_weights(mine: nn.Module, other: nn.Module) -> int:
-    """Compare what this rank has of a model with the whole; return how many weights these are."""
+    """Compare this rank's part of a model with the whole. Returns the number of weights compared."""
     expected = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     for name in list_kept(mine):
         found = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}[name]
@@ -127,7 +127,7 @@ def test_a_rank_without_weights_takes_part_in_a_backward_of_the_callers() -> Non
 
 
 def hold(rank: int, n: int) -> tuple[int, str]:
-    """Compile a model whose weights are large, and look for their memory."""
+    """Compile a model with large weights, and measure their memory."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     early = torch.optim.AdamW(model.parameters())
@@ -198,7 +198,7 @@ def test_weights_are_loaded_gathered_and_saved(tmp_path: Path) -> None:
 
 
 def assign(rank: int, n: int) -> list[str]:
-    """Load values as other parameters, of which each rank keeps its own."""
+    """Load values as new parameter objects; each rank keeps its own."""
     torch.manual_seed(0)
     x, y = torch.randn(12, 8), torch.randn(12, 3)
     model, other = Mlp(4), Mlp(4)
@@ -244,7 +244,7 @@ def test_ranks_that_part_ways_are_told() -> None:
 
 
 def change_plans(rank: int, n: int) -> str:
-    """Compile for inference first: training is planned anew, and weights move from rank to rank."""
+    """Compile for inference first. Training gets another plan, and weights move between ranks."""
     torch.manual_seed(0)
     x, y = torch.randn(12, 8), torch.randn(12, 3)
     model, whole = Mlp(4), Mlp(4)

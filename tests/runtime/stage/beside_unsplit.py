@@ -1,4 +1,4 @@
-"""A step of a small model as a pipeline, beside the same step unsplit."""
+"""Compare a step of a small model as a pipeline with the same step unsplit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage made by hand, for tests of what runs one."""
+"""A stage made by hand, for tests of its users."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 
 def trace_stage(module: nn.Module, index: int = 0, device: torch.device = CPU) -> Stage:
-    """Return a stage of the nodes of a module, which returns a tuple."""
+    """Return a stage with the nodes of a module that returns a tuple."""
     return _stage(fx.symbolic_trace(module), index, device)
 
 
 def whole_stage(module: nn.Module, index: int = 0) -> Stage:
-    """Return a stage of one node that calls a module, which takes one value and returns a tuple."""
+    """Return a stage with one node that calls a module of one input, which returns a tuple."""
     graph = fx.Graph()
     graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
     return _stage(fx.GraphModule({"inner": module}, graph), index, CPU)

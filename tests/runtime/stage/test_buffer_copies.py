@@ -60,7 +60,7 @@ class Counts(nn.Module):
 
 
 def test_a_module_that_stays_whole_may_write_what_its_backward_needs() -> None:
-    """Once the next microbatch wrote what the backward of the one before still needs."""
+    """Once the next microbatch overwrote a buffer that the previous backward still needed."""
     model = nn.Sequential(nn.Linear(4, 4), Counts(), nn.Linear(4, 4))
     for passes in (FAST, "leaf{path=1}," + FAST):
         with fxsplit.compile(model, 2, n_microbatches=4, passes=passes) as pipe:
@@ -70,7 +70,7 @@ def test_a_module_that_stays_whole_may_write_what_its_backward_needs() -> None:
 
 
 def saved_product(buffer: Tensor, hooks: Any = None, buffers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return x, and x times a buffer, whose backward needs the buffer."""
+    """Return x and x * buffer; the product's backward needs the buffer."""
     x = torch.ones(2, requires_grad=True)
     ids = frozenset() if buffers is None else frozenset({get_storage_id(buffers)})
     with save_buffer_copies(ids, hooks):
@@ -97,7 +97,7 @@ def test_other_tensors_are_saved_themselves_and_a_write_to_them_is_an_error() ->
 
 
 def test_a_graph_that_no_backward_has_freed_keeps_no_memory() -> None:
-    """Once a saved output kept itself, through its node: under ZB-H1, and where a step failed, until Python ended."""
+    """Once a saved output kept itself alive through its node until Python ended, under ZB-H1 and after failed steps."""
     x, buffer = torch.ones(2, requires_grad=True), torch.ones(1)
     with save_buffer_copies(frozenset({get_storage_id(buffer)}), None):
         out = torch.tanh(x)

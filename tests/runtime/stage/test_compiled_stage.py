@@ -1,6 +1,7 @@
-"""Compiled stages: once for all numbers of rows, equal to the unsplit model, and with a word where it is once more.
+"""Compiled stages: compiled once for all numbers of rows, equal to the unsplit model, with a warning for each
+recompile.
 
-Warnings are errors here, so a test that says nothing of one has seen none.
+Warnings are errors in this file, so a test that does not expect a warning has seen none.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fxsplit.ir.facts.capture.example import Example
 from fxsplit.torch_internals.random.seeded_calls import SeededCall, new_seed, take_turn
 from tests.support.models import FAST
 
-# What torch itself says where a compiled function has two graphs, and a gradient goes from one to the other.
-# torch forgets a function that it has compiled twice where its globals are gone, and Python says that it ignores this.
+# The warning comes from torch if a compiled function has two graphs and a gradient goes from one to the other. torch
+# drops a function that was compiled twice after its globals are gone, and Python reports that it ignores this.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 ROWS = (12, 11, 10, 7, 12)
@@ -36,7 +37,7 @@ _works = True
 
 @register_backend(name="counting")
 def count(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile nothing, so that graphs alone are counted."""
+    """Count graphs without compiling."""
     if not _works:
         raise ValueError("the compiler is broken")
     _graphs.append(graph)
@@ -91,7 +92,7 @@ class Normed(nn.Module):
 
 @dataclass
 class Setting:
-    """A model, which dimension of its input has the rows, options, and how many graphs there are to be."""
+    """A model, the row dimension of its input, options, and the expected number of graphs."""
 
     model: nn.Module
     shape: tuple[int, ...] = (12, 8)
@@ -145,7 +146,7 @@ def test_a_new_mode_and_a_single_row_are_told_of_once(graphs: list[fx.GraphModul
             torch.testing.assert_close(pipe.eval()(x), unsplit(x))
         with pytest.warns(RecompileWarning) as told_of_one, torch.no_grad():
             torch.testing.assert_close(pipe(x[:3]), unsplit(x[:3]))
-        # Now there is all that is needed.
+        # Now everything is compiled.
         for rows in (*ROWS, 3):
             with torch.no_grad():
                 torch.testing.assert_close(pipe(x[:rows]), unsplit(x[:rows]))
@@ -197,7 +198,7 @@ def drop_in_turn(model: nn.Sequential, names: dict[str, str]) -> nn.Sequential:
     return nn.Sequential(*(SeededCall(names[n], m) if n in names else m for n, m in model.named_children()))
 
 
-# What torch says as it loads inductor.
+# A warning of torch as it loads inductor.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["counting", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"schedule": "Chimera"}], ids=str)
@@ -252,7 +253,7 @@ def test_what_draws_otherwise_is_called_between_graphs(graphs: list[fx.GraphModu
                 each.step(x[:rows], target=x[:rows])
             for a, b in zip(ours.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad)
-        # Two of them cut two stages into four graphs, or three where one is at a stage's end.
+        # Two dropouts cut two stages into four graphs, or three if a dropout is at a stage's end.
         assert len(graphs) in (3, 4)
 
 
@@ -272,13 +273,13 @@ def test_deferred_batch_norm_is_compiled_around(graphs: list[fx.GraphModule]) ->
 
 
 def test_a_pipeline_with_versions_of_weights_is_compiled_too(graphs: list[fx.GraphModule]) -> None:
-    """PipeDream once ran stages as they were, whatever was asked for."""
+    """Once PipeDream ran stages uncompiled despite the option."""
     model, x = make_layers(), torch.randn(12, 8, dtype=torch.float64)
     ours = copy.deepcopy(model)
     options: Any = {"passes": FAST, "n_microbatches": 4, "schedule": "PipeDream", "loss_fn": F.mse_loss}
     with (
         fxsplit.compile(model, 2, example_inputs=x, **options) as same,
-        # Which versions there are depends on the plan.
+        # The versions depend on the plan, so both use one plan.
         fxsplit.compile(ours, 2, stage_backend="counting", costs=same.costs, **options) as pipe,
     ):
         for rows in (12, 11, 9):

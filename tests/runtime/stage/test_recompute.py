@@ -1,4 +1,4 @@
-"""Checkpointing and deferred batch norm: less is kept, or counted otherwise, and every gradient stays what it was."""
+"""Recomputation and deferred batch norm: memory or statistics change, and every gradient stays the same."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def left_behind(recompute: Policy, schedule: ScheduleName, step: bool) -> list[T
 
 
 class Paths(nn.Module):
-    """Draws with no tensor that says where, on a device that it names."""
+    """Draws random numbers on a device that it names, without a tensor that shows the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_running_forward_again_changes_nothing(recompute: Policy, schedule: Sche
 
 @pytest.mark.parametrize("recompute", list(POLICIES))
 def test_what_is_kept(recompute: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are dropped for all microbatches, all but the last, or where the plan says so: here in stage 0."""
+    """Activations are dropped for all microbatches, for all but the last, or by the plan: here in stage 0."""
     kept: dict[tuple[int, int], bool] = {}
     original = Job.HANDLERS[FORWARD]
 
@@ -130,7 +130,7 @@ def test_what_is_kept(recompute: Policy, monkeypatch: pytest.MonkeyPatch) -> Non
     options["example_inputs"] = x
     with fxsplit.compile(model, 2, **options) as roomy:
         need = max(s.memory_bytes for s in roomy.plan.stages)
-    # A plan recomputes where memory is short; the other ways are stated, and every plan counts them.
+    # A plan recomputes if memory is short. The other policies are stated, and every plan counts them.
     memory_bytes = 0.8 * need if recompute == "plan" else None
     with fxsplit.compile(model, fxsplit.Machine.of(["cpu"] * 2, memory_bytes=memory_bytes), **options) as pipe:
         pipe.step(x, target=x)
@@ -159,7 +159,7 @@ def test_the_loss_is_computed_once() -> None:
         model, loss_fn, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Scaled(), torch.randn(8, 8)
         options: Any = {"passes": FAST, "n_microbatches": 2, "recompute": recompute}
         with fxsplit.compile(model, ["cpu"] * 2, loss_fn=loss_fn, **options) as pipe:
-            # The first step looks what the loss means, and calls it more often.
+            # The first step tries the loss, and so calls it more often.
             with pytest.warns(FxsplitWarning, match="loss_fn changes closure variable 'calls'"):
                 pipe.step(x, target=x)
             model.zero_grad()
@@ -194,7 +194,9 @@ def test_unknown_policy() -> None:
 
 
 def statistics(model: nn.Module, batches: list[Tensor], n_microbatches: int) -> dict[str, Tensor]:
-    """What deferred batch norm promises, from the definition: hooks collect what each layer sees of a whole batch."""
+    """Compute the statistics of deferred batch norm from its definition: hooks collect each layer's input of a whole
+    batch.
+    """
     seen: dict[str, list[Tensor]] = {}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     norms = {name: m for name, m in layers.items() if m.track_running_stats}
@@ -266,7 +268,7 @@ def test_deferred_batch_norm_counts_whole_batches(recompute: Policy, schedule: s
 
 
 def test_a_last_stage_that_recomputes_lets_its_first_outputs_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made once more, so the first ones and the loss's graph would be held beside the second ones."""
+    """The outputs are computed again: the first ones, and the loss's graph, would be held at the same time."""
     heads: list[object] = []
     original = ForwardRecord.recompute
 

@@ -29,7 +29,7 @@ from tests.runtime.stage.one_stage import whole_stage
 
 
 class Counts(nn.Module):
-    """Multiplies by a count of its calls; holds a small buffer and a large one that nothing writes, until told to."""
+    """Multiplies by a count of its calls. On request it also writes a small or a large buffer."""
 
     count: Tensor
     large: Tensor
@@ -143,7 +143,7 @@ def test_large_buffers_are_copied_once_they_are_known_to_be_written() -> None:
 
 
 class Sets(nn.Module):
-    """Writes to a buffer as batch norm's kernel does, which counts as no version, from one call on."""
+    """From one call on, writes to a buffer without a version count, as batch norm's kernel does."""
 
     seen: Tensor
 

@@ -16,11 +16,11 @@ from fxsplit.torch_internals.autograd.sums import Sums
 
 CPU = torch.device("cpu")
 LARGE = LEAST_BYTES // 4
-"""So many floats are a large gradient."""
+"""The number of floats in a large gradient."""
 
 
 class Copying(DeviceStream):
-    """Copies what it receives, as a device does, and notes how many gradients of another device are left each time."""
+    """Copies what it receives, like a device, and records each time how many gradients are left on the other device."""
 
     def __init__(self, watched: Sequence[Tensor]) -> None:
         super().__init__(CPU)

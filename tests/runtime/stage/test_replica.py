@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 def replicas(layer: nn.Module) -> tuple[Replica, Replica]:
-    """Return a replica where the weights live, and one elsewhere."""
+    """Return a replica on the weights' device, and one on another device."""
     stage = trace_stage(layer)
     places = {id(w): CPU for w in (*stage.module.parameters(), *stage.module.buffers())}
     here, there = Device("cpu:0", CPU), Device("cpu:1", ELSEWHERE)

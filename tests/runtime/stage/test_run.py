@@ -18,7 +18,7 @@ from tests.support.models import FAST
 
 
 class Layer(nn.Module):
-    """Two inputs, three outputs: one of the weight, one that wants no gradient, one of an input alone."""
+    """Two inputs and three outputs: with the weight, without a gradient, and of only an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_failure_is_found_at_its_node() -> None:
 
 @pytest.mark.parametrize(("layer", "recompute"), [(5, "never"), (5, "always"), (1, "always")])
 def test_features_that_a_hook_keeps_do_not_lose_gradients_silently(layer: int, recompute: Policy) -> None:
-    """A loss on what a forward hook had kept trained the layers of its own stage alone, and nothing was said."""
+    """Once a loss on tensors that a forward hook had kept trained only the layers of its own stage, silently."""
     model, kept = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), list[Tensor]()
     model[layer].register_forward_hook(lambda module, args, output: kept.append(output))
     x = torch.randn(8, 8)
@@ -143,7 +143,7 @@ def test_features_that_a_hook_keeps_do_not_lose_gradients_silently(layer: int, r
 
 
 def test_a_freed_graph_says_who_may_have_freed_it() -> None:
-    """A backward through what a hook had kept freed the graph of a stage, and the error of the next named nobody."""
+    """Once a backward through kept tensors freed a stage's graph, and the next error gave no cause."""
     x = torch.randn(2, 2, requires_grad=True)
     y = (x * x).exp()
     y.sum().backward()
@@ -154,7 +154,7 @@ def test_a_freed_graph_says_who_may_have_freed_it() -> None:
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("keep", ["all", "last"])
 def test_a_loss_on_kept_features_and_on_outputs_is_refused_before_it_runs(layer: int, keep: str) -> None:
-    """torch said that the graph was backwarded a second time, which names neither the features nor the pipeline."""
+    """Once torch's error about a second backward named neither the kept tensors nor the pipeline."""
     model, kept = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), list[Tensor]()
     model[layer].register_forward_hook(lambda module, args, output: kept.append(output))
     with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), n_microbatches=2, passes=FAST) as pipe:

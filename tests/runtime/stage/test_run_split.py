@@ -1,4 +1,4 @@
-"""Backwards in two halves: the gradients of inputs first, those of weights later."""
+"""Split backwards: the gradients of inputs first, and of weights later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 class Tied(nn.Module):
-    """A weight used twice, one behind a transpose, one for an embedding, one frozen, one that nothing reads."""
+    """Weights of several kinds: used twice, transposed, of an embedding, frozen, and unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
 @pytest.mark.parametrize("wanted", [True, False], ids=["input wants a gradient", "input is data"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_two_halves_are_a_backward(name: str, wanted: bool) -> None:
-    """The gradients of inputs come with the first half, those of weights with both, all as in one go."""
+    """The gradients of inputs come with the first half, and of weights with both; all equal a whole backward's."""
     torch.manual_seed(0)
     model, args = MODELS[name]()
     model, args = model.double(), [a.double() if a.is_floating_point() else a for a in args]
@@ -179,7 +179,7 @@ def test_hooks_on_activations_run_once(schedule: ScheduleName, recompute: str) -
 
 
 class Hooking(nn.LayerNorm):
-    """Stays whole, and puts a hook on what it makes."""
+    """Stays one node, and puts a hook on its output."""
 
     calls = 0
 
@@ -209,7 +209,7 @@ def test_hooks_that_a_module_puts_on_activations_itself_run_once(schedule: Sched
 
 
 class Heads(nn.Module):
-    """Two outputs, of which a loss may leave one out."""
+    """Two outputs; a loss may use only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ SPACE: dict[int, Tensor] = {}
 
 
 class Reused(torch.autograd.Function):
-    """Returns its weight's gradient in memory that it uses again; what it keeps, its backward needs once."""
+    """Returns its weight's gradient in memory that it uses again; its backward can run only once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class Changing(nn.Module):
 @pytest.mark.parametrize("kinds", [3, 5, 1])
 @pytest.mark.parametrize("schedule", HALVED)
 def test_graphs_that_change_from_microbatch_to_microbatch(schedule: ScheduleName, kinds: int, recompute: str) -> None:
-    """What was found for the graph of one microbatch must not be taken for that of another one."""
+    """Findings for the graph of one microbatch must not be used for another graph."""
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), Changing(kinds))))
     passes = "".join(f"leaf{{path={i}}}," for i in range(1, 8, 2)) + FAST
     assert largest_difference(model, schedule, recompute, passes=passes) < 1e-10

@@ -20,7 +20,7 @@ from tests.support.models import FAST
 
 
 class Remembers(nn.Module):
-    """Keeps what it needs a moment later in an attribute, and waits a little for another thread to come in between."""
+    """Keeps a value in an attribute for a moment, and waits a little so that another thread can come in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Remembers(nn.Module):
 @pytest.mark.filterwarnings("ignore:forward.* changes attribute '0.kept'")
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_threads_take_turns_in_a_module_that_sets_attributes(recompute: str) -> None:
-    """Under Chimera two devices run each stage: one computed with what the other had kept of its microbatch."""
+    """Under Chimera two devices run each stage. Once, one computed with the other microbatch's attribute."""
     model = nn.Sequential(Remembers(), nn.Tanh(), Remembers(), nn.Tanh())
     passes = f"leaf{{path=0}},leaf{{path=2}},{FAST}"
     assert largest_difference(model, "Chimera", recompute, passes=passes) < 1e-12

@@ -1,4 +1,4 @@
-"""Streams: what a CPU's does, and what an accelerator's asks of the driver, which is a stand-in here."""
+"""Streams: a CPU's behaviour, and an accelerator's calls of its driver, which is faked here."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_a_caller_without_accelerators_has_nothing_to_mark_nor_to_wait_for() -> 
     hand_over([torch.ones(1), "text", None])
 
 
-# What an accelerator's streams ask of the driver
+# An accelerator's streams and their driver
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 class FakeStream:
-    """Writes down what is queued on it."""
+    """Records the work that is queued on it."""
 
     def __init__(self, name: str, device: torch.device, log: list[str]) -> None:
         self.name, self.device, self.log = name, device, log
@@ -87,7 +87,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event that has not been passed, until somebody waits for it."""
+    """An event that has not been reached until someone waits for it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.passed = name, log, False
@@ -121,7 +121,7 @@ def put(device: torch.device, log: list[str]) -> Any:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Put a driver in place that only writes down what it is asked for."""
+    """Install a driver that only records its calls."""
     found: list[str] = []
     numbers = iter(range(100))
     default = {d: FakeStream(f"default of {d}", d, found) for d in (FIRST, SECOND)}
@@ -191,7 +191,7 @@ def test_values_that_the_accelerator_has_come_to_are_forgotten(log: list[str]) -
 
 
 def test_each_stream_of_the_caller_waits_for_all_workers(log: list[str]) -> None:
-    """On one device the caller may read what the worker of another one has put there."""
+    """On one device the caller may read a value that another device's worker has put there."""
     devices = [FIRST, SECOND, CPU]
     assert [token.name for token in mark_caller(devices)] == ["mark of default of cuda:0", "mark of default of cuda:1"]
     workers = [make_stream(device) for device in devices]

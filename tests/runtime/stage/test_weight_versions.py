@@ -1,4 +1,4 @@
-"""Versions of weights, stepped by an optimizer while earlier ones are still to be read."""
+"""Weight versions, stepped by an optimizer while earlier versions are still in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception of one rank, as others raise it."""
+"""An exception of one rank, in the form that other ranks raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose programs end tell the others, and do not wait for those that end as well; all make groups together."""
+"""Ranks that end say so, and do not wait for other ending ranks; groups are made by all ranks together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import end_by_error, ranks
 
 
 def leave_together(rank: int, n: int) -> list[bool]:
-    """Return whether this rank has waited for the others to read its error, and had to do so to the end."""
+    """Return [True] if this rank waited until the others had read its error, and [] if it did not wait."""
     seen: list[bool] = []
     wait = FaultBoard.wait_until_seen
 
@@ -31,7 +31,7 @@ def leave_together(rank: int, n: int) -> list[bool]:
 
 
 def test_ranks_that_are_all_interrupted_do_not_wait_for_each_other() -> None:
-    """The first one waits, and sees that the others have read why it ends."""
+    """The first rank waits until the others have read its error."""
     assert sorted(ranks(3, leave_together)) == [[], [], [True]]
 
 
@@ -54,12 +54,12 @@ def renew_one_after_another(rank: int, n: int) -> bool:
 
 
 def test_no_rank_goes_on_after_a_failure_before_all_have_made_their_groups() -> None:
-    """It might fail at once, and leave others in the middle of making theirs, where nothing wakes them."""
+    """A rank that went on could fail at once, while others still wait, uninterruptibly, to make their groups."""
     assert ranks(3, renew_one_after_another) == [True, True, True]
 
 
 def renew_in_vain(rank: int, n: int) -> str:
-    """Return what is raised where rank 1 cannot make its groups."""
+    """Return this rank's error if rank 1 cannot make its groups."""
     guard = FaultGuard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
@@ -75,14 +75,14 @@ def renew_in_vain(rank: int, n: int) -> str:
 
 
 def test_all_ranks_raise_what_one_cannot_make() -> None:
-    """Those that have made their own groups do not wait for it until a limit has passed."""
+    """Ranks that have made their own groups do not wait until a time limit."""
     first, second, third = ranks(3, renew_in_vain, limit_s=20)
     assert second == "the groups of ranks are not made anew: Connection closed by peer"
     assert first == third and second in first
 
 
 def go_on_alone(rank: int, n: int, how: str) -> str:
-    """Return what rank 0 is told that goes on after a failure, where the functions of the other ranks end."""
+    """Return the error of rank 0, which goes on after a failure while the functions of the other ranks end."""
     guard = FaultGuard("test", rank, n, list, str)
     with pytest.raises(ValueError, match="trouble"), guard.watch(30):
         raise ValueError("trouble")
@@ -102,7 +102,7 @@ def go_on_alone(rank: int, n: int, how: str) -> str:
     [("returns", "left: its program has ended, and it makes no more calls"), ("raises", "raised KeyError: 'lost'")],
 )
 def test_a_rank_that_goes_on_learns_that_functions_of_other_processes_have_ended(how: str, told: str) -> None:
-    """A forked process does not run what is noted for a program's end, and the groups are broken since a failure."""
+    """A forked process runs no functions that are registered for a program's end, and a failure has broken groups."""
     assert ranks(2, go_on_alone, how, limit_s=20)[0] == f"rank 1 of 2 has {told}"
 
 
@@ -110,11 +110,11 @@ ALL, ROWS = (0, 1, 2), ((0, 1), (2,))
 
 
 def leave_early(rank: int, n: int, meets: str, dies: bool) -> list[str]:
-    """Return what rank 0 is told in a call that rank 2 has finished before it left, and in the next call."""
+    """Return rank 0's errors in a call that rank 2 finished before it left, and in the next call."""
     guard, store, found = FaultGuard("test", rank, n, list, str), clone_store(), []
 
     def look() -> str:
-        """Return what is raised, if anything, once the thread of the guard has had time to look."""
+        """Give the guard's thread time to look, and return the error, if any."""
         time.sleep(0.5)
         try:
             guard.check()
@@ -164,6 +164,6 @@ def test_of_other_pipelines_of_a_mesh_only_what_all_ranks_finish_counts() -> Non
 
 
 def test_a_call_of_one_pipeline_of_a_mesh_does_not_miss_ranks_of_another() -> None:
-    """The weights of one that took longer were refused as soon as another one had ended well."""
+    """Once a pipeline's slower transfer of weights was refused as soon as another pipeline had ended normally."""
     first, second, _ = ranks(3, leave_early, "by itself", False)
     assert first == second == ["goes on", LEFT]

@@ -1,4 +1,4 @@
-"""What fails on one rank is heard by all, also by those that wait inside of torch."""
+"""A failure on one rank reaches all ranks, also ranks that wait inside torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Caught(Exception):
 
 
 def job(rank: int, world: int, act: Callable[[int], None], limit_s: float, collective: bool = False) -> Any:
-    """Wait for messages that never come, once `act` is over; return what was raised, and after how long."""
+    """Call `act`, then wait for messages that never come. Returns the error, and the seconds until it came."""
     group = dist.new_group(list(range(world)), timedelta(seconds=WAIT_S))
     board = FaultBoard(clone_store(), "test", rank, world)
     watcher = FaultWatcher(
@@ -117,7 +117,7 @@ def watch_in_another(rank: int, world: int) -> tuple[bool, bool, bool]:
 
 
 def test_a_firm_limit_holds_for_blocks_inside_but_where_the_clock_stands_still() -> None:
-    """A step says how long it may take with all that it waits for; a compile that it begins does not count."""
+    """A step's limit includes all waits inside it, but not a compile that it begins."""
     assert ranks(1, watch_in_another) == [(True, False, True)]
 
 

@@ -1,4 +1,4 @@
-"""Losses over a mesh of pipelines: what is divided by a count is that of all rows, or refused by name."""
+"""Losses over a mesh of pipelines: a count as divisor covers all rows, or the error names the problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import ranks
 
 
 def count_labels(rank: int, n: int, kind: str) -> tuple[float, float]:
-    """Train with losses that are divided by counts of labels, of which pipelines have other shares than of rows."""
+    """Train with losses divided by counts of labels, of which pipelines have other shares than of rows."""
     mesh = make_mesh(n)
     own = get_own(mesh)
     weight = torch.tensor([1.0, 0.0, 3.0]).double() if kind == "weight" else None
@@ -131,7 +131,7 @@ def test_a_loss_that_pipelines_do_not_make_is_refused_if_each_has_one_microbatch
 
 
 class Routed(nn.Module):
-    """Returns the loss of labels that are not ignored, with a further loss beside it, as mixtures of experts do."""
+    """Returns the loss of labels that are not ignored, plus an auxiliary loss, as in mixtures of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Routed(nn.Module):
 
 
 def add_a_further_loss(rank: int, n: int, n_microbatches: int) -> list[float | str]:
-    """Step with labels that all count, and then with labels of which fewer count in the second pipeline."""
+    """Step with labels that all count, and then with fewer counted labels in the second pipeline."""
     mesh = make_mesh(n)
     own = get_own(mesh)
     torch.manual_seed(0)

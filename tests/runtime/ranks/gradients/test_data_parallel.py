@@ -49,7 +49,7 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
     begin = sum(SHARES[:row])
     mine, target = x[begin : begin + SHARES[row]], y[begin : begin + SHARES[row]]
     options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": loss_fn, "bucket_bytes": 500}
-    # Compiled for one shape on all ranks, for which the first of them measures.
+    # Compile for one shape on all ranks, since the first rank measures for all.
     pipe = fxsplit.compile(model, mesh["dp", "pp"], example_inputs=x[:6], **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pipe, unsplit)]
     worst = 0.0
@@ -76,7 +76,7 @@ def train(rank: int, n: int, kind: str, call: str) -> float:
 
 
 def evaluate_behind_one_stage(rank: int, n: int) -> float:
-    """Return how far evaluation is from the unsplit model, where one rank of each pipeline has all weights."""
+    """Return the distance of evaluation from the unsplit model if one rank of each pipeline has all weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     model = nn.Sequential(Mlp(), nn.Dropout(0.1)).double()
@@ -87,7 +87,7 @@ def evaluate_behind_one_stage(rank: int, n: int) -> float:
 
 
 def test_a_mesh_evaluates_where_one_rank_has_all_weights() -> None:
-    """Ranks compared the weights that there were, of which the other rank had none by then."""
+    """Once ranks compared the weights that they held, and by then the other rank held none."""
     assert max(ranks(4, evaluate_behind_one_stage)) < 1e-12
 
 
@@ -106,7 +106,7 @@ def differ(rank: int, n: int, how: str) -> str:
     options: dict[str, Any] = {"passes": FAST, "n_microbatches": 3, "loss_fn": F.mse_loss, "example_inputs": x}
     try:
         if how == "row":
-            dist.barrier()  # a rank that is ahead would end before the others have their groups
+            dist.barrier()  # without it, a rank that is ahead could end before the others have their groups
             fxsplit.compile(Mlp().double(), mesh["pp"], **options)
         pipe = fxsplit.compile(Mlp().double(), mesh, **options)
         if how == "frozen" and rank >= 2:
@@ -140,7 +140,7 @@ def test_what_differs_between_pipelines_is_named(how: str, kind: str, message: s
 
 
 def act_alone(rank: int, n: int, how: str, folder: str) -> str:
-    """Let the first pipeline do alone what all do together, while the other one steps; return what is raised."""
+    """Let only the first pipeline do something that needs all, while the other steps. Returns the error."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     x, y = make_batch()
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def act_alone(rank: int, n: int, how: str, folder: str) -> str:
     raised = ""
     try:
         if how == "group" and rank < 2:
-            # Groups that ranks name by themselves are counted by these ranks alone.
+            # Groups that only some ranks name are counted only by these ranks.
             dist.new_group([3])
             pipe.step(x, target=y[:, :2])
         elif how == "save" and rank < 2:

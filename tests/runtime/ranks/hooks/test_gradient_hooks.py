@@ -1,4 +1,4 @@
-"""compile(gradient_hook=) over pipelines side by side and over replicas: exact where hooks are, and nothing is lost."""
+"""compile(gradient_hook=) over data-parallel pipelines and replicas: exact hooks are exact, and others lose nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def list_gradients(pipe: Pipeline, unsplit: nn.Module) -> list[tuple[Tensor, Ten
 
 
 def add_residuals(own: Tensor, reducers: list[Reducer]) -> Tensor:
-    """Return what is left of a parameter's gradients on all ranks that add them, as a part of the mean."""
+    """Return the errors of a parameter's gradients on all ranks that add them, as a part of the mean."""
     reducer = next(r for r in reducers if r.residuals is not None)
     assert reducer.residuals is not None
     left = reducer.residuals.get(own).clone()
@@ -73,7 +73,7 @@ def add_residuals(own: Tensor, reducers: list[Reducer]) -> Tensor:
 
 
 def measure(rank: int, n: int, names: list[str]) -> dict[str, tuple[float, float, str]]:
-    """Return of each hook how far a step is from the unsplit model, and how far all steps with what is left."""
+    """Return, for each hook, the distance of a step from the unsplit model, and of all steps plus errors."""
     mesh = make_mesh(n)
     found = {}
     for name in names:
@@ -119,7 +119,7 @@ def test_each_hook_adds_the_gradients_of_a_mesh() -> None:
 
 
 def add_replicas(rank: int, n: int, name: str | None) -> tuple[float, float]:
-    """Train a plan whose middle stage has replicas, with a step and with a backward, beside the unsplit model."""
+    """Train a plan with a replicated middle stage, by a step and by a backward, and compare with the unsplit model."""
     torch.manual_seed(0)
     model = Mlp(6).double()
     unsplit = copy.deepcopy(model)
@@ -145,7 +145,7 @@ def add_replicas(rank: int, n: int, name: str | None) -> tuple[float, float]:
             given[weight] = given.get(weight, 0.0) + other
             applied[weight] = applied.get(weight, 0.0) + mine
     reducers = list(pipe.compiler.compile_group.reduction._replicas.values())  # type: ignore[union-attr]
-    # Replicas have copies of the weights, whose first one is the model's own; their sums are means times two.
+    # Replicas hold copies of the weights, and the first replica the model's own. Their sums are twice the means.
     if reducers and reducers[0].residuals is not None:
         kept = [left for _, left in reducers[0].residuals._left.values()]
         for left in kept:
@@ -217,12 +217,12 @@ def record_order(record: Record) -> None:
 
 
 def begin_early(rank: int, n: int, schedule: str, name: str) -> tuple[Record, bool]:
-    """Return what came when in a step on this rank, and whether its gradients are those of sums that begin late."""
+    """Return the order of events in a step on this rank, and whether late sums give the same gradients."""
     mesh = make_mesh(n)
     x, y = make_batch(0)
     own = get_own(mesh)
     pipe, _ = compile_row(mesh, schedule=schedule, gradient_hook=name)
-    # The first step finds out what the loss means, and what each pipeline weighs follows from that.
+    # The first step finds out how the loss reduces rows, which determines each pipeline's weight.
     pipe.step(x[own], target=y[own])
     pipe.zero_grad()
     record: Record = []
@@ -287,7 +287,7 @@ class Once:
 
 
 def fail_in_hook(rank: int, n: int) -> tuple[str, str, float]:
-    """Return what a step raises whose hook fails on one rank, and how far all is from lost afterwards."""
+    """Return the error of a step with a hook that fails on one rank, and the error of the accounting afterwards."""
     mesh = make_mesh(n)
     own = get_own(mesh)
     state = hooks.HookChoice("topk{share=0.3}").make().state
@@ -325,7 +325,7 @@ def test_a_hook_that_fails_fails_on_all_ranks_and_loses_nothing() -> None:
 
 
 def refuse(rank: int, n: int) -> list[str]:
-    """Return what options are answered over ranks that they are not for."""
+    """Return the errors of options that do not fit these ranks."""
     model, x = Mlp(), torch.randn(12, 8)
     mesh = make_mesh(4)
     rows: list[Callable[[], Any]] = [

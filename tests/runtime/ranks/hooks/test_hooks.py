@@ -1,4 +1,4 @@
-"""Hooks over ranks: exact where they are, and where they compress, nothing is lost over a hundred steps."""
+"""Hooks over ranks: some are exact, and those that compress lose nothing over many steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw_gradients(rank: int, step: int, parameters: list[Tensor]) -> list[Gradi
 
 
 def lose_nothing(rank: int, n: int, kind: str) -> tuple[float, float, str]:
-    """Return how far what was applied and what is left are from all gradients, over 45 steps; and between ranks."""
+    """Return the errors of the accounting over 45 steps (applied plus kept, minus given), and between ranks."""
     parameters = make_parameters()
     reducer = Reducer(HookChoice(kind + "{share=0.05}").make(), bucket_bytes=500)
     residuals = reducer.residuals
@@ -46,7 +46,7 @@ def lose_nothing(rank: int, n: int, kind: str) -> tuple[float, float, str]:
     for step in range(45):
         shares = draw_gradients(rank, step, parameters)
         if step % 7 == 0:
-            # A step that fails leaves nothing behind.
+            # A failed step leaves no trace.
             reducer.finish(draw_gradients(rank, step + 1000, parameters))
             reducer.settle(kept=False)
         means = reducer.finish(shares)
@@ -54,7 +54,7 @@ def lose_nothing(rank: int, n: int, kind: str) -> tuple[float, float, str]:
         for i, (p, g) in enumerate(shares):
             given[i] += 0.0 if g is None else g
             applied[i] += n * means.get(p, torch.zeros_like(p))
-            # Where no rank has a gradient there is none, and what is left waits.
+            # If no rank has a gradient there is none, and earlier errors wait.
             assert (p in means) or (i == 3 and step % 5 == 0)
     left = [residuals.get(p) for p in parameters]
     alike = torch.cat([a.flatten() for a in applied]).detach()
@@ -112,7 +112,9 @@ def add_slowly(state: Any, bucket: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*NAMED, "user's"])
 def test_training_on_uneven_shares_comes_to_the_whole_batchs_weights(name: str) -> None:
-    """Exact for means; others, PowerSGD past its first steps with several buckets too, come as near in the end."""
+    """Exact for means. Compressing hooks come as near in the end, also PowerSGD after its first steps, in several
+    buckets.
+    """
     rows = 24
     torch.manual_seed(1)
     x, weights = torch.randn(rows, 20, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
@@ -159,7 +161,7 @@ def test_a_hook_is_read_with_its_options() -> None:
     made = HookChoice("sketch{share=0.5, rows=3, cells=2}").make().state
     assert (made.share, made.rows, made.cells) == (0.5, 3, 2.0)
     assert HookChoice("powersgd{rank=4}").make().state.matrix_approximation_rank == 4
-    # Each group of ranks has a state of its own, but for one of the user's, which can serve one group alone.
+    # Each group of ranks has its own state; a user's state can serve only one group.
     choice = HookChoice("topk")
     assert choice.make().state is not choice.make().state
     own = HookChoice((made, add_slowly))

@@ -1,4 +1,4 @@
-"""A step that overflows or fails is to gradient hooks as if it had not been."""
+"""For gradient hooks, a step that overflows or fails leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overflow(rank: int, n: int, names: list[str]) -> dict[str, bool]:
                     x[0] = torch.inf  # of the first pipeline
                 pipe.zero_grad()
                 if step == 4 and overflows:
-                    # So is one that fails where hooks have done all they do.
+                    # So does a step that fails after the hooks have finished.
                     first = next(pipe.local_parameters(), None)
                     refusal = first.register_hook(say_no) if first is not None else None
                     with pytest.raises(ValueError, match="refused"):
@@ -50,6 +50,6 @@ def overflow(rank: int, n: int, names: list[str]) -> dict[str, bool]:
 
 
 def test_steps_that_overflow_or_fail_stay_in_no_hook() -> None:
-    """What was left out of one that overflows was not finite, and PowerSGD counted one that failed."""
+    """Once the error of an overflowing step was not finite, and PowerSGD counted a failed step."""
     for found in ranks(4, overflow, ["topk{share=0.2}", "sketch{share=0.2}", "powersgd"]):
         assert all(found.values()), found

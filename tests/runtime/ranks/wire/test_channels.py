@@ -1,4 +1,4 @@
-"""The wire sends and receives in one order on each pair, as NCCL wants it, and tells layouts once."""
+"""Channels between ranks: one order on each pair, as NCCL requires, and each layout is sent once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroB
 
 
 class Ordered:
-    """A pair that refuses messages in another order: each brings the number that the sender gave it.
+    """A pair that refuses messages out of order: each carries the sender's number.
 
-    On NCCL the order is all that tells messages apart, and a receive of another size than its send is an error of the
-    driver's, or a hang.
+    On NCCL only the order tells messages apart, and a receive of another size than its send is a driver error or a
+    hang.
     """
 
     def __init__(self, pair: Any, counts: dict[str, int]) -> None:
@@ -83,7 +83,7 @@ def test_every_schedule_sends_and_receives_in_one_order() -> None:
 
 
 def receive_in_another_order(rank: int, n: int) -> str:
-    """The check can fail: a wire whose window takes the next message but one is refused."""
+    """The check can fail: a channel that takes the next message but one is refused."""
     get_pair = World.get_pair
     pairs: dict[tuple[int, int], Ordered] = {}
 
@@ -130,7 +130,7 @@ def test_layouts_are_told_once_for_each_shape() -> None:
 
 
 class Grows(nn.Module):
-    """What it hands on has as many rows as its input has positive numbers."""
+    """Its output has as many rows as its input has positive numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_a_shape_that_follows_from_values_is_refused_by_name_on_all_ranks() -> N
 
 
 def read_late(rank: int, n: int) -> list[float]:
-    """Train behind a frozen layer, where the second rank receives long after the first one has sent."""
+    """Train after a frozen layer; the second rank receives long after the first has sent."""
     receive = RankChannels.receive
 
     def receive_late(self: Any, device: int, action: Any) -> Any:
@@ -181,21 +181,21 @@ def read_late(rank: int, n: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 3))
     model[0].requires_grad_(False)
-    # More than sockets hold, so that nothing is sent before it is received.
+    # More than socket buffers hold, so that a send waits for its receive.
     x, y = torch.ones(2048, 8), torch.zeros(2048, 3)
     with fxsplit.compile(model, "world", example_inputs=x, passes=FAST, n_microbatches=4, loss_fn=F.mse_loss) as pipe:
         return [float(pipe.step(x, target=y, timeout_s=10)) for _ in range(3)]
 
 
 def test_what_is_sent_stays_until_it_is_read_where_no_gradient_comes_back() -> None:
-    """A message without bytes was taken for proof that its sender had read those before it; they were never sent."""
+    """Once a message without bytes was taken for proof that its sender had read earlier messages, unsent ones included."""
     losses = ranks(2, read_late)
     assert losses[0] == losses[1] and len(set(losses[0])) == 1
 
 
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_wire_that_has_failed_sends_nothing(gradient: bool) -> None:
-    """By itself, without ranks: what comes after a failure ends the job's row."""
+    """Without ranks: after a failure, the channels end the job's row."""
     from fxsplit.runtime.job.channels import JobStopped, Message
     from fxsplit.schedule.action import Action
 

@@ -1,4 +1,4 @@
-"""Values and layouts come out of a message as they went in; what cannot be sent is refused by name."""
+"""Values and layouts survive a message unchanged. A value that cannot be sent is refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_names_of_another_torch_are_refused() -> None:
 
 
 def send(values: list[Any], wanted: list[bool], like: MessageLayout | None = None) -> tuple[MessageLayout, list[Any]]:
-    """Return what the other end has of a message."""
+    """Return the layout and the values of a message at the receiver."""
     layout = MessageLayout.describe(values, wanted, HERE, like)
     other = MessageLayout.parse(layout.to_text())
     pieces = other.make_pieces(HERE)
@@ -121,7 +121,7 @@ def test_absent_gradients_are_absent_at_the_other_end(shapes: list[tuple[int, ..
         _, found = send(gradients, [], ahead)
         for one, expected in zip(found, gradients, strict=True):
             assert (one is None) == (expected is None) and (expected is None or torch.equal(one, expected))
-        # What has a gradient now may have had none at first.
+        # A value with a gradient now may have had none in the first job.
         first = MessageLayout.describe([None] * len(shapes), [], HERE, ahead)
         pieces = [piece.reshape(-1) for piece in first.pack(gradients, HERE)]
         again = MessageLayout.parse(first.to_text()).unpack(pieces, HERE, gradients=True)
@@ -130,7 +130,7 @@ def test_absent_gradients_are_absent_at_the_other_end(shapes: list[tuple[int, ..
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 def test_absent_gradients_are_absent_where_cuts_are_compressed(how: str) -> None:
-    """What restores a value of bfloat16 has no elements, and so no bytes that could say that it is not there."""
+    """The item that restores a bfloat16 value is empty, so it has no bytes to mark as missing."""
     values = [torch.randn(40, 30), torch.randn(2)]
     short, wanted = compress(values, [True, True], how)
     ahead = MessageLayout.describe(short, wanted, HERE)

@@ -1,4 +1,4 @@
-"""What ranks do differently is named before anything is sent, on every rank, and nothing has changed then."""
+"""A difference between ranks is named on every rank before anything is sent, and nothing has changed."""
 
 from __future__ import annotations
 

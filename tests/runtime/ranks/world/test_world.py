@@ -1,4 +1,4 @@
-"""The ranks of a pipeline are those of a mesh, in the mesh's order."""
+"""The ranks of a pipeline are the ranks of a mesh, in the mesh's order."""
 
 from __future__ import annotations
 
