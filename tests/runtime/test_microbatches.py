@@ -131,7 +131,7 @@ def test_what_is_the_same_for_all_microbatches_is_a_whole_gradient() -> None:
     assert torch.equal(join(ones, [2, 1], OutputKind("same")), ones[0])
     shares = [g for g in split_gradient(torch.ones(2), [2, 1], OutputKind("same")) if g is not None]
     assert torch.equal(shares[0] + shares[1], ones[0])
-    with pytest.raises(InputError, match=r"every microbatch of the example had the same.*n_microbatches=1"):
+    with pytest.raises(InputError, match=r"every microbatch of the example gave the same value.*n_microbatches=1"):
         join([torch.tensor(3), torch.tensor(4)], [2, 1], OutputKind("same"))
 
 

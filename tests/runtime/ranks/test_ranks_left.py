@@ -107,7 +107,7 @@ def call_after(rank: int, n: int, how: str, folder: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("n", "how"), [(2, "returns"), (2, "_exit"), (3, "raises")])
 def test_every_call_says_that_a_rank_has_left(n: int, how: str, tmp_path: Any) -> None:
-    told = {"returns": ", and it makes no more calls", "_exit": " without a word", "raises": " by KeyError: 'lost'"}[
+    told = {"returns": ", and it makes no more calls", "_exit": " without a message", "raises": " by KeyError: 'lost'"}[
         how
     ]
     dying = [1] if how == "_exit" else []
@@ -186,7 +186,7 @@ def test_an_interrupt_in_the_middle_of_making_groups_reaches_all_ranks() -> None
 
 def test_a_rank_that_is_lost_in_the_middle_of_making_groups_is_named() -> None:
     code, found = ranks(2, make_groups_in_vain, True, dying=[0])
-    assert code == 3 and all(f"rank 0 of 2 has left: {ENDED} without a word" in one for one in found), found
+    assert code == 3 and all(f"rank 0 of 2 has left: {ENDED} without a message" in one for one in found), found
 
 
 def end_before(rank: int, n: int) -> str:

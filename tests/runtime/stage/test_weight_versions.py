@@ -121,7 +121,7 @@ def test_a_weight_that_is_read_past_its_module_is_refused() -> None:
     replica = versions(layer, "0F0", "0B0")
     leaves = replica.list_leaves([layer.a], 0)
     assert len(leaves) == 2 and leaves[1] is layer.a
-    with pytest.raises(InputError, match=r"reads its parameter of shape \(2,\) from elsewhere"):
+    with pytest.raises(InputError, match=r"reads its parameter of shape \(2,\) otherwise than as its own"):
         step(replica, "0STEP0v1", (layer.a, 1.0))
 
 

@@ -16,7 +16,7 @@ from tests.support.ranks import end_by_error, ranks
 
 
 def leave_together(rank: int, n: int) -> list[bool]:
-    """Return [True] if this rank waited until the others had read its error, and [] if it did not wait."""
+    """Return [True] if this rank waited until all ranks had read its error, and [] if it did not wait."""
     seen: list[bool] = []
     wait = FaultBoard.wait_until_seen
 
@@ -31,7 +31,7 @@ def leave_together(rank: int, n: int) -> list[bool]:
 
 
 def test_ranks_that_are_all_interrupted_do_not_wait_for_each_other() -> None:
-    """The first rank waits until the others have read its error."""
+    """The first rank waits until both other ranks have read its error."""
     assert sorted(ranks(3, leave_together)) == [[], [], [True]]
 
 

@@ -1,4 +1,4 @@
-"""compile(gradient_hook=) over data-parallel pipelines and replicas: exact hooks are exact, and others lose nothing."""
+"""compile(gradient_hook=) over data-parallel pipelines and replicas: allreduce is exact, compression loses nothing."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def read_late(rank: int, n: int) -> list[float]:
 
 
 def test_what_is_sent_stays_until_it_is_read_where_no_gradient_comes_back() -> None:
-    """Once a message without bytes was taken for proof that its sender had read earlier messages, unsent ones included."""
+    """Once a message without bytes was taken for proof that its sender had read all earlier messages."""
     losses = ranks(2, read_late)
     assert losses[0] == losses[1] and len(set(losses[0])) == 1
 
