@@ -279,7 +279,7 @@ def test_what_the_accelerator_alone_knows_to_be_wrong_is_raised_later(monkeypatc
                 pipe.step(x, mask, flag)
             nothing, other = mask.clone(), flag.clone()
             nothing[:4], other[:4] = 0.0, 0
-            for given, why in (((x, nothing, flag), "count that is zero"), ((x, mask, other), "had the same")):
+            for given, why in (((x, nothing, flag), "count that is zero"), ((x, mask, other), "gave the same value")):
                 with torch.no_grad():
                     pipe(*given)
                 with pytest.raises(InputError, match=f"in an earlier batch.*{why}"):
