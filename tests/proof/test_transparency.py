@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,13 +86,38 @@ def keep_captures(name: str) -> dict[Any, fxsplit.IR]:
     return {}
 
 
+@contextlib.contextmanager
+def capture_once(name: str) -> Iterator[nn.Module]:
+    """Yield a network whose graph is captured once for all schedules, and restore its buffers afterwards.
+
+    What is captured depends on no schedule and on no device.
+    """
+    model, capture, kept = case(name)[0], compiler.capture_model, keep_captures(name)
+    before = copy.deepcopy(dict(model.named_buffers()))
+
+    def capture_model(model: nn.Module, options: Any, call: Any, rows: Any, **kwargs: Any) -> fxsplit.IR:
+        key = (model.training, repr(rows), kwargs["from_shapes"], kwargs["grad_enabled"])
+        if key not in kept:
+            kept[key] = capture(model, options, call, rows, **kwargs)
+        return kept[key]
+
+    try:
+        with mock.patch.object(compiler, "capture_model", capture_model):
+            yield model
+    finally:
+        model.zero_grad()
+        for path, buffer in model.named_buffers():
+            buffer.copy_(before[path])
+
+
 @lru_cache(maxsize=1)
 def profile(name: str) -> fxsplit.Costs:
     """Measured once a network: the costs of its microbatches do not depend on the plan."""
-    model, x, _, n_microbatches = case(name)
-    with fxsplit.compile(
-        copy.deepcopy(model), 2, example_inputs=x, n_microbatches=n_microbatches, passes=CHAIN
-    ) as pipe:
+    _, x, _, n_microbatches = case(name)
+    with (
+        capture_once(name) as model,
+        fxsplit.compile(model, 2, example_inputs=x, n_microbatches=n_microbatches, passes=CHAIN) as pipe,
+    ):
         return pipe.costs
 
 
@@ -135,44 +161,18 @@ def no_network_is_kept() -> Iterator[None]:
     give_memory_back()
 
 
-@contextlib.contextmanager
-def capture_once(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    """Yield a network whose graph is captured for the first of its schedules, and restore its buffers afterwards.
-
-    What is captured depends on no schedule and on no device.
-    """
-    model, capture, kept = case(name)[0], compiler.capture_model, keep_captures(name)
-    before = copy.deepcopy(dict(model.named_buffers()))
-
-    def capture_model(model: nn.Module, options: Any, call: Any, rows: Any, **kwargs: Any) -> fxsplit.IR:
-        key = (model.training, repr(rows), kwargs["from_shapes"], kwargs["grad_enabled"])
-        if key not in kept:
-            kept[key] = capture(model, options, call, rows, **kwargs)
-        return kept[key]
-
-    monkeypatch.setattr(compiler, "capture_model", capture_model)
-    try:
-        yield model
-    finally:
-        model.zero_grad()
-        for path, buffer in model.named_buffers():
-            buffer.copy_(before[path])
-
-
 @pytest.mark.parametrize(
     ("name", "devices", "schedule"),
     [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.long) for each in CASES],
 )
-def test_training_step_equals_unsplit(
-    name: str, devices: int, schedule: ScheduleName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_step_equals_unsplit(name: str, devices: int, schedule: ScheduleName) -> None:
     _, x, target, n_microbatches = case(name)
     if schedule == "Chimera":  # half of the microbatches in either direction
         n_microbatches = 2
     options: dict[str, Any] = {"n_microbatches": n_microbatches, "schedule": schedule, "loss_fn": cross_entropy}
     costs, unsplit = profile(name), expected(name, n_microbatches)
     with (
-        capture_once(name, monkeypatch) as model,
+        capture_once(name) as model,
         fxsplit.compile(model, ["cpu"] * devices, costs=costs, **options) as pipe,
     ):
         found = compare(run_pipeline_step(pipe, [x], target), unsplit)
@@ -201,14 +201,12 @@ LARGER = [pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "d
 @pytest.mark.parametrize("name", ["encoder", *LARGER])
 def test_cuts_fall_inside_blocks(name: str) -> None:
     """Cut somewhere that several values cross, whatever the measured times say, and compare again."""
-    model, x, target, n_microbatches = case(name)
-    costs = profile(name)
-    split = copy.deepcopy(model)
+    _, x, target, n_microbatches = case(name)
+    costs, unsplit = profile(name), expected(name, n_microbatches)
     chain = fxsplit.DEFAULT.replace("partition", worst_cut(costs))
-    with fxsplit.compile(
-        split, 2, n_microbatches=n_microbatches, loss_fn=cross_entropy, costs=costs, passes=chain
-    ) as pipe:
-        found = compare(run_pipeline_step(pipe, [x], target), expected(name, n_microbatches))
+    options: dict[str, Any] = {"n_microbatches": n_microbatches, "loss_fn": cross_entropy, "passes": chain}
+    with capture_once(name) as model, fxsplit.compile(model, 2, costs=costs, **options) as pipe:
+        found = compare(run_pipeline_step(pipe, [x], target), unsplit)
         assert _inside_a_block(pipe.plan, costs)
         assert found.largest <= TOLERANCE, f"{found} at {found.worst}"
 
