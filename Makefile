@@ -8,7 +8,7 @@ help:
 	@echo "make test       the tests, in two processes"
 	@echo "make test-long  the tests that take long"
 	@echo "make test-newest  the tests of other libraries once more, with the newest torch and releases of them"
-	@echo "make quick      lint, types, and the tests of rooms changed since the commit before the last (BASE=HEAD~1)"
+	@echo "make quick      lint, types, and the tests beside what changed since the commit before the last (BASE=HEAD~1)"
 	@echo "make room       the tests of one room: make room ROOM=planner"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy, strict"

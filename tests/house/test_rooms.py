@@ -13,17 +13,22 @@ from tests.support.rooms import ROOT, find_tests
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        (["fxsplit/planner/clock.py", "docs/faq.md"], ["tests/planner"]),
+        (["fxsplit/planner/search/dense.py", "docs/faq.md"], ["tests/planner/search"]),
         (["passes/profile/clock.py", "passes/profile/weigh.py"], ["tests/passes/profile"]),
-        (["fxsplit/planner/clock.py", "tests/planner/test_clock.py"], ["tests/planner"]),
+        (["fxsplit/planner/search/dense.py", "tests/planner/search/test_dense.py"], ["tests/planner/search"]),
         (["tests/planner/test_clock.py"], ["tests/planner/test_clock.py"]),
         (["bench/fuzz/files.py"], ["tests/bench"]),
-        (["fxsplit/errors.py"], ["tests"]),
+        (["fxsplit/errors.py"], ["tests/test_errors.py", "tests/test_errors_suggest.py"]),
         (["README.md"], []),
     ],
 )
 def test_tests_are_found_beside_what_has_changed(changed: list[str], found: list[str]) -> None:
     assert find_tests(map(Path, changed)) == found
+
+
+def test_rooms_inside_of_a_room_are_left_to_make_test() -> None:
+    found = find_tests([Path("fxsplit/planner/clock.py")])
+    assert "tests/planner/test_clock.py" in found and all(path.startswith("tests/planner/test_") for path in found)
 
 
 def test_every_target_of_make_is_told_of() -> None:

@@ -22,6 +22,12 @@ def list_changed(base: str) -> list[Path]:
     return [Path(line) for done in printed for line in done.stdout.splitlines()]
 
 
+def list_beside(folder: Path) -> set[Path]:
+    """Return a folder of tests, or only its files if it has folders inside, which are beside other folders."""
+    files = {path.relative_to(ROOT) for path in (ROOT / folder).glob("test_*.py")}
+    return files if files and any((ROOT / folder).glob("*/test_*.py")) else {folder}
+
+
 def find_tests(changed: Iterable[Path]) -> list[str]:
     """Return what to run for files that were changed: each folder or file of tests once, none inside of another."""
     found = set()
@@ -32,7 +38,7 @@ def find_tests(changed: Iterable[Path]) -> list[str]:
         elif top in TESTED and path.suffix == ".py":
             folder = TESTED[top].joinpath(*path.parts[1:-1])
             # A folder whose files are tested as a whole has none of its own.
-            found.add(next(f for f in (folder, *folder.parents) if (ROOT / f).is_dir()))
+            found |= list_beside(next(f for f in (folder, *folder.parents) if (ROOT / f).is_dir()))
     return sorted(str(path) for path in found if not any(other in path.parents for other in found))
 
 
