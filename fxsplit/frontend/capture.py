@@ -1,4 +1,4 @@
-"""Capture a model for one microbatch: the way from nn.Module and example to the IR that passes work on."""
+"""Capture a model for one microbatch: from an nn.Module and example inputs to the IR that passes work on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_CHANGES = 5
-"""So many changed values a message lists."""
+"""At most this number of changed values is listed in a message."""
 
 LATE = (
     "torch._dynamo",
@@ -50,14 +50,15 @@ LATE = (
     "sympy.assumptions.wrapper",
     "sympy.tensor.tensor",
 )
-"""What torch itself imports while it traces or exports a model for the first time in a process."""
+"""Modules that torch itself imports late: when it first traces or exports a model in a process."""
 
 
 class CaptureOptions(NamedTuple):
-    """What the user states of a model.
+    """Options that the user states about a model.
 
-    chunks: by argument where the batch is, see `Inputs.of`. leaves: paths of submodules that stay whole. joined:
-        outputs of microbatches are to be joined, unlike where every batch stays whole.
+    - `chunks`: the batch dimension of each argument, see `Inputs.of`
+    - `leaves`: paths of submodules that stay whole
+    - `joined`: outputs of microbatches are to be joined; false if every batch stays whole
     """
 
     chunks: Chunks | None = None
@@ -80,15 +81,17 @@ def capture(
 ) -> IR:
     """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
 
-    rows: the size of the largest microbatch, or those of all microbatches in order.
+    - `rows`: the size of the largest microbatch, or the sizes of all microbatches in order
+    - `from_shapes`: compute nothing, and check the graph only as far as shapes allow; this is always so for a model
+      with weights on the meta device
+    - `grad_enabled`: the caller's grad mode, for a model that looks at it; any other graph must be right for training
+      too
+    - `earlier`: earlier IRs of the model; numbers that have changed since become inputs of this graph, if possible
 
-    The IR knows its Example, Scope, CallEffects and PythonState. `from_shapes`: nothing is computed, and the graph is
-    checked as far as shapes tell; a model with weights on the meta device is always captured so. `grad_enabled`: the
-    caller's grad mode, for a model that asks; any other graph must be right for training too. `earlier`: what was
-    captured before; numbers that have changed since become inputs of this graph, where that is possible.
+    The IR knows its Example, Scope, CallEffects and PythonState.
 
-    Warns of Python values that each call changes, and of outputs that microbatches do not make. Raises TraceError when
-    no front end can follow the model, or when a graph computes anything else than the model does; InputError for a
+    Warns of Python values that each call changes, and of outputs that cannot be made from microbatches. Raises
+    TraceError if no front end can follow the model, or if no graph computes the same as the model, and InputError for a
     model that does not run on microbatches.
     """
     with phase("loading what torch needs to capture models"):
@@ -108,18 +111,18 @@ def capture(
         numbers=(*arguments, *find_reads(earlier)),
         divided=divided if sum(divided) == inputs.count_rows(tensors) else (),
     )
-    # Copied before anything runs: forward() may write to its arguments.
+    # Copied before anything runs, since forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(subject.rows))
     watch = Watch(model)
-    # Every attempt runs forward(), which may write to more than the model.
-    # What torch logs of an operator that fails, a TraceError says in a line.
+    # Every attempt runs forward(), which may write to more than the model. If an operator fails, a TraceError replaces
+    # torch's log by one line.
     with restore_after(watch.put_back), hide_logged_warnings("torch"):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
             effects = replace(effects, meanings=find_meanings(asking, graph.gm, joined=stated.joined))
     _set_modes(graph.gm, model)
-    # What stays whole reads and writes by itself.
+    # Modules that stay whole read and write by themselves.
     state = watch.list_reads(graph).follow(subject.numbers, graph.followed)
     state = replace(state, stuck=state.stuck.union(*(ir[PythonState].stuck for ir in earlier)))
     inputs = inputs.freeze(but=[number.place.key[1] for number in graph.followed if number.is_argument])
@@ -128,7 +131,7 @@ def capture(
 
 
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
-    """Return the checked graph of a subject; warn of Python values that each call changes, and a pipeline does not."""
+    """Return the checked graph of a subject; warn of Python values that each call changes, but a pipeline does not."""
     with torch.set_grad_enabled(grad_enabled), phase(f"watching what forward() of {subject.name} changes"):
         changes = list_changes(subject, watch)
     subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
@@ -146,7 +149,8 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
                 raise TraceError(say(subject, path, line), path or None) from error
         if not changes:
             raise
-        # The second run of such a model may differ from the first, and so may its graph: that comes first.
+        # The second run of such a model may differ from the first, and so may its graph, so the message begins with the
+        # changes.
         what = f"{_say_changes(subject, changes)}. No graph was found that does what the model does: {error}"
         raise TraceError(what, error.submodule) from error
     if changes:
@@ -159,11 +163,11 @@ LABELS = "labels"
 
 
 def _choose_explained(subject: Subject) -> Checked:
-    """Return the checked graph of a subject; raises InputError for a model that runs on whole batches alone."""
+    """Return the checked graph of a subject; raises InputError for a model that only runs on whole batches."""
     try:
         return choose_graph(subject)
     except Exception as error:
-        # Front ends blame what they could not follow, which may be a number of rows that the model itself refuses.
+        # Front ends blame the code that they cannot follow, but the model itself may have refused the number of rows.
         explained = explain_failure(subject, error)
         if explained is not None:
             raise explained from error
@@ -175,7 +179,7 @@ def _choose_explained(subject: Subject) -> Checked:
 
 
 def _say_tangents(subject: Subject, path: str, line: str) -> str:
-    """Return what to do about a forward() that takes derivatives in forward mode, of which no graph can be made."""
+    """Return a message for a forward() that takes derivatives in forward mode, and so has no graph."""
     where = f"in submodule {path!r}" if path else "in its own forward()"
     way = f"keep that submodule whole, fxsplit.leaf({path!r})" if path else "move that part into a submodule"
     return (
@@ -185,7 +189,7 @@ def _say_tangents(subject: Subject, path: str, line: str) -> str:
 
 
 def _say_gradients(subject: Subject, path: str, line: str) -> str:
-    """Return what to do about a forward() that takes gradients by itself, of which no graph can be made."""
+    """Return a message for a forward() that takes gradients itself, and so has no graph."""
     where = f"in submodule {path!r}" if path else "in its own forward()"
     way = "take it" if path else "move that part into a submodule, take it there"
     return (
@@ -196,7 +200,7 @@ def _say_gradients(subject: Subject, path: str, line: str) -> str:
 
 
 def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
-    """Return in words what a pipeline does not do that forward() does."""
+    """Return a message about the effects of forward() that a pipeline does not have."""
     more = f" and {len(changes) - MOST_CHANGES} more" if len(changes) > MOST_CHANGES else ""
     return (
         f"forward() of {subject.name} changes {'; '.join(changes[:MOST_CHANGES])}{more}. A pipeline does not: its "
@@ -206,8 +210,9 @@ def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
 
 
 def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Give the containers that a graph has of its own the modes of the model's modules at their paths."""
-    # Exported graphs always say that they train. Modules that the graph calls are the model's own, and stay untouched.
+    """Give the graph's own containers the modes of the model's modules at the same paths."""
+    # Exported graphs always claim to be in training mode. Modules that the graph calls are the model's own, and are
+    # left alone.
     own = dict(model.named_modules(remove_duplicate=False))
     known = {id(module) for module in own.values()}
     for path, module in gm.named_modules():
@@ -216,9 +221,9 @@ def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
 
 
 def load_torch() -> None:
-    """Import what torch imports while it traces, before anything that an interrupted import would cut short.
+    """Import the modules that torch imports during a trace, where an interrupt would leave them half imported.
 
-    Raises TorchError for a torch that does not behave as fxsplit needs it.
+    Raises TorchError for a torch that does not behave as fxsplit needs.
     """
     probe_torch()
     import_whole(LATE, if_there=True)
@@ -226,11 +231,11 @@ def load_torch() -> None:
 
 def _refuse_unknown_weights(model: nn.Module) -> None:
     """Raise InputError for a weight without a shape, and TraceError for a submodule that hides its weights."""
-    # A lazy weight gets its shape from the first call, which must not be one of fxsplit's.
+    # A lazy weight gets its shape from the first call, and that call must not be one of fxsplit's.
     lazy = next((path for path, w in (*model.named_parameters(), *model.named_buffers()) if is_lazy(w)), None)
     if lazy is not None:
         raise InputError(f"{lazy!r} has no shape yet: call {type(model).__name__} once, then compile it")
-    # torch.jit keeps parameters in C++, where a stage cannot share them with the model.
+    # torch.jit keeps parameters in C++, so a stage cannot share them with the model.
     scripted = next((path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
     if scripted is not None:
         raise TraceError(

@@ -1,7 +1,7 @@
-"""Choose the graph that a model becomes: attempt one front end after the other, until a graph is the model.
+"""Choose the graph of a model: attempt one front end after the other, until a graph equals the model.
 
-A model may be impossible to follow for symbolic tracing (it decides by a shape), for torch.export (it decides by a
-value), or for both. In the last case the submodules that decide stay whole, as one call each in the graph.
+Symbolic tracing cannot follow a model that decides by a shape, and torch.export cannot follow one that decides by a
+value. If a model does both, the submodules that decide stay whole, as one call each in the graph.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from fxsplit.torch_internals.tracing.stack_traces import remember_frames
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
-"""After so many attempts, each with one more class of submodules that have to stay whole, there is little to split."""
+"""The most attempts, each with one more class of whole submodules. Beyond this, there is little left to split."""
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 Checked = tuple[Graph, CallEffects]
-"""A graph that computes what the model computes, and what the check has found a call to leave behind."""
+"""A graph that computes the same as the model, and the effects of a call that the check has found."""
 
 
 def choose_graph(subject: Subject) -> Checked:
-    """Return the first graph that is the model; raises TraceError, with every front end's reason, if there is none.
+    """Return the first graph that equals the model; raises TraceError, with every front end's reason, if there is none.
 
-    A GraphModule is taken as it is. Any other model is traced symbolically; exported where that fails, with lengths
-    that vary, then with those of the example, then for the sizes of its microbatches only; traced with the submodules
-    whole in which tracing failed, where exporting fails too; and at last exported with submodules whole.
+    A GraphModule is taken as it is. For any other model, the attempts are, in this order:
+
+    - trace it symbolically
+    - export it, with lengths that vary
+    - export it for the lengths of the example
+    - export it only for the sizes of its microbatches
+    - trace it, with the submodules whole in which tracing failed
+    - export it in both ways, with submodules whole
     """
     if GivenGraph.takes(subject.model):
         return _attempt(GivenGraph(), subject)
@@ -49,7 +54,7 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(SymbolicTrace(), subject)
     except TraceError as error:
         untraced = error
-    # The outputs of a submodule that stays whole are recorded, at one length.
+    # The outputs of a submodule that stays whole are recorded at one length.
     if not subject.whole:
         with suppress(TraceError):
             return _attempt(TorchExport(lengths_vary=True), subject)
@@ -63,7 +68,7 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(fixed, subject)
     except TraceError as error:
         unfixed = error
-    # The last one first: what has stopped it is nearest to what would help.
+    # The last error comes first, since its cause is nearest to a working graph.
     last = unfixed if isinstance(unfixed, OtherGraph) else unexported
     reasons = f"{last}; {untraced}"
     found = _attempt_around(SymbolicTrace(), subject, untraced, reasons)
@@ -75,9 +80,11 @@ def choose_graph(subject: Subject) -> Checked:
 
 
 def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
-    """Return the checked graph of one front end; raises TraceError where it makes none, or one that is not the model.
+    """Return the checked graph of one front end.
 
-    InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
+    Raises TraceError if it makes none, or if its graph differs from the model.
+
+    An InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
     with phase(f"capturing {subject.name} ({front_end.name})"), remember_frames(), generate_code_late():
         graph = front_end.attempt(replace(subject, numbers=()))
@@ -86,7 +93,7 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
 
 def _check(subject: Subject, graph: Graph) -> Checked:
-    """Return a graph with all numbers of rows that it is right for; raises TraceError if it is not the model."""
+    """Return a graph with all numbers of rows that it is right for; raises TraceError if it differs from the model."""
     with phase(f"comparing the graph with {subject.name}"):
         return _check_rows(subject, graph)
 
@@ -98,7 +105,8 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
     asked = least == LEAST_ROWS and not graph.scope.rows_fixed
-    # Before the check of the microbatch, whose shapes are noted in the graph. That is one row itself at times.
+    # This comes before the check of the microbatch, since that check notes shapes in the graph. A microbatch may also
+    # have one row.
     ran = asked and subject.rows != 1 and _runs_on_one_row(subject, graph)
     wider = asked and (subject.rows == 1 or ran)
     check_other_sizes(subject, graph.gm, graph.scope)
@@ -107,19 +115,19 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
 
 
 def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, reasons: str) -> Checked | None:
-    """Return the graph in which the submodules stay whole that the front end fails in; None if that does not help.
+    """Return a graph with the submodules whole in which the front end fails; None if that does not help.
 
-    `failed` is the error of the attempt without them. A submodule that stays whole may still be in the way, for example
-    because its caller reads a value that it returns; then the next error names the submodule around it.
+    `failed` is the error of the attempt without them. A whole submodule may still be in the way, for example because
+    its caller reads a value that it returns; the next error then names the submodule around it.
     """
     whole: list[str] = []
     kinds: list[type[nn.Module]] = []
     while failed.submodule and failed.submodule not in (*subject.whole, *whole) and len(kinds) < MOST_LEAVES:
         kind = type(subject.model.get_submodule(failed.submodule))
-        # The second of a class fails for the first one's reason, and so will all others.
+        # If a second submodule of the class fails, it has the first one's reason, and all the rest will fail too.
         found = _list_alike(subject.model, kind) if kind in kinds else [failed.submodule]
         kinds.append(kind)
-        # What lies inside of a submodule that stays whole is never seen, so its path would match nothing.
+        # Nothing inside a whole submodule is seen, so a path into it would match nothing.
         whole = _drop_inner([*whole, *(path for path in found if path not in whole)])
         try:
             graph, effects = _attempt(front_end, replace(subject, whole=(*subject.whole, *whole)))
@@ -133,13 +141,13 @@ def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, r
 
 
 def _list_alike(model: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """Return the paths of all submodules of one class, but of the containers that any module may use."""
+    """Return the paths of all submodules of one class, except containers that any module may use."""
     named = model.named_modules(remove_duplicate=False)
     return [path for path, m in named if path and type(m) is kind and not isinstance(m, CONTAINERS)]
 
 
 def _drop_inner(paths: Sequence[str]) -> list[str]:
-    """Return those of the paths that lie inside of no other one."""
+    """Return the paths that lie inside no other path."""
     return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
 
@@ -157,10 +165,10 @@ def _warn_of_whole(subject: Subject, whole: Sequence[str], reasons: str) -> None
 
 
 def _runs_on_one_row(subject: Subject, graph: Graph) -> bool:
-    """Return whether an exported graph is the model on a single row too, of which torch.export says nothing."""
+    """Return whether an exported graph equals the model on a single row too, which torch.export leaves open."""
     try:
         check_graph(subject, graph.gm, rows=1, by="code")
-    # The model itself may want several rows, and fail in any way: in an assert, or at an index of another row.
+    # The model itself may need several rows, and fail in any way: in an assert, or at an index of another row.
     except Exception:
         return False
     return True

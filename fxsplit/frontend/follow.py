@@ -1,7 +1,7 @@
-"""Follow numbers: let a graph have Python numbers as inputs, where the model only computes with them.
+"""Follow numbers: make Python numbers inputs of a graph if the model only does arithmetic with them.
 
-A number that decides a branch, or is turned into another kind of value, cannot be an input: tracing fails, or the graph
-is another one for another value. So the graph is compared with the model with the value of now, and with one of before.
+A number that decides a branch, or is converted to another kind of value, cannot be an input: tracing fails, or the
+graph differs for another value. So the graph is compared with the model for the present value and for an earlier one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fxsplit.torch_internals.scopes.log import hide_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
-"""Compares a graph with the model, and returns it with what a call leaves behind."""
+"""Compares a graph with the model, and returns it with the effects of a call."""
 
 
 def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple[Graph, CallEffects] | None:
-    """Return the graph that a front end makes with as many of the subject's numbers as inputs as can be.
+    """Return the graph of a front end with as many of the subject's numbers as inputs as possible.
 
-    None where that is none of them.
+    Returns None if no number can be an input.
     """
     found = _attempt(front_end, subject, subject.numbers, check) if subject.numbers else None
     if found is not None or len(subject.numbers) < 2:
         return found
-    # One alone may be in the way.
+    # A single number may be in the way.
     kept: list[NumberPlace] = []
     for number in subject.numbers:
         more = _attempt(front_end, subject, [*kept, number], check)
@@ -51,12 +51,12 @@ def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple
 def _attempt(
     front_end: FrontEnd, subject: Subject, numbers: Sequence[NumberPlace], check: Check
 ) -> tuple[Graph, CallEffects] | None:
-    """Return the checked graph with these numbers as inputs; None where that is impossible."""
-    # What the graph without them warns of has been said.
+    """Return the checked graph with these numbers as inputs; None if that is impossible."""
+    # The warnings of the graph without these inputs were shown before.
     with hide_warnings(), restore_after(subject.empty_caches):
         try:
-            # A cache that the model's own runs have filled hides what is computed with the number. What tracing puts
-            # into one is no number.
+            # A cache that the model's own runs have filled hides the arithmetic with the number. A cache filled by
+            # tracing holds proxies, and no numbers.
             subject.empty_caches()
             graph = front_end.attempt(replace(subject, numbers=tuple(numbers)))
             subject.empty_caches()
@@ -66,13 +66,13 @@ def _attempt(
             _check_others(subject, graph, numbers)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever forward() makes of a value that stands for a number
+        except Exception:  # forward() may raise anything for a proxy in place of a number
             return None
     return replace(checked[0], followed=tuple(numbers)), checked[1]
 
 
 def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]) -> None:
-    """Raise TraceError unless the graph is the model with other values of the numbers too, and has the same effects."""
+    """Raise TraceError unless graph and model are equal, with the same effects, for other values of the numbers too."""
     now, others = [n.place.read() for n in numbers], [n.other for n in numbers]
     subject.empty_caches()
     with restore_after(partial(set_numbers, graph.gm, now)), restore_after(subject.empty_caches):
@@ -81,7 +81,7 @@ def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]
         with hold_numbers(numbers, others):
             check_graph(subject, graph.gm, subject.rows)
         same_effects = _list_effects(subject, graph.gm) == (drawing, bound)
-        # A dropout returns its input at a rate of 0, and not new memory. Other numbers may be no zeros, as divisors.
+        # A dropout with a rate of 0 returns its input and no new memory. A divisor, for example, may not be zero.
         set_numbers(graph.gm, [type(value)(0) for value in now])
         with suppress(ArithmeticError, LookupError, ValueError, RuntimeError):
             same_effects &= _list_effects(subject, graph.gm)[1] == bound
@@ -90,9 +90,9 @@ def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]
 
 
 def _list_effects(subject: Subject, gm: fx.GraphModule) -> tuple[set[str], tuple[object, object]]:
-    """Return the nodes of a graph that draw; and those that must stay together, with those that must keep their order.
+    """Return the nodes of a graph that draw; then the nodes that must stay together, and pairs that keep their order.
 
-    A cut of the graph must suit all of them.
+    A cut of the graph must respect all of them.
     """
     seen = observe(gm, subject.take_rows(subject.rows), from_shapes=subject.from_shapes)
     return {name for name, node in seen.items() if node.draws}, (

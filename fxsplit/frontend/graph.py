@@ -1,6 +1,6 @@
-"""What a front end is, and what it gives: the graph of a model, not yet compared with the model.
+"""The interface of a front end, and its result: the graph of a model, not yet compared with the model.
 
-Also what is read off such a graph: where a node comes from, what is fetched, and whether two graphs are the same.
+Also functions that read such a graph: the origin of a node, the fetched attributes, and whether two graphs are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fxsplit.torch_internals.user_lines import is_users
 class Graph:
     """A graph of a model, the calls for which it is right, and the Python numbers that are inputs of it.
 
-    computed: the memory of tensors that operators have read while the graph was made, so that it holds results.
+    `computed`: the storages of tensors that were read by operators during the trace, so that the graph holds results of
+    them as constants.
     """
 
     gm: fx.GraphModule
@@ -37,22 +38,22 @@ class FrontEnd(Protocol):
 
     @property
     def name(self) -> str:
-        """What `Scope.front_end` says of a graph that was made this way."""
+        """The name for `Scope.front_end` of graphs made this way."""
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return a graph of the subject's model, not yet checked; raises TraceError where that is impossible.
+        """Return a graph of the subject's model, not yet checked; raises TraceError if that is impossible.
 
-        The error names the innermost submodule that the front end cannot follow, where there is one.
+        The error names the innermost submodule that the front end cannot follow, if there is one.
         """
 
 
 def find_submodule(node: fx.Node) -> str | None:
-    """Return the path of the innermost submodule that a node was made in; None for the model itself."""
+    """Return the path of the innermost submodule that made a node; None for the model itself."""
     return find_module_path(node) or None
 
 
 def find_line(node: fx.Node) -> str:
-    """Return the user's file and line that a node is from, to follow its name in a message; nothing if unknown."""
+    """Return the user's file and line of a node, to follow its name in a message; empty if unknown."""
     rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
     places = [row.split(", in ")[0] for row in rows if row.startswith('File "')]
     own = [place for place in places if is_users(place.split('"')[1])]
@@ -60,7 +61,7 @@ def find_line(node: fx.Node) -> str:
 
 
 def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:
-    """Return what the graph fetches, by its path: parameters, buffers, and constants that tracing made."""
+    """Return the attributes that the graph fetches, by path: parameters, buffers, and constants from tracing."""
     return {str(n.target): find_target(gm, n) for n in gm.graph.find_nodes(op="get_attr")}
 
 
@@ -80,14 +81,14 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def _has_equal_values(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same, except for where in memory they are."""
+    """Return whether two tensors are equal in everything but their memory."""
     # torch.equal raises for tensors on two devices, and compares dtypes loosely.
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
 
 
 def _list_nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """Return all that a graph says of each node, without the nodes themselves: those are of one graph alone."""
-    # A number that is an input has what it was as its default.
+    """Return a comparable description of each node, without the node objects, which differ between graphs."""
+    # A number that is an input has its earlier value as its default.
     return [
         (n.op, n.name, n.target, repr(n.args if n.op != "placeholder" else ()), repr(n.kwargs)) for n in gm.graph.nodes
     ]

@@ -1,7 +1,7 @@
-"""Other shapes: whether a graph that was captured for one shape of its inputs is the model on another one too.
+"""Other shapes: check whether a graph that was captured for one shape of its inputs equals the model on another.
 
-An exported graph has symbols for lengths where forward() allows it. torch.export says that such a graph is right for
-other lengths, and the model itself has the last word: on each new shape both run and are compared.
+An exported graph has symbols for lengths if forward() allows it. torch.export claims that such a graph is right for
+other lengths, but the model decides: on each new shape both run and are compared.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-"""What a graph, or a model, raises on a shape that it is not made for."""
+"""Errors of a graph, or a model, on a shape that it is not made for."""
 
 
 def fit_to_shapes(
     captured: IR, model: nn.Module, call: Call, rows: int | Sequence[int], stated: CaptureOptions
 ) -> IR | None:
-    """Return the IR as one for the shapes of `call`, if its graph is the model there; None where a new one is needed.
+    """Return the IR for the shapes of `call`, if its graph equals the model there; None if a new graph is needed.
 
-    rows: the size of the call's largest microbatch, or those of all microbatches. stated: what the caller has stated of
-        the model.
+    - `rows`: the size of the call's largest microbatch, or the sizes of all microbatches
+    - `stated`: the user's options for the model
     """
     scope, example, known = captured[Scope], captured[Example], captured[CallEffects]
-    # Shapes alone tell nothing of a branch that forward() takes.
+    # Shapes prove nothing about a branch that forward() takes.
     if example.from_shapes or scope.guard is None:
         return None
     inputs, tensors = Inputs.of(model, *call, stated.chunks)
@@ -54,7 +54,7 @@ def fit_to_shapes(
     watch = Watch(model)
     try:
         fitted.check_rows(divided)
-        # Noted once, since the check runs forward(), which may write to more than the model.
+        # Noted first, since the check runs forward(), which may write to more than the model.
         list_changes(subject, watch)
         with restore_after(watch.put_back), restore_model(model), hide_logged_warnings("torch"):
             graph = _copy_graph(captured.gm)
@@ -71,7 +71,7 @@ def fit_to_shapes(
 
 
 def _are_alike(a: CallEffects, b: CallEffects) -> bool:
-    """Return whether two calls leave the same behind."""
+    """Return whether two calls have the same effects."""
 
     def list_parts(e: CallEffects) -> tuple[object, ...]:
         return (
@@ -87,7 +87,7 @@ def _are_alike(a: CallEffects, b: CallEffects) -> bool:
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph of the same nodes on the same modules: a check notes shapes in the nodes."""
+    """Return a graph of the same nodes on the same modules, since a check notes shapes in the nodes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return fx.GraphModule(gm, graph, class_name=type(gm).__name__)

@@ -1,4 +1,4 @@
-"""StopPoint: where an error has stopped a run of a model: the operator, the submodule, and the user's line."""
+"""StopPoint: the operator, the submodule and the user's line at which an error has stopped a run of a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import nn
 from fxsplit.torch_internals.user_lines import describe_line, is_users
 
 LIBRARIES = "site-packages/torch"
-"""In the paths of torch's own libraries, such as torchvision, whose lines nobody can change."""
+"""Part of the paths of torch's own libraries, such as torchvision: users cannot change lines there."""
 
 
 @dataclass(frozen=True)
 class StopPoint:
-    """Where a run has stopped.
+    """The point at which a run has stopped.
 
-    operator: the operator that torch was at, such as `aten.mm.default`; None where it was at none. submodule: the path
-    of the innermost one; None for the model's own forward(). line: the user's file, line and code; empty where none is.
-    reason: the first line of the error.
+    - `operator`: the running operator, such as `aten.mm.default`, or None
+    - `submodule`: the path of the innermost submodule; None for the model's own forward()
+    - `line`: the user's file, line and code, or empty
+    - `reason`: the first line of the error
     """
 
     operator: str | None
@@ -29,9 +30,9 @@ class StopPoint:
     reason: str
 
     def __str__(self) -> str:
-        """Where it stopped and why, to follow the name of a model."""
+        """Return the point and the reason, to follow the name of a model."""
         module = f" in submodule {self.submodule!r}" if self.submodule else " in its own forward()" * bool(self.line)
-        # Of an operator without shapes torch says the name alone.
+        # For an operator without a shape kernel torch's message is only the name.
         nameless = self.operator in (None, self.reason)
         operator = "" if nameless else f", in operator {self.operator}"
         reason = self.reason
@@ -44,12 +45,12 @@ class StopPoint:
 
 
 def find_stopped(model: nn.Module, error: BaseException) -> StopPoint:
-    """Return where an error has stopped a run of the model."""
+    """Return the point at which an error has stopped a run of the model."""
     paths = {id(m): path for path, m in model.named_modules()}
     operator: str | None = None
     submodule: str | None = None
     line = ""
-    # From the first error to the last: an error that was raised anew knows less of where it is from.
+    # From the first error to the last: an error that was raised again knows less of its origin.
     for each in _list_causes(error):
         for frame, number in walk_tb(each.__traceback__):
             file, held = frame.f_code.co_filename, frame.f_locals
@@ -57,7 +58,7 @@ def find_stopped(model: nn.Module, error: BaseException) -> StopPoint:
             submodule = paths.get(id(held.get("self")), submodule)
             if isinstance(held.get("func"), torch._ops.OpOverload):
                 operator = str(held["func"])
-            # What an operator calls, such as a kernel of the user's own, is no line of forward().
+            # Code that an operator calls, such as a kernel of the user, is no line of forward().
             elif operator is None and is_users(file) and LIBRARIES not in file:
                 line = describe_line(file, number)
         if line:
@@ -67,7 +68,7 @@ def find_stopped(model: nn.Module, error: BaseException) -> StopPoint:
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
-    """Return an error and what has caused it, the first cause first."""
+    """Return an error and its causes, the first cause first."""
     found: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in found:

@@ -1,4 +1,4 @@
-"""Subject: the model to capture, and the call of it that its graph is for.
+"""Subject: the model to capture, and the call of the model that its graph is for.
 
 `capture` makes one Subject. Every front end attempts it, and the check runs the model and the graph on rows of it:
 
@@ -30,14 +30,15 @@ from fxsplit.torch_internals.thread_modes import enter_function_mode
 class Subject:
     """A model in its present mode, with one batch of tensors for its call.
 
-    `rows` is the size of the largest microbatch, at most that of the batch. `divided` are the sizes of all of them, in
-    order, where they are known. `whole` are paths of submodules that must stay one call each in the graph.
-    `from_shapes`: the model computes shapes and no values, as it must where weights have none. `asks_for_gradients`:
-    forward() decides by whether gradients are enabled, or whether a weight requires one. `numbers`: Python numbers that
-    are to be inputs of the graph, where forward() only computes with them. `outputs`: what the model has returned, by
-    rows, wherever it ran on stand-ins: all that it will return again. `made_up`: the model computes with values
-    that are made up in place of those of its weights; then it is not `from_shapes`. `empty_caches`: takes back what
-    calls of the model have changed outside of it, such as a cache that they have filled.
+    - `rows`: the size of the largest microbatch, at most that of the batch
+    - `divided`: the sizes of all microbatches in order, if they are known
+    - `whole`: paths of submodules that must stay one call each in the graph
+    - `from_shapes`: the model computes only shapes, as it must if weights have no values
+    - `asks_for_gradients`: forward() looks at whether gradients are enabled, or whether a weight requires one
+    - `numbers`: Python numbers that become inputs of the graph if forward() only does arithmetic with them
+    - `outputs`: earlier outputs of the model on fake tensors, by number of rows: another run would return the same
+    - `made_up`: the weights have made-up values in place of their own; it is then not `from_shapes`
+    - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
     """
 
     model: nn.Module
@@ -65,22 +66,22 @@ class Subject:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a batch becomes several microbatches, whose outputs have to be joined."""
+        """Whether a batch becomes several microbatches, so that outputs have to be joined."""
         return self.rows < self.batch
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that microbatches have, each once, the largest first."""
+        """The distinct sizes of microbatches, the largest first."""
         return sorted({self.rows, *self.divided}, reverse=True)
 
     def take_rows(self, rows: int) -> list[Tensor]:
-        """Return the first `rows` rows of each tensor, or every row twice where the batch has fewer rows."""
-        # Only a batch of a single row is ever asked for more than it has.
+        """Return the first `rows` rows of each tensor, or every row twice if the batch has fewer rows."""
+        # Only a batch of a single row is ever too small.
         narrow = rows <= self.batch
         return self.inputs.take_rows(self.tensors, rows) if narrow else self.inputs.double_rows(self.tensors)
 
     def check_whole(self) -> None:
-        """Raise TraceError for a path in `whole` under which the model has no submodule."""
+        """Raise TraceError for a path in `whole` that is no submodule of the model."""
         known = dict(self.model.named_modules(remove_duplicate=False))
         unknown = next((path for path in self.whole if path not in known or not path), None)
         if unknown is not None:
@@ -92,8 +93,8 @@ class Subject:
 
     @contextmanager
     def make_runnable(self, rows: int, *graphs: fx.GraphModule) -> Iterator[Runnable]:
-        """Yield the model, and beside it a graph of it, so that they run here on the first `rows` rows."""
-        # One list of modules, since both must hold the same weights: copied once, or replaced once by stand-ins.
+        """Yield the model, and graphs of it, in a form that runs here on the first `rows` rows."""
+        # One list of modules, since all must hold the same weights: copied once, or replaced once by fake tensors.
         modules = nn.ModuleList([self.model, *graphs])
         given = self.take_rows(rows)
         ready = make_up_weights(modules, given) if self.made_up else make_runnable(modules, given, self.from_shapes)
@@ -103,11 +104,11 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Runnable:
-    """A subject's model, the graph beside it if one was given, and rows for them, on one device.
+    """A subject's model, a graph of it if one was given, and rows for them, on one device.
 
-    `name` is that of the model's class, for messages, and `rows` is how many rows the tensors have. Model, graph and
-    tensors are the subject's own; or copies in host memory, where the weights are on several devices; or they hold
-    stand-ins, which have shapes and no values. `outputs` are the subject's.
+    `name` is the name of the model's class, for messages, and `rows` the number of rows in the tensors. Model, graph
+    and tensors are the subject's own, or copies in host memory if the weights are on several devices, or they hold fake
+    tensors. `outputs` are the subject's.
     """
 
     name: str
@@ -139,17 +140,18 @@ class Runnable:
         return [t.detach().clone() for t in self.inputs.double_rows(self.tensors)]
 
     def note_outputs(self, returned: Any) -> None:
-        """Note what the model has returned for these rows, where that is shapes alone."""
+        """Record the model's outputs for these rows if they only have shapes."""
         if not has_values(self.tensors[0]):
             self.outputs[self.rows] = pytree.tree_map_only(Tensor, lambda t: t.detach(), to_plain_outputs(returned))
 
     def run_model(self, *tensors: Tensor) -> Any:
-        """Return what the model's forward() returns for tensors in the places of the call's tensors."""
+        """Return the output of the model's forward() for tensors in the places of the call's tensors."""
         return self.run_call(self.inputs.make_call(tensors))
 
     def run_call(self, call: Call) -> Any:
-        """Return what the model's forward() returns for a call."""
+        """Return the output of the model's forward() for a call."""
         kept = enter_function_mode(NeverDropped()) if self.model.training else nullcontext()
         with kept, take_masks_as_given() if has_values(self.tensors[0]) else ask_no_values():
-            # Not model(...): the model's own hooks run around the whole pipeline, and no graph holds them.
+            # forward() instead of model(...), since the model's own hooks run around the whole pipeline, and no graph
+            # holds them.
             return self.model.forward(*call.args, **call.kwargs)

@@ -1,1 +1,1 @@
-"""Check that a captured graph is its model: what it returns (values, outputs) and its gradients (gradients)."""
+"""Checks that a captured graph equals its model: its outputs (values, outputs) and its gradients (gradients)."""

@@ -1,7 +1,7 @@
-"""Check the gradients of a graph: one that computes the right outputs may still have lost a backward.
+"""Check the gradients of a graph: it may compute the right outputs, and still have lost a backward.
 
-Both sides compute the gradients of the sum of squares of all outputs, with respect to parameters and inputs. The graph
-has lost a backward where a gradient differs, for example that of an autograd.Function which was traced through.
+Model and graph compute the gradients of the sum of squares of all outputs, with respect to parameters and inputs. If a
+gradient differs, the graph has lost a backward, for example that of an autograd.Function that was traced through.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ LOST = (
 )
 
 Gradients = Sequence[Tensor | None]
-"""One gradient for each parameter, then one for each input; None where no output depends on it."""
+"""One gradient for each parameter, then one for each input; None if no output depends on it."""
 
 
 class GradientComparison(NamedTuple):
-    """What a comparison of gradients has told besides: whether the graph puts hooks on activations.
+    """Side results of a comparison of gradients.
 
-    by_code: whether the graph ran as its code.
+    - `sets_hooks`: the graph puts hooks on activations
+    - `by_code`: the graph ran as its generated code
     """
 
     sets_hooks: bool = False
@@ -46,17 +47,19 @@ class GradientComparison(NamedTuple):
 
 
 def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientComparison:
-    """Return what comparing the gradients tells; raises TraceError unless the graph has the model's gradients.
+    """Compare gradients and return the side results; raises TraceError unless the graph has the model's gradients.
 
-    Frozen parameters and inputs are compared too: they may want gradients later. Where model or graph have no backward
-    to all of these, only what wants a gradient now is compared; where the model has none to that either, nothing is.
-    by_code: let the graph run as its code, and node by node where the code fails.
+    Frozen parameters and inputs are compared too, as they may need gradients later. If model or graph have no backward
+    for all of these, only tensors that need a gradient now are compared; if the model has no backward for these either,
+    nothing is compared.
+
+    `by_code`: run the graph as its code, and node by node if the code fails.
     """
     named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
     hooked: list[Tensor] = []
     if here.asks_for_gradients and not torch.is_grad_enabled():
-        return GradientComparison()  # with gradients enabled the model would be another one
-    # First with all thawed; that may be impossible, for example where an operator has no such backward.
+        return GradientComparison()  # with gradients enabled the model would have another graph
+    # First with everything thawed. That may be impossible, for example if an operator has no such backward.
     for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
         parameters = list(trained.values())
@@ -64,10 +67,10 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
             wanted = _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
             if wanted is None:
                 continue
-            # The graph's hooks, not the model's: those that run in stages count.
+            # Watch the hooks of the graph and not of the model, since the graph runs in stages.
             with watch_hooks(hooked.append):
                 found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
-        if found is None:  # a gradient that nobody wants now, and the graph cannot give, is no reason to refuse it
+        if found is None:  # a gradient that nobody needs now, and that the graph lacks, is no reason to refuse it
             continue
         _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)
         return GradientComparison(bool(hooked), ran)
@@ -77,8 +80,9 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
 def _compute_of_graph(
     here: Runnable, parameters: Sequence[Tensor], *, thawed: bool, by_code: bool
 ) -> tuple[Gradients | None, bool]:
-    """Return the graph's gradients, or None, and whether they are those of its code."""
-    # Whatever the code fails with, the nodes fail with it too, and name the node, unless the code alone is at fault.
+    """Return the graph's gradients, or None, and whether they were computed by its code."""
+    # If the code fails, the nodes usually fail too, and their error names the node. Otherwise only the code is at
+    # fault.
     if by_code:
         with suppress(Exception):
             found = _compute_gradients(here.graph.forward, here, parameters, of_inputs=thawed, or_none=True)
@@ -97,8 +101,8 @@ def _compute_of_graph(
 
 
 def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
-    """Raise TraceError for the first gradient that differs: the model's are `wanted`, the graph's are `found`."""
-    # Stand-ins have no values to compare, only whether there is a gradient at all.
+    """Raise TraceError for the first gradient of the graph (`found`) that differs from the model's (`wanted`)."""
+    # Fake tensors have no values to compare: a gradient exists or not.
     if not all(has_values(g) for g in wanted if g is not None):
         lost = (name for name, a, b in zip(names, wanted, found, strict=False) if a is not None and b is None)
         if name := next(lost, None):
@@ -106,11 +110,12 @@ def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[An
         return
     wanted, found = ([g.to_dense() if g is not None and g.is_sparse else g for g in each] for each in (wanted, found))
     pairs = list(zip(names, wanted, found, strict=False))
-    # The same kernels give the same bits, and to look for these takes a fraction of the time.
+    # The same kernels give the same bits, and comparing bits takes a fraction of the time.
     other = [(name, a, b) for name, a, b in pairs if a is None or b is None or not torch.equal(a, b)]
     if all(a is None and b is None for _, a, b in other):
         return
-    # A small gradient is a difference of large ones, whose rounding it carries: the largest of all sets the tolerance.
+    # A small gradient may be a difference of large ones, and carries their rounding: the largest gradient sets the
+    # tolerance.
     largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
     for name, a, b in other:
         if a is None and b is None:
@@ -122,12 +127,12 @@ def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[An
 
 
 def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether what autograd has recorded tells that the graph has every gradient that the model has.
+    """Return whether autograd's records prove that the graph has every gradient that the model has.
 
-    outputs: those of the model and those of the graph, for `leaves` in the places of the inputs, while all parameters
-        wanted a gradient.
+    `outputs` are the outputs of the model and of the graph, for `leaves` as inputs, computed while all parameters
+    required gradients.
 
-    Where it does not tell, as with a backward written in Python, the gradients have to be computed.
+    If the records prove nothing, as with a backward written in Python, the gradients have to be computed.
     """
     parameters = [p for p in here.model.parameters() if p.is_floating_point()]
     reached = []
@@ -142,13 +147,13 @@ def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Seque
 
 
 def make_leaves(here: Runnable, *, of_inputs: bool) -> list[Tensor]:
-    """Return copies of the rows, which want gradients where they can have them if `of_inputs`."""
+    """Return copies of the rows; with `of_inputs`, floating copies require gradients."""
     return [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
 
 
 @contextmanager
 def require_gradients(here: Runnable) -> Iterator[None]:
-    """Let all parameters of the model that can have gradients require them inside the block."""
+    """Let all floating parameters of the model require gradients inside the block."""
     with _thaw([p for p in here.model.parameters() if p.is_floating_point()]):
         yield
 
@@ -171,9 +176,9 @@ def _thaw(parameters: Sequence[Tensor]) -> Iterator[None]:
 def _compute_gradients(
     run: Callable[..., Any], here: Runnable, parameters: Sequence[Tensor], *, of_inputs: bool, or_none: bool
 ) -> Gradients | None:
-    """Return the gradients of `parameters`, and `of_inputs`, for one call of `run`.
+    """Return the gradients of `parameters`, and with `of_inputs` of the inputs, for one call of `run`.
 
-    `or_none`: return None where no output wants a gradient, or where backward fails.
+    `or_none`: return None if no output requires a gradient, or if backward fails.
     """
     with preserve(here.modules), torch.enable_grad():
         leaves = make_leaves(here, of_inputs=of_inputs)
@@ -182,7 +187,7 @@ def _compute_gradients(
             outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]
             if not outputs:
                 return None if or_none else [None] * (len(parameters) + len(leaves))
-            # Of a plain sum every output would have the gradient 1, and softmax would hand on none at all.
+            # With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero.
             ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
             found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
         except (RuntimeError, TraceError):
@@ -193,5 +198,5 @@ def _compute_gradients(
 
 
 def _is_trained(value: Any) -> bool:
-    """Return whether a gradient returns for an output."""
+    """Return whether an output gets a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad

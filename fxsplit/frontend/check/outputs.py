@@ -1,4 +1,4 @@
-"""What a graph returns: tensors and constants in plain containers."""
+"""The outputs of a graph: tensors and constants in plain containers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def refuse_objects(here: Runnable, outputs: Sequence[Any]) -> None:
 def unpack_output(gm: fx.GraphModule, value: Any) -> None:
     """Change the graph's output so that it holds tensors in plain containers.
 
-    `value` is what the graph returns. A node whose value is a container, for example the named tuple that torch.sort
-    returns, becomes a container of nodes: `(getitem(sort, 0), getitem(sort, 1))`. Stages hand on tensors alone.
+    `value` is the value that the graph returns. A node with a container as its value, for example the named tuple of
+    torch.sort, becomes a container of nodes: `(getitem(sort, 0), getitem(sort, 1))`. Stages hand on nothing but
+    tensors.
     """
     output = gm.graph.output_node()
 
@@ -45,7 +46,7 @@ def unpack_output(gm: fx.GraphModule, value: Any) -> None:
         if not isinstance(value, Tensor):
             return value  # a constant, such as a field of a named tuple that is None
         if isinstance(made, fx.Node):
-            # Nodes made here were not there when the graph ran and its shapes were noted.
+            # New nodes did not exist when the graph ran and its shapes were noted.
             made.meta.setdefault("fxsplit_shape", describe_tensor(value))
         return made
 

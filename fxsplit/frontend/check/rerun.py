@@ -1,6 +1,6 @@
-"""Rerun: run two graphs of one model on the same example, and list by how much they differ.
+"""Rerun: run two graphs of one model on the same example, and measure how much they differ.
 
-Neither run leaves a trace on the model: its buffers, attributes and random generators are as before.
+Both runs leave the model unchanged: its buffers, attributes and random generators are as before.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ from fxsplit.torch_internals.random.seeded_calls import isolate_draws, take_turn
 from fxsplit.torch_internals.tensors.differences import Difference, measure_difference
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
-"""What rounding may make of a tensor, as a share of its largest value: sums in another order, amplified by layers."""
+"""The allowed rounding, as a share of a tensor's largest value: sums in another order, amplified by layers."""
 COARSE = 3e-2
 """The same for types of fewer digits, such as bfloat16. Whole numbers are not rounded."""
 SCALE = 1e-2
-"""A tensor smaller than this share of the largest of its kind is compared on the scale of that share: the gradient of a
-bias before batch norm is zero, and what is computed for it is rounding of larger numbers."""
+"""A tensor smaller than this share of the largest of its kind is compared on the scale of that share.
+
+The gradient of a bias before batch norm is zero, for example, and its computed value is the rounding of larger numbers.
+"""
 
 Cut = tuple[fx.GraphModule, Stages | None]
-"""A graph, with its stages if it has been cut into some."""
+"""A graph, with its stages if it has been cut."""
 
 
 def compare_graphs(before: IR, after: IR) -> list[Difference]:
-    """Return the difference of every output, argument, buffer and gradient between two graphs of one model.
+    """Return the difference of every output, argument, buffer and gradient between two graphs.
 
-    With each comes what rounding may make of it.
+    Each comes with the rounding that is allowed for it. Both graphs run on the example, and on twice as many rows
+    if the graph before allows it, since a number of rows may have become a constant. A graph that draws random
+    numbers draws them in the order of its nodes. If that causes a difference, both run again with a generator state
+    for each node, by its name.
 
-    Both run on the example, and on twice as many rows, where the graph before allows that: a number of rows may have
-    become a constant. A graph that draws random numbers draws them in the order of its nodes, and if that changes
-    anything, for each node by its name. Raises BrokenFact where the outputs are of other shapes or in other containers;
-    without values, where weights have none, that is all that is compared.
+    Raises BrokenFact if the outputs have other shapes or other containers. If weights have no values, only these are
+    compared.
     """
     example = before[Example]
     pair = nn.ModuleList([before.gm, after.gm])
@@ -64,7 +67,7 @@ def compare_graphs(before: IR, after: IR) -> list[Difference]:
         try:
             _Run(here, old, doubled, by_name=False)(*pairs[0])
         except Exception:
-            return differences  # a captured graph may be for one number of rows
+            return differences  # a captured graph may only work for one number of rows
         return differences + _compare_runs(here, *pairs, doubled, 2 * example.rows)
 
 
@@ -79,7 +82,7 @@ def _compare_runs(here: nn.Module, old: Cut, new: Cut, tensors: Sequence[Tensor]
             why = f"{type(error).__name__}: {summarize(error)}"
             raise BrokenFact(f"the graph does not run any more for {rows} rows ({why})") from error
         differences = _list_differences(expected, found)
-        # Draws that came out alike, or none: there is nothing that another order would explain.
+        # If nothing was drawn, or nothing differs, another order of draws explains nothing.
         if not (expected.drew or found.drew) or not any(d.value for d in differences):
             break
     return differences
@@ -87,7 +90,7 @@ def _compare_runs(here: nn.Module, old: Cut, new: Cut, tensors: Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
-    """What one run of a graph gives: its outputs with their structure, and tensors by kind and name."""
+    """The results of one run of a graph: its outputs with their structure, and tensors by kind and name."""
 
     outputs: tuple[list[Any], Any]
     tensors: Mapping[tuple[str, str], Tensor]
@@ -96,9 +99,9 @@ class _Outcome:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """How both graphs are run: on copies of `tensors`, with the weights of `old`; `here` holds both graphs.
+    """One way to run both graphs: on copies of `tensors`, with the weights of `old`; `here` holds both graphs.
 
-    by_name: each node that draws does so from a generator state of its own, as stages let it.
+    `by_name`: each node that draws has a generator state of its own, as in stages.
     """
 
     here: nn.Module
@@ -107,9 +110,9 @@ class _Run:
     by_name: bool
 
     def __call__(self, gm: fx.GraphModule, stages: Stages | None) -> _Outcome:
-        """Run one graph forward and backward; its `stages`, if it has been cut, seed draws by themselves."""
+        """Run one graph forward and backward; its `stages`, if it has been cut, seed draws themselves."""
         weights = {name: p for name, p in self.old.named_parameters() if p.requires_grad}
-        # Numbers have defaults, which the graph runs with here.
+        # Numbers have defaults, and the graph runs with these here.
         names = [str(n.target) for n in self.old.graph.find_nodes(op="placeholder") if not n.args]
         interpreter = (_DrawingByName if self.by_name and stages is None else Interpreter)(gm)
         turn = take_turn(0, 0) if self.by_name else nullcontext()
@@ -122,7 +125,7 @@ class _Run:
             drew = self.by_name or generators != read_generators()
             found = {("output", str(i)): t.detach() for i, t in enumerate(flat) if isinstance(t, Tensor)}
             found |= {("argument", name): t.detach() for name, t in zip(names, given, strict=True)}
-            # Copies: what the graph has written is taken back at the end.
+            # Copies, since writes of the graph are undone at the end.
             found |= {("buffer", name): b.detach().clone() for name, b in self.old.named_buffers()}
             ends = weights | {f"argument {name}": t for name, t in zip(names, leaves, strict=True) if t.requires_grad}
             for name, gradient in _compute_gradients(flat, ends).items():
@@ -131,7 +134,7 @@ class _Run:
 
 
 class _DrawingByName(Interpreter):
-    """Interprets a graph that is not cut yet with the draws that it has in a pipeline."""
+    """Interprets an uncut graph with the random draws that it has in a pipeline."""
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, with a generator state that follows from its name."""
@@ -142,20 +145,20 @@ class _DrawingByName(Interpreter):
 
 
 def _flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return what a graph returns as a list, with its structure in plain containers."""
+    """Return the output of a graph as a list, with its structure in plain containers."""
     leaves, structure = pytree.tree_flatten(rebuild(value, lambda leaf: leaf))
     return leaves, structure
 
 
 def _compute_gradients(outputs: Sequence[Any], ends: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the sum of squares of all outputs; none at all where the graph has no backward.
+    """Return the gradients of the sum of squares of all outputs; empty if the graph has no backward.
 
-    Zeros stand for the gradient of what no output depends on, since both train the same.
+    If no output depends on a tensor, its gradient is zeros, since both train the same.
     """
     trained = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(ends)
     if trained and ends:
-        # Of a plain sum every output would have the gradient 1, and softmax would hand on none at all.
+        # With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero.
         total = sum(o.abs().square().sum() for o in trained)
         try:
             found = torch.autograd.grad(total, [*ends.values()], allow_unused=True)  # type: ignore[arg-type]
@@ -174,13 +177,13 @@ def _check_alike(expected: tuple[list[Any], Any], found: tuple[list[Any], Any]) 
     before, after = describe(expected[0]), describe(found[0])
     if before == after and expected[1] == found[1]:
         return
-    # Containers that differ with equal contents are rare, and their text is long.
+    # Different containers with equal contents are rare, and their text is long.
     wanted, given = (expected[1], found[1]) if before == after else (before, after)
     raise BrokenFact(f"the graph returns {given} now, and {wanted} before: return what the model returns")
 
 
 def _list_differences(expected: _Outcome, found: _Outcome) -> list[Difference]:
-    """Return the relative difference of every tensor, those of outputs first."""
+    """Return the relative difference of every tensor, beginning with the outputs."""
     _check_alike(expected.outputs, found.outputs)
     largest: dict[str, float] = {}
     for (kind, _), tensor in expected.tensors.items():

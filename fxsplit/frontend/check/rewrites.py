@@ -1,7 +1,7 @@
-"""Rewrites: hold what the user's passes make of a graph against what it was before.
+"""Rewrites: compare a graph before and after each of the user's passes.
 
-The graph must compute the same, but for rounding or for the tolerance that a pass states. In evaluation it may have
-lost gradients: it is then `Detached`, and right as long as nobody trains.
+The graph must compute the same up to rounding, or up to the tolerance that a pass states. In evaluation it may lose
+gradients: it is then `Detached`, and right as long as nobody trains.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
 @dataclass(frozen=True, eq=False)
 class Rewrites:
-    """Checks the passes of a chain, which begins with `captured`."""
+    """Checks the passes of a chain that begins with `captured`."""
 
     captured: IR
 
     def check(self, step: Pass, before: IR, after: IR) -> IR:
-        """Return `after`, which knows that it is Detached where it is; raises BrokenFact for a graph that is another.
+        """Return `after`, marked as Detached if it is; raises BrokenFact for a graph that computes something else.
 
-        Nothing is run for fxsplit's own passes, and for those that leave the graph as it is.
+        Nothing is run for fxsplit's own passes, and for passes that leave the graph as it is.
         """
         if is_own(step) or after.gm is before.gm:
             return after
@@ -44,18 +44,18 @@ class Rewrites:
         return _detach(step, after, lost)
 
     def _find_foreign(self, before: IR, after: IR) -> str | None:
-        """Return the path of a weight that the graph has now and that is none of the model's; None if there is none."""
+        """Return the path of a weight of the new graph that is not one of the model's, or None."""
         known = {id(weight) for gm in (self.captured.gm, before.gm) for weight in list_weights(gm)}
         named = (*after.gm.named_parameters(), *after.gm.named_buffers())
         return next((path for path, weight in named if id(weight) not in known), None)
 
 
 def _read_tolerance(step: Pass) -> float | None:
-    """Return what a pass states as `tolerance`, or None; raises ChainError for a value that is no such number."""
+    """Return the `tolerance` that a pass states, or None; raises ChainError unless it is a non-negative number."""
     tolerance = getattr(step, "tolerance", None)
     if tolerance is None:
         return None
-    # Turned round, so that a value that is not a number is refused too.
+    # The comparison is negated, so that NaN is refused too.
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise ChainError(
             f"pass {name_pass(step)!r} has tolerance={tolerance!r}: state by how much of its largest value a tensor may"
@@ -65,8 +65,8 @@ def _read_tolerance(step: Pass) -> float | None:
 
 
 def _detach(step: Pass, after: IR, weight: str | None) -> IR:
-    """Return an IR that knows about `weight`, if there is one; raises BrokenFact for a graph that is to be trained."""
-    # An IR that was detached before says which pass was the first.
+    """Return an IR with the fact Detached if `weight` is given; raises BrokenFact for a graph that is to be trained."""
+    # If the IR was detached before, the fact names the first pass that did it.
     if weight is None or after.get(Detached):
         return after
     if after.mode == "train":

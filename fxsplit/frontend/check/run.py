@@ -1,4 +1,4 @@
-"""Run a graph whose model has just run: an error here is a fault of capturing, and shapes are noted on the way."""
+"""Run a graph after its model has run: an error here is a fault of the capture. Shapes are noted on the way."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, p
 
 
 class Runner(Interpreter):
-    """Runs the graph of a model that has just run by itself: where the graph fails, capturing it has lost something.
+    """Runs the graph of a model that has run without errors: if the graph fails, the capture has lost something.
 
     The nodes of `noted` get dtype and shape of their values, for dumps; `gm` may be a copy of that graph.
     """
 
     def __init__(self, gm: fx.GraphModule, noted: fx.GraphModule | None = None) -> None:
         super().__init__(gm)
-        self.extra_traceback = False  # it would follow the text of an error, which says all that there is to do
+        self.extra_traceback = False  # it would follow the text of an error, which already says what to do
         self._noted = {} if noted is None else {n.name: n for n in noted.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; raises TraceError naming it."""
+        """Run one node; raises TraceError with its name."""
         try:
             value = super().run_node(n)
-        except FxsplitError:  # says more than this could
+        except FxsplitError:  # says more than a TraceError would
             raise
         except Exception as error:
             path = find_submodule(n) or "its.path"
@@ -47,13 +47,13 @@ class Runner(Interpreter):
 
 
 def run_code(here: Runnable) -> None:
-    """Raise TraceError unless the code of the graph runs as well, since stages run code and no interpreter.
+    """Raise TraceError unless the graph also runs as code, since stages run code instead of an interpreter.
 
-    Code holds what each argument prints, which need not be Python.
+    Code contains the repr of each argument, which need not be Python.
     """
     with torch.no_grad(), preserve(here.modules):
         try:
-            # Not called: a GraphModule that fails in a call prints so.
+            # forward() instead of a call, since a GraphModule that fails in a call prints its code.
             here.graph.forward(*here.clone_tensors())
         except Exception as error:
             raise TraceError(
@@ -64,7 +64,7 @@ def run_code(here: Runnable) -> None:
 
 
 def _refuse_sparse(node: fx.Node, value: Any) -> None:
-    """Raise TraceError for a node that makes or fetches a sparse tensor, which no stage could hand on."""
+    """Raise TraceError for a node that makes or fetches a sparse tensor, since stages cannot hand it on."""
     sparse = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.layout is not torch.strided)
     if (found := next(sparse, None)) is not None:
         raise TraceError(
@@ -75,10 +75,10 @@ def _refuse_sparse(node: fx.Node, value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a tensor's dtype and shape, or the name of another value's type."""
+    """Return a tensor's dtype and shape, or the type name of any other value."""
     return describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__
 
 
 def summarize(error: Exception) -> str:
-    """Return the first line of what an error says; torch's errors go on with traces of C++."""
+    """Return the first line of an error; torch's errors continue with traces of C++."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

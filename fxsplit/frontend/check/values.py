@@ -1,13 +1,13 @@
-"""Check a graph against the model before anything builds on it: outputs, gradients, and what either leaves behind.
+"""Check a graph against the model before anything builds on it: outputs, gradients and side effects.
 
-The model and the graph run on the same rows. The graph must return what the model returns, write the same values to
-buffers and arguments, and have the same gradients. Neither run leaves a trace on the model.
+Model and graph run on the same rows. The graph must return the same values, write the same values to buffers and
+arguments, and have the same gradients. Both runs leave the model unchanged.
 
-With values both run without gradients, as kernels may be others then, and once more with gradients. Stand-ins have
-shapes alone, which one run each tells, and what autograd records in it tells which gradients there are.
+With real values, both run without gradients, since kernels may differ then, and once more with gradients. Fake tensors
+only have shapes: one run of each gives them, and autograd's records of this run show which gradients exist.
 
-A graph runs in two ways: node by node, where errors name the node, and as the code that stages run. Of the runs that
-are compared with the model one is by nodes and one by code, wherever there are two.
+A graph runs in two ways: node by node, so that errors name the node, and as the code that stages run. If there are two
+runs to compare with the model, one is by nodes and one by code.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ TAKES_GRADIENTS = (
     "forward() of {} takes a gradient by itself, as autograd.grad does, and it also runs without gradients: take it in "
     "a submodule, inside of torch.enable_grad(), and keep that submodule whole, fxsplit.leaf('its.path')"
 )
-"""What is said of a model that differentiates in forward() and fails under no_grad."""
+"""The error for a model that differentiates in forward() and fails under no_grad."""
 
 By = Literal["nodes", "code", "both"]
-"""How a graph runs: node by node, as its code, or in both ways."""
+"""The way to run a graph: node by node, as its code, or both."""
 
 
 def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "both") -> CallEffects:
-    """Return what one call leaves behind; raises TraceError where model and graph differ on the first `rows` rows.
+    """Return the effects of one call; raises TraceError if model and graph differ on the first `rows` rows.
 
-    Raises InputError for an output that is neither a tensor nor a constant. Its output gets plain containers of
-    tensors, and the nodes of `gm`, where it runs by them, get the shapes of their values, for dumps. by: the code is
-    the same for any number of rows, and so one check by code is enough.
+    Raises InputError for an output that is neither a tensor nor a constant. The output of `gm` becomes plain containers
+    of tensors, and its nodes get the shapes of their values for dumps if it runs by nodes. `by`: the code is the same
+    for any number of rows, so one check by code is enough.
     """
     with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
@@ -70,13 +70,13 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "bo
         except (RuntimeError, ValueError, TypeError) as error:
             if not subject.from_shapes or isinstance(error, FxsplitError):
                 raise
-            # Without values, torch's own errors say nothing of what the user could do.
+            # Without values, torch's own errors do not help the user.
             stopped = find_stopped(subject.model, error)
             raise TraceError(
                 f"{subject.name} does not run on shapes alone, and stops{stopped}. Build it with its weights, if "
                 "forward() decides by values, or uses a tensor that is neither parameter nor buffer"
             ) from error
-    # Those that ran may have been copies or stand-ins.
+    # The checked buffers may be copies or fake tensors.
     own = {path: subject.model.get_buffer(path) for path in effects.written_buffers}
     return replace(effects, written_buffers=own)
 
@@ -84,52 +84,52 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "bo
 def check_other_sizes(subject: Subject, gm: fx.GraphModule, scope: Scope) -> None:
     """Raise TraceError unless a graph is right for all sizes of microbatches besides the largest.
 
-    Only a graph whose number of rows is a constant is run: it has numbers of its own for each size.
+    Only a graph with a constant number of rows is run: it has its own constants for each size.
     """
     for size in subject.sizes[1:] if scope.rows_fixed else ():
         check_graph(subject, gm, size)
 
 
 def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
-    """Compare model and graph as they run `here`, perhaps as copies; return what a call leaves behind.
+    """Compare model and graph as they run in `here`, perhaps as copies; return the effects of a call.
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
     """
     if not has_values(here.tensors[0]) and not here.asks_for_gradients:
-        # Whatever is wrong is found and named by the separate runs.
+        # Any fault is found again, and named, by the separate runs.
         with suppress(Exception):
             return _compare_runs(here, gm, by, at_once=True)
     return _compare_runs(here, gm, by, at_once=False)
 
 
 def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) -> CallEffects:
-    """Compare one run of the model with one of the graph, and their gradients; return what a call leaves behind.
+    """Compare one run of the model with one of the graph, and their gradients; return the effects of a call.
 
-    at_once: the gradients are those of the same runs.
+    `at_once`: take the gradients from the same runs.
     """
-    # Inputs for each side: forward() may write to its arguments.
+    # Inputs for each side, since forward() may write to its arguments.
     leaves = [make_leaves(here, of_inputs=at_once) for _ in range(2)]
     given, copies = ([leaf.clone() for leaf in each] for each in leaves)
     versions = [t._version for t in copies]
     hooked: list[Tensor] = []
-    # A graph of a model that asks holds what forward() does in the caller's mode.
+    # If the model looks at the grad mode, its graph is for the caller's mode.
     records = at_once or (here.asks_for_gradients and torch.is_grad_enabled())
     with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
         returned, buffers, rewritten = _run_model(here, given)
-        # Both must start from the same buffers: _run_model has put them back.
+        # Both must start from the same buffers: _run_model has restored them.
         before = Snapshot(here.modules.buffers())
         with preserve(here.modules), watch_hooks(hooked.append):
-            # A graph keeps its output in containers of fx's own, whose structure is not that of plain ones.
+            # A graph returns fx's own containers, and their structure is not that of plain ones.
             run = here.graph.forward if by == "code" else Runner(here.graph, noted=gm).run
             got = rebuild(run(*copies), lambda leaf: leaf)
             for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
                 _compare_values(here, f"buffer {name!r}", value, buffer)
-            # By memory: a write may go through a view, or through another name of a buffer.
+            # By memory, since a write may go through a view, or through another name of a buffer.
             changed = {get_storage_id(t) for t in before.changed()}
             saved = _find_saved_buffers(here, changed)
             written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
         expected, dropped = drop_foreign_fields(returned)
-        # Differences in values first: they explain those in gradients.
+        # Differences in values come first, since they explain differences in gradients.
         wanted = _compare_outputs(here, expected, got)
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
             _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
@@ -144,7 +144,7 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     containers = _find_own_containers(here, expected, got)
     here.note_outputs(returned)
     _warn_of_output(here, rewritten, dropped)
-    # The statistics of batch norms have a pass that keeps them in order; nothing keeps other buffers in order.
+    # A pass keeps the statistics of batch norms in order; nothing does so for other buffers.
     statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
     return CallEffects(
         writes_inputs=[t._version for t in copies] != versions,
@@ -170,13 +170,13 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
 
 
 def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[str]]:
-    """Return what the model returns for `tensors`, what it has left in its buffers, and which arguments it has changed.
+    """Return the model's outputs for `tensors`, the values that it leaves in its buffers, and the arguments it changes.
 
-    The buffers are as before again. Raises TraceError, naming a parameter, if forward() has written to it, and
+    The buffers are restored. Raises TraceError, with the parameter's name, if forward() has written to a parameter, and
     InputError for a buffer that it has resized.
     """
     shapes = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
-    # Parameters too, since preserve() restores buffers alone.
+    # Parameters too, since preserve() only restores buffers.
     with keep_values(here.model.parameters()) as weights, preserve(here.modules):
         try:
             call = here.inputs.make_call(tensors)
@@ -221,9 +221,9 @@ def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> No
 def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
     """Return the paths of buffers that each call writes and that something may save for backward.
 
-    Those are what the graph fetches, and what modules from outside torch hold; torch's own save no state of their own.
-    `changed` are the storages that a call has written. Raises TraceError for a write to a tensor that is no buffer: a
-    graph would keep it from call to call.
+    These are the buffers that the graph fetches, and those of modules from outside torch; torch's modules save no state
+    of their own. `changed` are the storages that a call has written. Raises TraceError for a write to a tensor that is
+    no buffer: a graph would keep it from call to call.
     """
     held = {get_storage_id(b) for b in here.model.buffers()}
     fetched = {path: t for path, t in list_fetched(here.graph).items() if isinstance(t, Tensor)}
@@ -235,7 +235,7 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
                 "keep what was written from call to call: make it from an input (x.new_zeros(...)), or register it "
                 "as a buffer if it is meant to last"
             )
-    # A module that stays whole fetches its buffers by itself, where the graph does not show it.
+    # A module that stays whole fetches its buffers itself, and the graph does not show it.
     for path, module in here.model.named_modules():
         if not type(module).__module__.startswith("torch."):
             own = ((f"{path}.{name}".removeprefix("."), b) for name, b in module.named_buffers(recurse=False))
@@ -258,9 +258,9 @@ def _compare_outputs(here: Runnable, expected: Any, got: Any) -> list[Any]:
 
 
 def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.TreeSpec | None:
-    """Return the structure of what the model returns, where that is not what the graph returns.
+    """Return the structure of the model's output if it differs from that of the graph.
 
-    Raises TraceError for a container that torch's pytrees take for a leaf: outputs could not be put back into it.
+    Raises TraceError for a container that torch's pytrees take for a leaf, since outputs could not be put back into it.
     """
     leaves, structure = pytree.tree_flatten(expected)
     unknown = next((v for v in leaves if isinstance(v, (dict, list, tuple))), None)
@@ -273,7 +273,7 @@ def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.Tree
 
 
 def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
-    """Raise TraceError unless the graph has left behind what the model has."""
+    """Raise TraceError unless the value of the graph (`found`) equals the model's (`wanted`)."""
     # Constants are part of the structure of the graph's output.
     if not isinstance(wanted, Tensor):
         return
@@ -289,16 +289,16 @@ def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal but for non-deterministic kernels; tensors without values always are."""
+    """Return whether two tensors are equal up to non-deterministic kernels; always true without values."""
     if not has_values(a):
         return True
     if a.layout is not torch.strided:
         pairs = list(zip(list_parts(a), list_parts(b), strict=True))
         return all(x.shape == y.shape and _is_close(x, y) for x, y in pairs)
-    # Most often the bits are the same, which takes no memory to see.
+    # Most often the bits are the same, and comparing them takes no memory.
     if torch.equal(a, b) or not a.is_floating_point() or a.numel() == 0:
         return bool(torch.equal(a, b))
     a, b = a.detach(), b.detach()
-    # Relative to the largest value: a small one may be a difference of large ones.
+    # Relative to the largest value, since a small one may be a difference of large ones.
     size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
     return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))

@@ -1,1 +1,1 @@
-"""The front ends, which each make a graph of a model: symbolic tracing, torch.export, the user's own graph."""
+"""The front ends, which make a graph of a model: symbolic tracing, torch.export, and the user's own graph."""

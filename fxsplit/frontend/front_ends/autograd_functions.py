@@ -1,11 +1,10 @@
-"""Keep the calls of autograd.Functions in a graph: a front end would record their forward, and no backward.
+"""Keep the calls of autograd.Functions in a graph: a front end would record their forward, but not their backward.
 
-Symbolic tracing records the call itself as a node. torch.export looks into the call, so operators mark each tensor that
-goes in and each that comes out, and the call is put back between the marks
-(`fxsplit.frontend.front_ends.export.inline`):
+Symbolic tracing records the call itself as a node. torch.export looks into the call, so operators mark each input and
+output tensor, and the call is put back between the marks (`fxsplit.frontend.front_ends.export.inline`):
 
-    enter = fxsplit::enter(x, 0)            the first tensor that goes into call 0
-    mul = aten.mul(enter, 0.5)              what the function's forward does
+    enter = fxsplit::enter(x, 0)            the first input tensor of call 0
+    mul = aten.mul(enter, 0.5)              the operators of the function's forward
     leave = fxsplit::leave(mul, 0, 0)       output 0 of call 0
 """
 
@@ -28,10 +27,10 @@ from fxsplit.torch_internals.scopes.patch import Method, find_owner_of_apply, pa
 from fxsplit.torch_internals.scopes.undo import CallerLock
 
 TORCHS = ("torch._library.", "torch._functorch.")
-"""Where torch defines autograd.Functions for operators that a graph does hold."""
+"""Modules with torch's own autograd.Functions, for operators that a graph may hold."""
 
 Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a node of a call."""
+"""Makes a node for a call."""
 Call = Callable[..., Any]
 
 one_trace = CallerLock(lend_draws)
@@ -47,7 +46,7 @@ enter, leave = torch.ops.fxsplit.enter.default, torch.ops.fxsplit.leave.default
 
 @contextmanager
 def record_functions(record: Record) -> Iterator[None]:
-    """Let this thread's calls of autograd.Functions with proxies be nodes."""
+    """Record calls of autograd.Functions on proxies, in this thread, as nodes."""
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch itself, or another library, may call a function on plain tensors while a model is traced.
@@ -60,17 +59,17 @@ def record_functions(record: Record) -> Iterator[None]:
 
 @contextmanager
 def mark_functions() -> Iterator[list[Call]]:
-    """Mark this thread's calls of autograd.Functions; yields them, as functions of the tensors they were given."""
+    """Mark this thread's calls of autograd.Functions; yields them as functions of their input tensors."""
     calls: list[Call] = []
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # vmap runs the function's own rule, on tensors with one dimension more.
+        # vmap runs the function's own rule, on tensors with one more dimension.
         if is_transformed():
             return own(cls, *args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         number = len(calls)
         calls.append(_make_call_of_tensors(cls, leaves, structure))
-        # Every tensor is marked, also one that needs no gradient: the call is made with all of them.
+        # Every tensor is marked, even without a gradient, since the call is made with all of them.
         entered = [enter(leaf, number) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, structure)
         outputs, containers = pytree.tree_flatten(own(cls, *args, **kwargs))
@@ -83,7 +82,7 @@ def mark_functions() -> Iterator[list[Call]]:
 
 @contextmanager
 def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Let this thread's calls of the user's own autograd.Functions go to `replace`."""
+    """Redirect this thread's calls of the user's autograd.Functions to `replace`."""
 
     def call(apply: Method, cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(TORCHS):
@@ -107,11 +106,11 @@ def _make_call(cls: Any) -> Call:
 
 
 def _make_call_of_tensors(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
-    """Return the function of an autograd.Function's tensors alone, for its other arguments as they are.
+    """Return a function of only the tensors of a call of an autograd.Function; all other arguments are constants.
 
     It returns its outputs as a flat tuple, since a mark knows an output by its number.
     """
-    # No tensor of this call is held: it is one of an exported program that is gone by the time of the next call.
+    # The tensors of this call are not kept: they belong to an exported program that is gone by the next call.
     held = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -122,12 +121,12 @@ def _make_call_of_tensors(cls: Any, leaves: list[Any], structure: pytree.TreeSpe
         args, kwargs = pytree.tree_unflatten(filled, structure)
         return tuple(pytree.tree_leaves(cls.apply(*args, **kwargs)))
 
-    call.held = held  # type: ignore[attr-defined]  # tells calls with other arguments apart
+    call.held = held  # tells calls with other arguments apart
     return _name_after(cls, call)
 
 
 def _name_after(cls: Any, call: Call) -> Call:
-    """Return a function under the name of a class, as which it stands in a graph's code."""
+    """Give a function the name of a class, for the code of graphs, and return it."""
     call.__name__ = call.__qualname__ = cls.__name__
     call.__module__ = cls.__module__
     return call

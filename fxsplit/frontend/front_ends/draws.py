@@ -1,4 +1,4 @@
-"""Draws of random numbers that a graph would keep from call to call: refused, unless they change nothing of it."""
+"""Refuse random draws that a graph would keep from call to call, unless the graph does not depend on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fxsplit.frontend.graph import Graph, same_graph
 from fxsplit.torch_internals.random.generators import keep_generators, read_python_generators, set_next_draws
 
 TRIED = (0, 2**31, 2**32 - 1)
-"""Words that draws come from in other captures: shares of 0, a half and nearly 1; the first index and later ones."""
+"""Words for the draws of further captures: shares of 0, a half and nearly 1; the first index and later ones."""
 
 
 @contextmanager
 def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
-    """Raise TraceError where the block draws random numbers, which would be constants of the graph.
+    """Raise TraceError if the block draws random numbers, since they would be constants of the graph.
 
-    `states` reads the states of the generators that count; a draw changes one of them.
+    `states` reads the states of the relevant generators; a draw changes one of them.
     """
     before = states()
     yield
@@ -29,11 +29,11 @@ def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
 
 
 def capture_alike(model: nn.Module, capture: Callable[[Callable[[], None]], Graph]) -> Graph:
-    """Return the graph that `capture` returns; raises TraceError where it depends on a draw of Python's or numpy's.
+    """Return the graph of `capture`; raises TraceError if it depends on a draw of Python's or numpy's generators.
 
-    Code may draw for itself, as a library that checks the types of a few items of a list. So where the model draws, it
-    is captured again with draws from one end to the other. `capture` calls what it is given once forward() has run,
-    before it puts generators back.
+    Code may draw for its own purposes, like a library that checks the types of a few items of a list. So if the model
+    draws, it is captured again with draws from all over the range. `capture` gets a function to call after forward()
+    has run, before generators are restored.
     """
     before, drew = read_python_generators(), list[bool]()
     found = capture(lambda: drew.append(read_python_generators() != before))
@@ -45,7 +45,7 @@ def capture_alike(model: nn.Module, capture: Callable[[Callable[[], None]], Grap
             try:
                 other = capture(lambda: None)
             except TraceError:
-                # It had not failed before.
+                # The first capture did not fail.
                 _refuse(model)
             if not same_graph(found.gm, other.gm):
                 _refuse(model)

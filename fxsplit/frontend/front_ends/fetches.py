@@ -1,4 +1,4 @@
-"""Let each node that reads a parameter fetch it by itself, so that stages can share the parameter.
+"""Give each node that reads a parameter its own fetch, so that stages can share the parameter.
 
     w = get_attr weight          w = get_attr weight
     a = matmul(x, w)             a = matmul(x, w)
@@ -7,7 +7,8 @@
                                  c = matmul(b, w_1)
 
 A value that two stages read goes from one to the other with every microbatch, and its gradient comes back with every
-microbatch. A parameter that two stages fetch goes nowhere: each has it, and its gradients are summed once a batch.
+microbatch. A parameter that two stages fetch is never sent: each stage has it, and its gradients are summed once a
+batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def fetch_apart(gm: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(find_target(gm, fetch), nn.Parameter):
             continue
         for reader in list(fetch.users)[1:]:
-            # What the model returns is not fetched anew: the output is no stage's node.
+            # A parameter that the model returns is not fetched again: the output is no stage's node.
             if reader.op == "output":
                 continue
             with gm.graph.inserting_before(reader):

@@ -18,7 +18,7 @@ from fxsplit.ir.facts.capture.scope import Scope
 
 @dataclass(frozen=True)
 class GivenGraph:
-    """Takes a model that is a graph already, as another tracer left it."""
+    """Takes a model that is a graph already, from any tracer."""
 
     name: str = "graph_module"
 
@@ -26,21 +26,22 @@ class GivenGraph:
     def takes(model: nn.Module) -> bool:
         """Return whether the model is a graph that is called like a module.
 
-        The module of an exported program is not: its code generator flattens the arguments. It is traced as any other.
+        The module of an exported program is not, since its code generator flattens the arguments. It is traced like any
+        model.
         """
         return isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen
 
     def attempt(self, subject: Subject) -> Graph:
         """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
 
-        Each reader of a parameter fetches it by itself (see `fetch_apart`).
+        Each reader of a parameter gets its own fetch (see `fetch_apart`).
 
         A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the
-        placeholders `x` and `extra_bias`. Raises TraceError where graph and forward() have different arguments.
+        placeholders `x` and `extra_bias`. Raises TraceError if graph and forward() have different arguments.
         """
         model, inputs = subject.model, subject.inputs
         assert isinstance(model, fx.GraphModule)
-        # Where the call has a tensor there is a placeholder, and where it has a number the number itself.
+        # Each tensor of the call becomes a placeholder, and each number stays a number.
         graph = fx.Graph()
         names = [spec.name for spec in inputs.specs]
         tensors = [graph.placeholder(name) for name in names]

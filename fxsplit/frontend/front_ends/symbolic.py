@@ -1,4 +1,4 @@
-"""The first front end: torch.fx's symbolic tracing, which runs forward() on proxies and records what is done to them.
+"""The first front end: torch.fx's symbolic tracing, which runs forward() on proxies and records their operations.
 
 For `def forward(self, x): return self.head(x.relu())` the graph is a placeholder `x`, a call of the method `relu` and a
 call of the module `head`. Python itself leaves nothing in a graph: an `if` or a loop on a traced value fails.
@@ -51,14 +51,14 @@ class SymbolicTrace:
     name: str = "symbolic_trace"
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return the traced graph; raises TraceError naming the line and the submodule that tracing cannot follow."""
+        """Return the traced graph; raises TraceError with the line and the submodule that tracing cannot follow."""
         return capture_alike(subject.model, partial(self._trace, subject))
 
     def _trace(self, subject: Subject, end: Callable[[], None]) -> Graph:
-        """Return the traced graph; calls `end` once forward() has run."""
+        """Return the traced graph; calls `end` after forward() has run."""
         model = subject.model
         tracer = Tracer(subject.inputs, subject.whole, subject.numbers)
-        # A cache that forward() fills while it is traced would be left with proxies in it.
+        # Otherwise a cache that forward() fills during the trace would keep proxies.
         with restore_model(model), refuse_assignments(model), refuse_draws(model, read_generators):
             try:
                 with (
@@ -72,7 +72,7 @@ class SymbolicTrace:
                     graph = tracer.trace(model)
                     end()
                 drop_unread_states(graph)
-                # Inside, since an argument may print as something that is no Python.
+                # Inside the `try`, since an argument may have a repr that is no Python.
                 gm = fx.GraphModule(model, graph, class_name=subject.name)
             except Exception as error:
                 raise _explain(model, tracer, error) from error
@@ -81,14 +81,14 @@ class SymbolicTrace:
 
 
 class InPlaceProxy(fx.Proxy):
-    """A traced value on which `x += y` writes to x, as it does on a tensor; fx alone would compute x = x + y."""
+    """A traced value on which `x += y` writes to x, as it does on a tensor; fx itself would compute x = x + y."""
 
     def _write_in_place(self, function: Callable[..., Any], other: Any) -> Any:
         """Return the traced value of `function(self, other)`."""
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
     def __setitem__(self, *_: object) -> None:
-        """Raise TypeError, as Python does of itself: the call of this method tells the failure from others."""
+        """Raise TypeError, as Python would: this method in the traceback identifies the failure."""
         raise TypeError("a traced tensor does not support item assignment")
 
 
@@ -100,17 +100,17 @@ STACKS = (
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
-"""Modules of torch's that hold most of a model."""
+"""Modules of torch that hold most of a model."""
 
 
 class Tracer(fx.Tracer):
     """fx's tracer for a model called as `inputs` describes.
 
     Tensor arguments and `numbers` become placeholders and everything else becomes part of the graph. Normalisation and
-    dropout modules stay whole wherever they come from: traced into, they would keep the mode they were traced in.
+    dropout modules stay whole wherever they come from: traced into, they would be fixed to the present mode.
     """
 
-    proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, while tracing
+    proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, during the trace
 
     def __init__(self, inputs: Inputs, whole: Sequence[str], numbers: Sequence[NumberPlace] = ()) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """Return an argument of a node, with Python's own numbers in place of numbers of other types.
 
-        Code is generated from what an argument prints, and numpy's print as `np.float64(2.0)`, which no code knows.
+        Code is generated from the repr of an argument, and numpy's `np.float64(2.0)` is unknown in that code.
         """
         value = a.item() if isinstance(a, np.generic) else a
         kind = next((kind for kind in (int, float, complex) if isinstance(value, kind)), None)
@@ -143,10 +143,10 @@ class Tracer(fx.Tracer):
         return super().create_arg(kind(value) if kind is not None and derived else value)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module stays one call: torch's own, those with a training mode of their own, those asked.
+        """Return whether a module stays one call: torch's own, modules that depend on the mode, and `whole` ones.
 
-        torch's transformers and recurrent modules of several layers are taken apart all the same: as one call a whole
-        model would be one node.
+        torch's transformers and recurrent modules of several layers are still taken apart: otherwise a whole model
+        would be one node.
         """
         whole = module_qualified_name in self._whole or isinstance(m, _NormBase) or is_dropout(m)
         apart = isinstance(m, STACKS) or has_layers(m)
@@ -155,8 +155,8 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Trace a call, remembering the innermost module in which tracing fails."""
-        # fx patches nn.Module for every thread, and another pipeline's worker may be running one just now.
+        """Trace a call, and remember the innermost module in which tracing fails."""
+        # fx patches nn.Module for every thread, and another pipeline's worker may run a module at this moment.
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         try:
@@ -168,7 +168,7 @@ class Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return a proxy of a parameter or buffer, in the thread that traces."""
-        # As in call_module: what another thread reads must be the tensor itself.
+        # As in call_module: another thread must read the tensor itself.
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -176,15 +176,15 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return a function of the root alone that calls it with one placeholder for each tensor argument.
+        """Return a function of only the root, which calls it with one placeholder for each tensor argument.
 
-        Numbers have placeholders behind those, which forward() reads where it read the numbers. What the function
-        returns is in plain containers: fx would make a dataclass a node.
+        Numbers have placeholders after the tensors, and forward() reads these placeholders in place of the numbers. The
+        function returns plain containers, since fx would make a dataclass a node.
         """
         names = [spec.name for spec in self._inputs.specs]
         tensors = [self.create_proxy("placeholder", name, (), {}) for name in names]
         pairs = zip(name_numbers(self._numbers, names), self._numbers, strict=True)
-        # A default, with which the graph runs on tensors alone.
+        # The default is used if the graph runs on tensors only.
         proxies = [self.create_proxy("placeholder", name, (n.place.read(),), {}) for name, n in pairs]
 
         def run(root: nn.Module) -> Any:
@@ -204,9 +204,9 @@ MODES = (
 
 @contextmanager
 def _refuse_modes() -> Iterator[None]:
-    """Raise TraceError where this thread enters a block with a mode, even one that is in force already.
+    """Raise TraceError if this thread enters a block with a mode, even a mode that is already active.
 
-    autocast(enabled=False) changes nothing while tracing, and everything for a caller that runs under autocast.
+    autocast(enabled=False) changes nothing during the trace, but matters for a caller that runs under autocast.
     """
 
     def refuse(mode: Any) -> Any:
@@ -219,9 +219,9 @@ def _refuse_modes() -> Iterator[None]:
 
 
 def _read_modes() -> tuple[Any, ...]:
-    """Return the modes that change what an operator computes, records or saves."""
+    """Return the modes that change how an operator computes, records or saves."""
     kinds = ("cpu", "cuda")
-    # checkpoint() shows here: it puts hooks on what operators save for backward.
+    # checkpoint() shows here: it puts hooks on tensors that operators save for backward.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return torch.is_grad_enabled(), hooks, *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
@@ -233,7 +233,7 @@ ADVICE = {
     "__len__": "Use x.shape[0] in place of len(x)",
     "iter": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
 }
-"""What to do about a failure, by the method of a tracer or proxy that it was raised in; what torch says may change."""
+"""Advice about a failure, by the method of a tracer or proxy that raised it; torch's messages may change."""
 
 OBJECT = "Return the tensors in it, and make such an object of them outside of forward()"
 DISTRIBUTIONS = f"{TORCH}distributions{os.sep}"
@@ -246,13 +246,13 @@ PACKS = f"{TORCH}nn{os.sep}utils{os.sep}rnn.py"
 PACKED = "Pack the rows, run the layers and unpack them inside of one submodule, which then stays whole"
 
 LATE = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", f"{TORCH}_dynamo", f"{TORCH}_inductor")
-"""What torch imports late, as errors about it and files of it are called."""
+"""Names of modules that torch imports late, as they appear in errors and file names."""
 
 
 def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
-    """Return a TraceError that points at the user's line in which tracing stopped."""
+    """Return a TraceError with the user's line in which tracing stopped."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The model is not at fault where torch itself is broken, as after an import that was interrupted.
+    # The model is not at fault if torch itself is broken, for example after an interrupted import.
     inner = frames[-1].filename if frames else ""
     if isinstance(error, (AttributeError, ImportError)) and any(part in f"{error}{inner}" for part in LATE):
         return TraceError(
@@ -261,14 +261,14 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
         )
     # The last frame of the user's own code is the place to change.
     own = [f for f in frames if is_users(f.filename)]
-    # Else the place is in one of torch's own modules, but not in the tracer, nor in what keeps it from being compiled.
+    # Otherwise it is in one of torch's own modules, but not in the tracer or the code that disables compilation.
     own = own or [f for f in frames if not f.filename.startswith((f"{TORCH}fx", f"{TORCH}_dynamo", FXSPLIT, "<"))]
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"
     what = f"symbolic tracing cannot follow {type(model).__name__} in {module} at {place}: {error}"
-    # The model's own forward() is in the graph or nowhere.
+    # The model's own forward() cannot stay whole.
     move = "" if tracer.failed_in else ", or move this part into a submodule, which then stays whole"
-    # An error of fxsplit's own says already what to do.
+    # An error of fxsplit already says what to do.
     if isinstance(error, FxsplitError):
         return TraceError(f"{what}{move}", submodule=tracer.failed_in)
     asked = {f.name for f in frames if f.filename.startswith((f"{TORCH}fx", FXSPLIT))}

@@ -1,1 +1,1 @@
-"""What the outputs of a model mean over microbatches: rows, means, sums, counts, or what cannot be cut."""
+"""Find the kind of each output of a model over microbatches: rows, mean, sum, count, or not joinable."""

@@ -1,7 +1,7 @@
-"""Carried: whether a microbatch changes, through a buffer that it writes, what a later microbatch returns.
+"""Carried state: find a buffer through which one microbatch changes the outputs of a later one.
 
-A pipeline runs microbatches one behind the other, and the model runs the batch at once. A counter of calls in a buffer
-has counted microbatches then, and a temperature that follows from it is another one.
+A pipeline runs microbatches one after another, and the model runs the batch at once. A counter of calls in a buffer
+then counts microbatches, and an output that depends on it, such as a temperature, differs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 
 
 def find_carried_buffer(here: Runnable, rows: tuple[int, int]) -> str | None:
-    """Return a buffer that the first of two pieces writes, where the second then returns something else; or None.
+    """Return a buffer that the first of two pieces writes, if the second piece then has other outputs; or None.
 
-    The statistics of batch norms are none: in training nothing follows from them.
+    The statistics of batch norms do not count: in training no output depends on them.
     """
     statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
     held = {name: b for name, b in here.model.named_buffers() if id(b) not in statistics}
@@ -35,7 +35,7 @@ def find_carried_buffer(here: Runnable, rows: tuple[int, int]) -> str | None:
             behind = list_outputs(here, second) if written else {}
         with torch.no_grad(), try_out(here):
             alone = list_outputs(here, second) if written else {}
-    except Exception:  # for example rows that must stay together, of which other checks tell
+    except Exception:  # for example if rows must stay together, which other checks report
         return None
     pairs = ((alone[name], value) for name, value in behind.items() if isinstance(value, Tensor))
     if all(a.shape == b.shape and is_close(a, b) for a, b in pairs):

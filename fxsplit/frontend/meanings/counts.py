@@ -1,4 +1,4 @@
-"""Find in a graph what a number is divided by, as a graph of its own that needs the inputs alone."""
+"""Find the divisor of a number in a graph, as a graph of its own that only needs the inputs."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ PASSED = {
     *("mul", "mul_", "imul", "neg", "sum", "mean", "view", "reshape", "flatten", "squeeze", "clone", "contiguous"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy", "alias"),
 }
-"""Names of functions that scale, add up or reshape: what an operand is divided by, the result is divided by."""
+"""Names of functions that scale, add up or reshape: if an operand is divided by a count, so is the result."""
 ADDITIONS = {"add", "add_", "iadd", "sub", "sub_", "isub"}
 SELECTIONS = {"getitem", "masked_select", "index", "index_select"}
 """Names of functions that take some entries of a tensor, by a mask or by indices."""
 
 
 class Operands(NamedTuple):
-    """What a count is computed from, and how; a divisor is the count itself. An operand may be the path of a buffer."""
+    """The operands of a count, and the function that computes it; without one the operand is the count itself.
+
+    An operand may be the path of a buffer.
+    """
 
     given: Sequence[Any]
     function: Callable[..., Any] | None = None
 
 
 def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Return a graph that computes from the inputs of `gm` what `node`, a number, is divided by; None for none.
+    """Return a graph that computes the divisor of `node`, a number, from the inputs of `gm`; None if there is none.
 
-    None too where the count is not made of inputs and buffers alone, and where there are several counts.
+    Returns None too if the count needs more than inputs and buffers, or if there are several counts.
     """
     found = _find_counts(gm, node, set(list_number_nodes(gm.graph)))
     return next(iter(found.values())) if len(found) == 1 else None
@@ -55,12 +58,12 @@ def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 def is_safe(count: fx.GraphModule) -> bool:
     """Return whether a number divided by this count, of a graph that `find_count` returned, is safe (see `Count`)."""
     made = count.graph.output_node().args[0]
-    # torch gives labels that are ignored a gradient of zero, and divides those of classes without weight by zero.
+    # torch gives ignored labels a gradient of zero, but divides by zero for classes of weight zero.
     return isinstance(made, fx.Node) and made.target is count_labels and made.args[1] is None
 
 
 def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Return such a graph for everything that is divided on the way to `node`."""
+    """Yield such a graph for every division on the way to `node`."""
     for inner in list_ancestors([node]):
         count = _extract(gm, _find_operands(gm, inner))
         if count is not None:
@@ -68,10 +71,10 @@ def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMod
 
 
 def _find_counts(gm: fx.GraphModule, node: fx.Node, numbers: set[fx.Node]) -> dict[str, fx.GraphModule]:
-    """Return what a number is divided by, wherever only sums and products lie between the division and the number.
+    """Return the divisors of a number, if only sums and products lie between the division and the number.
 
-    By a text, which is the same for counts that are computed alike. `numbers` are the inputs that are Python numbers,
-    which change no weight of a microbatch.
+    The key is a text that is equal for counts that are computed alike. `numbers` are the inputs that are Python
+    numbers: they change no weight of a microbatch.
     """
     found: dict[str, fx.GraphModule] = {}
     seen, waiting = set[fx.Node](), [node]
@@ -98,7 +101,7 @@ def _find_counts(gm: fx.GraphModule, node: fx.Node, numbers: set[fx.Node]) -> di
 
 
 def _list_terms(node: fx.Node) -> list[fx.Node]:
-    """Return the terms that are added up, by one addition after another, to a node."""
+    """Return the terms of a node that is a sum, or a sum of sums."""
     terms: list[fx.Node] = []
     waiting = [node]
     while waiting:
@@ -111,10 +114,10 @@ def _list_terms(node: fx.Node) -> list[fx.Node]:
 
 
 def _extract(gm: fx.GraphModule, operands: Operands) -> fx.GraphModule | None:
-    """Return a graph that computes a count of operands from the inputs of `gm`; None where that takes more."""
+    """Return a graph that computes a count of operands from the inputs of `gm`; None if that needs more."""
     nodes = [operand for operand in operands.given if isinstance(operand, fx.Node)]
     reads = ValueReads(gm)
-    # Most nodes are divided by nothing, and most divisors are made with weights: both are told from few nodes.
+    # Most nodes are divided by nothing, and most divisors depend on weights. Few nodes show either.
     if not nodes or any(map(reads.uses_weights, nodes)):
         return None
     needed = _add_writes(gm, reads, reads.list_ancestors(nodes))
@@ -131,15 +134,15 @@ def _extract(gm: fx.GraphModule, operands: Operands) -> fx.GraphModule | None:
             with graph.inserting_after(copied[place]):
                 clone = graph.call_method("clone", (copied[place],))
             copied[place].replace_all_uses_with(clone)
-            clone.args = (copied[place],)  # which its own argument was replaced by, too
+            clone.args = (copied[place],)  # its own argument was replaced too
     made = [graph.get_attr(o) if isinstance(o, str) else fx.map_arg(o, copied.__getitem__) for o in operands.given]
     graph.output(made[0] if operands.function is None else graph.call_function(operands.function, tuple(made)))
     return fx.GraphModule(gm, graph)
 
 
 def _describe(operands: Operands) -> str:
-    """Return a text that is the same for operands that are computed alike."""
-    # By hashes, since what is written out may be as long as all ways through the graph.
+    """Return a text that is equal for operands that are computed alike."""
+    # By hashes, since the full text may be as long as all paths through the graph together.
     found: dict[fx.Node, str] = {}
 
     def describe(value: Any) -> str:
@@ -152,9 +155,9 @@ def _describe(operands: Operands) -> str:
 
 
 def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return what the count of a number is made of: a divisor, or labels, weight and ignore_index, or a mask.
+    """Return the operands of a number's count: a divisor, or labels, weight and ignore_index, or a mask.
 
-    Nothing for a number that is divided by nothing.
+    The result is empty for a number without a divisor.
     """
     name = read_name(node)
     if node.op == "call_module":
@@ -162,7 +165,7 @@ def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
     if node.target in (*LABEL_FUNCTIONS, *LABEL_OPERATORS):
         return _read_call(node)
     if name in DIVISIONS and len(node.args) == 2 and not node.kwargs:
-        # The factor 1 / count is rounded: its own inverse is the count that the product is divided by.
+        # The factor 1 / count is rounded, so the exact divisor of the product is the inverse of this factor.
         return Operands(node.args[1:]) if isinstance(node.args[0], fx.Node) else Operands([node], divide_one_by)
     if name == "reciprocal" or (name == "pow" and node.args[1:] == (-1,)):
         return Operands([node], divide_one_by)
@@ -172,7 +175,7 @@ def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
 
 
 def _find_selection(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return the mask, or the indices, of the entries that a mean is over; nothing for a mean over all entries."""
+    """Return the mask, or the indices, of the entries of a mean; empty for a mean over all entries."""
     masks: dict[str, Operands] = {}
     waiting, seen = node.all_input_nodes, set[fx.Node]()
     while waiting:
@@ -190,16 +193,16 @@ def _find_selection(gm: fx.GraphModule, node: fx.Node) -> Operands:
 
 
 def _list_places(node: fx.Node) -> list[fx.Node]:
-    """Return the masks and indices by which a node chooses entries of a tensor; nothing for any other node."""
+    """Return the masks and indices by which a node selects entries of a tensor; empty for any other node."""
     if read_name(node) not in SELECTIONS:
         return []
-    # A slice is none of them: how many entries it takes of a row is no count of rows.
+    # A slice does not count: the number of entries that it takes of a row is no count of rows.
     given = pytree.tree_leaves([*node.args[1:], *node.kwargs.values()])
     return [place for place in given if isinstance(place, fx.Node)]
 
 
 def _read_module(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return labels, weight and ignore_index of a call of a loss's module; nothing for another module."""
+    """Return labels, weight and ignore_index of a call of a loss's module; empty for any other module."""
     loss = gm.get_submodule(str(node.target))
     is_loss = type(loss).__module__ == nn.L1Loss.__module__
     if not is_loss or loss.reduction != "mean" or len(node.args) != 2:
@@ -211,7 +214,7 @@ def _read_module(gm: fx.GraphModule, node: fx.Node) -> Operands:
 
 
 def _read_call(node: fx.Node) -> Operands:
-    """Return labels, weight and ignore_index of a call of a loss's function; nothing where it is no mean."""
+    """Return labels, weight and ignore_index of a call of a loss's function; empty if it is no mean."""
     if node.target in LABEL_OPERATORS:
         # They have their reduction, a number, before `ignore_index`, and none of the older options.
         names = ("input", "target", "weight", "reduction", "ignore_index")
@@ -223,10 +226,10 @@ def _read_call(node: fx.Node) -> Operands:
 
 
 def _add_writes(gm: fx.GraphModule, reads: ValueReads, needed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes in `needed`, with those that write to any of them and what these are computed from."""
+    """Return the nodes in `needed`, the nodes that write to any of them, and everything these are computed from."""
     writes = {node: list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
     while True:
-        # What a node writes to may be a view of what is needed: then it is made of nodes of the same type.
+        # The target of a write may be a view of a needed node. It is then computed from nodes of the same type.
         more = [w for w, made_of in writes.items() if w not in needed and _may_be_view(w, made_of & needed)]
         if not more:
             return needed
@@ -234,13 +237,13 @@ def _add_writes(gm: fx.GraphModule, reads: ValueReads, needed: set[fx.Node]) -> 
 
 
 def _may_be_view(write: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Return whether what a node writes to may share memory with one of some nodes, which it is made of."""
+    """Return whether the target of a write may share memory with some nodes that it is computed from."""
     kind = read_dtype(write.all_input_nodes[0])
     return any(read_dtype(node) == kind for node in nodes)
 
 
 def _writes(node: fx.Node) -> bool:
-    """Return whether a node writes to what it is given, by the rule that torch's names follow."""
+    """Return whether a node writes to its arguments, by torch's naming rule."""
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
         return False
     name = str(getattr(node.target, "overloadpacket", getattr(node.target, "__name__", node.target)))

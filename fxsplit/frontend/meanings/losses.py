@@ -1,7 +1,7 @@
-"""Find in the calls of a loss function what its loss is divided by, as a graph that needs the target alone.
+"""Find the divisor of a loss in the calls of its function, as a graph that only needs the target.
 
-A masked mean written by hand, such as `(losses * mask).sum() / mask.sum()`, is that of the whole batch if microbatches
-weigh by their counts. The function is called once, and each call of torch in it becomes a node.
+A masked mean written by hand, such as `(losses * mask).sum() / mask.sum()`, equals that of the whole batch if
+microbatches are weighted by their counts. The function is called once, and each call of torch in it becomes a node.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ORDERS = {"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equa
 TABLES = {"getitem", "index_select", "take", "embedding"}
 """Names of functions that look up entries of a tensor, which may be a table of weights by class."""
 LEAVING = {"numpy", "tolist", "item", "__array__", "__int__", "__float__", "__index__"}
-"""Names of functions whose result is no tensor any more, so that no comparison with it is seen."""
+"""Names of functions with a result that is no tensor, so that later comparisons are not seen."""
 USUAL_MARKS = (-100, -1, 0)
 NAN_ASKED = {"isnan", "isfinite", "nan_to_num", "nansum", "nanmean"}
 MOST_MARKS = 16
-"""How many numbers that the target is compared with are tried as entries of it."""
+"""The most numbers compared with the target that are tried as its entries."""
 
 
 class LossCounts(NamedTuple):
-    """What a loss may be divided by, and the `marks`: numbers that an entry of the target may count or not count for.
+    """The possible divisors of a loss, and the `marks`: numbers that decide whether an entry of the target counts.
 
-    The counts are yet to be tried. Each is divided into a sum, or into a mean over rows.
+    The counts have not been tried yet. Each is the divisor of a sum, or of a mean over rows.
     """
 
     counts: Sequence[Count] = ()
@@ -52,12 +52,13 @@ class LossCounts(NamedTuple):
 
 
 def find_loss_counts(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> LossCounts:
-    """Call `loss_fn` once; return what its loss may be divided by, and the marks of this target."""
+    """Call `loss_fn` once; return the possible divisors of its loss, and the marks of this target."""
     record = Record(pytree.tree_leaves(outputs), pytree.tree_leaves(target))
     with expect_averages(), enter_function_mode(record):
         loss = loss_fn(outputs, *target)
     marks = list(dict.fromkeys(record.list_marks()))[:MOST_MARKS]
-    # A call that no graph can hold makes no count. The trial then tells whether microbatches make the loss.
+    # If a call does not fit into a graph there is no count. The trial then finds out whether microbatches make the
+    # loss.
     with suppress(Exception):
         graph = record.find_count(loss)
         if graph is not None:
@@ -70,7 +71,7 @@ def _make_counts(graph: fx.GraphModule) -> Iterator[Count]:
     reads = tuple(tensor for tensor in graph.buffers() if tensor.numel())
 
     def compute(target: Any) -> Any:
-        # A call of the module itself would print what fails.
+        # forward() instead of a call of the module, since that would print failing code.
         return graph.forward(*(leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)))
 
     for by_rows in (False, True):
@@ -78,10 +79,10 @@ def _make_counts(graph: fx.GraphModule) -> Iterator[Count]:
 
 
 class Record(TorchFunctionMode):
-    """Records each call of torch as a node of a graph whose inputs are the tensors of a target.
+    """Records each call of torch as a node of a graph, with the tensors of a target as inputs.
 
-    Outputs of the model are parameters there: no count may follow from them, as it has to be known before they are.
-    Tensors that come from elsewhere are buffers.
+    Outputs of the model are parameters in this graph: no count may depend on them, since it must be known before them.
+    All other tensors are buffers.
     """
 
     def __init__(self, outputs: Sequence[Any], target: Sequence[Any]) -> None:
@@ -89,7 +90,7 @@ class Record(TorchFunctionMode):
         self._root, self._graph = nn.Module(), fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._leaves_torch = False
-        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one of them
+        self._kept: list[Tensor] = []  # keeps tensors alive, so that no new tensor gets the id of one of them
         for i, leaf in enumerate(leaf for leaf in target if isinstance(leaf, Tensor)):
             self._note(leaf, self._graph.placeholder(f"target_{i}"))
         for leaf in outputs:
@@ -104,12 +105,12 @@ class Record(TorchFunctionMode):
         result = function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         self._leaves_torch |= name in LEAVING and self._follows_from_target(self._find(args[0]))
-        with suppress(Exception):  # without its node a tensor counts as one from elsewhere
+        with suppress(Exception):  # without its node, the result counts as a tensor from outside
             self._record(function, args, kwargs, result)
         return result
 
     def find_count(self, loss: Any) -> fx.GraphModule | None:
-        """Return a graph that computes from the target what the loss is divided by, or None."""
+        """Return a graph that computes the loss's divisor from the target, or None."""
         node = self._nodes.get(id(loss))
         if node is None:
             return None
@@ -138,7 +139,7 @@ class Record(TorchFunctionMode):
         return any(n.op == "placeholder" for n in list_ancestors([node]))
 
     def _list_numbers(self, node: fx.Node) -> Iterator[float]:
-        """Yield the numbers among the arguments of a node, those in small tensors too."""
+        """Yield the numbers among the arguments of a node, including the entries of small tensors."""
         for value in pytree.tree_leaves([node.args, node.kwargs]):
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield value
@@ -150,7 +151,7 @@ class Record(TorchFunctionMode):
                     yield from tensor.flatten().tolist()
 
     def _list_tables(self, node: fx.Node) -> Iterator[Tensor]:
-        """Yield the tensors from elsewhere that have one entry for each class."""
+        """Yield the tensors from outside that have one entry for each class."""
         for value in node.all_input_nodes:
             table = getattr(self._root, str(value.target)) if value.op == "get_attr" else None
             if table is not None and not isinstance(table, nn.Parameter) and table.ndim == 1 and table.numel():
@@ -183,18 +184,18 @@ class Record(TorchFunctionMode):
             return self._graph.call_function(getattr(operator, name), args)
         if name in ("view", "reshape"):
             sizes = args[1:] if len(args) > 2 or isinstance(args[1], int) else tuple(args[1])
-            # The rows are mostly the first of the sizes.
+            # The rows are usually the first of the sizes.
             args = args if -1 in sizes else (args[0], -1, *sizes[1:])
         return self._graph.call_method(name, args, kwargs)
 
     def _find(self, tensor: Tensor) -> fx.Node:
-        """Return the node that makes a tensor, or one that fetches a tensor from elsewhere."""
+        """Return the node that makes a tensor, or a new node that fetches a tensor from outside."""
         if id(tensor) not in self._nodes:
             self._note(tensor, self._fetch(tensor))
         return self._nodes[id(tensor)]
 
     def _fetch(self, tensor: Tensor) -> fx.Node:
-        """Return a node that fetches a tensor, a parameter or else a buffer."""
+        """Return a node that fetches a tensor: a parameter or else a buffer."""
         name = f"held_{len(self._kept)}"
         if isinstance(tensor, nn.Parameter):
             self._root.register_parameter(name, tensor)
@@ -203,12 +204,12 @@ class Record(TorchFunctionMode):
         return self._graph.get_attr(name)
 
     def _note(self, tensor: Tensor, node: fx.Node) -> None:
-        """Take a node for what makes a tensor from now on."""
+        """Record the node that makes a tensor from now on."""
         self._nodes[id(tensor)] = node
         self._kept.append(tensor)
         node.meta["fxsplit_shape"] = describe_tensor(tensor)
 
 
 def _find_extremes(table: Tensor) -> tuple[int, int]:
-    """Return the places of a smallest and of a largest entry."""
+    """Return the positions of a smallest and of a largest entry."""
     return int(table.argmin()), int(table.argmax())

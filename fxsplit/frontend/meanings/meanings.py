@@ -1,7 +1,7 @@
-"""Find what each output means by microbatches: rows, a mean, a sum, or what only the whole batch has.
+"""Find the kind of each output over microbatches: rows, a mean, a sum, or a value that only the whole batch has.
 
-What holds between a batch and pieces of it of different sizes is taken to hold for microbatches. Where the example
-leaves it open, as a loss of zero does, other rows of the same kind are tried, with other weights.
+A relation between a batch and pieces of different sizes is taken to hold for microbatches too. If the example leaves
+the kind open, as a loss of zero does, other rows of the same sort are tried, with other weights.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from fxsplit.torch_internals.fake.fake_weights import has_values
 from fxsplit.torch_internals.user_lines import warn_user
 
 TRIES = 3
-"""Batches that are made of the example where it leaves open what an output means."""
+"""The number of batches made from the example if it leaves the kind of an output open."""
 ALONE = "compile with n_microbatches=1, or return one row for each row of the input and reduce outside of the model"
 WHOLE = OutputKind(
     "unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1"
 )
-"""Of all outputs of a model whose batches stay whole."""
+"""The kind of all outputs of a model with whole batches."""
 
 
 def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[OutputKind, ...]:
-    """Return what each output tensor of the subject's model means by microbatches; `gm` is its graph, if known.
+    """Return the kind of each output tensor of the subject's model over microbatches; `gm` is its graph, if known.
 
-    joined: whether outputs of microbatches are ever to be joined; where not, none means anything.
+    `joined`: outputs of microbatches are to be joined; otherwise every output has the kind WHOLE.
 
     A model without weights runs on made-up ones. Warns of rows that depend on each other. Raises InputError for a
     Python value that depends on the number of rows, and for an argument that is cut by mistake.
@@ -60,14 +60,14 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
         return _find(replace(subject, from_shapes=False, made_up=True), gm)
     except InputError:
         raise
-    except Exception as error:  # a model may want certain values, or more memory than there is
+    except Exception as error:  # a model may need certain values, or more memory than there is
         return _find(subject, gm, failed=error)
 
 
 def _find(
     subject: Subject, gm: fx.GraphModule | None, *, joined: bool = True, failed: Exception | None = None
 ) -> tuple[OutputKind, ...]:
-    """Return the meanings; `failed`: why the model did not run on made-up weights, so that only shapes are known."""
+    """Return the kinds; `failed` is the error on made-up weights, if the model only runs on shapes."""
     with subject.make_runnable(subject.batch) as here:
         trial = _Trial(subject, here, gm, failed)
         if not joined:
@@ -79,7 +79,7 @@ def _find(
         trial.look_at_buffers()
         trial.look_at_gradients(run, found)
         wrong = describe_wrong_cuts(subject, here) if trial.doubtful and not subject.from_shapes else None
-        # Outputs that are refused when somebody asks for them may wait until then.
+        # If an output is refused anyway when somebody asks for it, the error may wait until then.
         if wrong and trial.said:
             raise InputError(wrong)
         for text in trial.said:
@@ -90,8 +90,9 @@ def _find(
 class _Trial:
     """One trial of a subject; `here` is its model with the whole example.
 
-    `failed`: why it runs by shapes only. `said` are texts to warn with. `doubtful`: whether an output is not what its
-    microbatches make.
+    - `failed`: the reason for running only on shapes
+    - `said`: texts of warnings
+    - `doubtful`: some output cannot be made from the microbatches' outputs
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class _Trial:
         self._early: EarlyGradients | None = None
 
     def run(self) -> TrialRun | None:
-        """Return the first run that the model does not fail in.
+        """Return the first run in which the model does not fail.
 
-        None where the model takes the example's number of rows alone, and no batch is cut. Raises what it fails with.
+        Returns None if the model only takes the example's number of rows, and no batch is cut. Otherwise raises the
+        last error.
         """
         failed: list[Exception] = []
         for rows in self._list_sizes():
@@ -118,7 +120,7 @@ class _Trial:
             except Exception as error:
                 failed.append(error)
                 continue
-            # A few rows show which dimension has them. What a number means, the whole example shows better.
+            # A few rows show the batch dimension. The whole example shows the kind of a number better.
             whole = failed or self._subject.from_shapes or sum(rows) >= self._subject.batch
             if whole or all(_is_batch(name, run) or self._is_shown(name, run) for name in run.whole):
                 return run
@@ -127,8 +129,8 @@ class _Trial:
         raise explain_failure(self._subject, failed[-1]) or failed[-1]
 
     def leave_whole(self) -> tuple[OutputKind, ...]:
-        """Return what the outputs mean where they are never joined: nothing."""
-        # Not `run`: the model may be right for its own number of rows only, which is all that it gets.
+        """Return the kinds of outputs that are never joined: WHOLE."""
+        # Not `run`: the model may only work for its own number of rows, and it gets no other.
         outputs = run_model(self._here, self._here.tensors, from_shapes=self._subject.from_shapes).values()
         constants = [value for value in outputs if not isinstance(value, Tensor)]
         # Numbers become part of the graph, and the next batch may have other rows.
@@ -151,7 +153,7 @@ class _Trial:
         return False
 
     def judge(self, name: str, run: TrialRun) -> OutputKind:
-        """Return what an output tensor means."""
+        """Return the kind of an output tensor."""
         whole, pieces = run.take(name)
         batched = find_rows_dim(whole.shape, [piece.shape for piece in pieces], run.rows)
         if batched is not None:
@@ -161,7 +163,7 @@ class _Trial:
         return self._refuse(name, run, "it has not one row for each row of the input")
 
     def look_at_buffers(self) -> None:
-        """Say of a buffer through which microbatches change each other's outputs."""
+        """Add a warning about a buffer through which microbatches change each other's outputs."""
         buffer = find_carried_buffer(self._here, self._few) if self._may_compare else None
         if buffer:
             self.said.append(
@@ -171,7 +173,7 @@ class _Trial:
             )
 
     def look_at_gradients(self, run: TrialRun, found: Sequence[OutputKind]) -> None:
-        """Say of a weight whose gradient for the batch is not what microbatches make, although the outputs are."""
+        """Add a warning about a weight if its gradient is not the sum over microbatches, although outputs are right."""
         # Gradients of made-up weights would take memory for all weights.
         if not self._may_compare or self._subject.made_up:
             return
@@ -182,7 +184,8 @@ class _Trial:
         right = early is not None and early.is_right(meanings)
         weight = early.find_unjoined() if early and right else self._find_unjoined(self._here, meanings)
         del early  # it is as large as all weights, twice
-        # Rounding alone may take another way through a maximum: it has to be so in double precision, elsewhere too.
+        # Rounding may take another branch of a maximum, so the difference must persist in double precision and at other
+        # weights.
         closer = copy_in_double(self._here, jitter=True) if weight else None
         if weight and (closer is None or self._find_unjoined(closer, meanings)):
             self.said.append(
@@ -194,7 +197,7 @@ class _Trial:
     # The kinds of outputs
 
     def _judge_rows(self, name: str, run: TrialRun, dim: int, each: int) -> OutputKind:
-        """Return the meaning of an output that is as long as there are rows, or `each` times as long."""
+        """Return the kind of an output with a dimension of `each` times the number of rows."""
         if self._subject.from_shapes:
             if each > 1:
                 return self._refuse(name, run, f"it may not be in the order of the rows{self._say_failed}")
@@ -218,7 +221,7 @@ class _Trial:
         return OutputKind("rows", dim)
 
     def _judge_number(self, name: str, run: TrialRun) -> OutputKind:
-        """Return the meaning of an output whose shape is the same for any number of rows, such as a loss."""
+        """Return the kind of an output with the same shape for any number of rows, such as a loss."""
         whole, pieces = run.take(name)
         if self._subject.from_shapes:
             return self._refuse(name, run, f"it may be a mean or a sum{self._say_failed}")
@@ -239,12 +242,12 @@ class _Trial:
         kind = next((k for k in ("same", "mean", "sum", "all", "any") if k in kinds), None)
         if kind is None:
             return self._refuse(name, run, "its rows depend on each other")
-        # Labels of another batch may be ignored, or masked, where none of the example are.
+        # The labels of another batch may be ignored, or masked, even if none of the example are.
         found = (self._find_count(name, run) or self._find_watch(name, run)) if kind == "mean" else None
         return OutputKind(kind, count=found)
 
     def _refuse(self, name: str, run: TrialRun, reason: str) -> OutputKind:
-        """Return the meaning of an output that microbatches do not make, with the sentence that says so."""
+        """Return the kind "unjoined" for an output, with a sentence about the reason."""
         whole, pieces = run.take(name)
         self.doubtful = True
         shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
@@ -256,7 +259,7 @@ class _Trial:
 
     @property
     def _say_failed(self) -> str:
-        """Why only shapes are known, to stand after a sentence."""
+        """The reason for running only on shapes, to follow a sentence."""
         failed = f"{type(self._failed).__name__}: {self._failed}"
         return f", which is unknown as the model has no weights yet and fails on made-up ones ({failed})"
 
@@ -264,21 +267,21 @@ class _Trial:
 
     @property
     def _few(self) -> tuple[int, int]:
-        """The sizes of two pieces, of which the second one differs from the first."""
+        """The sizes of two pieces, with the second size different from the first."""
         rows = self._subject.rows
-        # The check of the graph has run the model on one row, where that tells all.
+        # The check of the graph has run the model on one row already, so that run is free.
         return (rows, 1) if rows > 1 and 1 in self._subject.outputs else (rows, rows // 2 or 2)
 
     @property
     def _may_compare(self) -> bool:
-        """Whether more can be learnt from values: batches are cut, and the outputs are what microbatches make."""
+        """Whether values can show more: batches are cut, and no output is doubtful."""
         return self._subject.is_cut and not self._subject.from_shapes and not self.doubtful
 
     def _list_sizes(self) -> Iterator[tuple[int, ...]]:
-        """Return the sizes of pieces to try, one list after another."""
+        """Yield the sizes of pieces to try, one tuple after another."""
         batch, rows = self._subject.batch, self._subject.rows
         cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
-        # Several arguments have to stay together: one may be no batch at all, and right at its full length only.
+        # Several arguments have to stay together: one may be no batch at all, and only be right at its full length.
         without_weights = self._subject.from_shapes or self._subject.made_up
         if without_weights or (sum(self._few) < batch and len(cut) == 1):
             yield self._few
@@ -288,27 +291,27 @@ class _Trial:
             yield self._few  # memory may not suffice for the whole example
 
     def _is_shown(self, name: str, run: TrialRun) -> bool:
-        """Return whether a few rows suffice to show what a number means."""
-        # Of a model without weights the whole example may need more memory than there is.
+        """Return whether a few rows suffice to show the kind of a number."""
+        # If a model has no weights, the whole example may need more memory than there is.
         whole, pieces = run.take(name)
         is_number = self._subject.made_up and isinstance(whole, Tensor) and whole.is_floating_point()
         alike = (
             is_number and all(piece.shape == whole.shape for piece in pieces) and all(map(_is_finite, (whole, *pieces)))
         )
-        # Of a few rows none may be counted, or all.
+        # In a few rows, all entries may count, or none.
         return alike and "same" not in list_kinds(whole, pieces, run.rows, loose=True)
 
     def _find_unjoined(self, here: Runnable, meanings: Mapping[str, OutputKind]) -> str | None:
-        """Return a weight whose gradient for a few rows is not the sum of those for pieces of them."""
+        """Return a weight with a gradient for a few rows that is not the sum over pieces of them."""
         return find_unjoined_gradient(here, self._few, meanings)
 
     def _run(self, here: Runnable, rows: tuple[int, ...]) -> TrialRun:
-        """Return a run on the example's rows, or on some of them, with gradients where these will be asked for."""
+        """Return a run on the example's rows, or some of them, with gradients if they will be needed."""
         shapes = self._subject.from_shapes
-        # A model that asks whether gradients are enabled would be another one.
+        # A model that looks at the grad mode would behave differently.
         early = here is self._here and rows == self._few and not self._subject.made_up
         if early and self._may_compare and not here.asks_for_gradients:
-            # Without gradients the same failure may be none.
+            # Without gradients the same run may succeed.
             with suppress(Exception):
                 run, self._early = run_early(here, rows)
                 return run
@@ -316,42 +319,42 @@ class _Trial:
 
     @cached_property
     def _double(self) -> Runnable | None:
-        """A copy in double precision, where rounding is no reason for a difference."""
+        """A copy in double precision, to rule out rounding as the reason for a difference."""
         return copy_in_double(self._here, jitter=False)
 
     def _look_closer(self, run: TrialRun) -> tuple[TrialRun, bool]:
-        """Return the same run in double precision; where that is impossible the run itself, to be compared loosely."""
+        """Return the same run in double precision; if that is impossible, the run itself, to be compared loosely."""
         if self._double is not None and run.rows not in self._closer:
-            with suppress(Exception):  # for example of a model that knows float32 alone
+            with suppress(Exception):  # for example if a model only works in float32
                 self._closer[run.rows] = self._run(self._double, run.rows)
         return (self._closer[run.rows], False) if run.rows in self._closer else (run, True)
 
     @cached_property
     def _others(self) -> list[TrialRun]:
-        """Runs on other rows of the same kind, with other weights."""
+        """Runs on other rows of the same sort, with other weights."""
         moved = copy_in_double(self._here, jitter=True) or self._here
         rows = choose_pieces(self._subject.batch, self._subject.rows)
         found = []
-        with suppress(Exception):  # a model may check what it is given
+        with suppress(Exception):  # a model may check its inputs
             for shift in range(1, TRIES + 1):
                 found.append(run_pieces(moved, mix_batch(moved.inputs, take_batch(moved, sum(rows)), shift), rows))
         return found
 
     def _try_others(self, name: str, kinds: set[Kind]) -> set[Kind]:
-        """Return which of `kinds` an output still is on other rows."""
+        """Return the kinds in `kinds` that still fit an output on other rows."""
         for run in self._others:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
 
     def _find_node(self, name: str, run: TrialRun) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-        """Yield the graph and its node that is an output; nothing where the graph or its outputs are others."""
+        """Yield the graph and its node for an output; nothing if there is no such graph or node."""
         leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
         node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
         if self._gm is not None and isinstance(node, fx.Node):
             yield self._gm, node
 
     def _find_count(self, name: str, run: TrialRun) -> Count | None:
-        """Return what a number is divided by, if the number is that of its pieces then."""
+        """Return the count that a number is divided by, if the number then follows from its pieces."""
         graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
         if graph is None:
             return None
@@ -359,7 +362,7 @@ class _Trial:
         whole, pieces = closer.take(name)
         for by_rows in (False, True):
             count = Count(graph, by_rows, safe=is_safe(graph) and not by_rows)
-            with suppress(Exception):  # such as labels for which the loss itself fails
+            with suppress(Exception):  # such as labels on which the loss itself fails
                 weights = self._weigh(count, run)
                 found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)
                 if is_close(whole, found.to(whole.dtype), loose=loose):
@@ -367,7 +370,7 @@ class _Trial:
         return None
 
     def _find_watch(self, name: str, run: TrialRun) -> CountWatch | None:
-        """Return what else is divided by on the way to a number that is a mean by rows on the example."""
+        """Return a watch for further counts on the way to a number that is a mean by rows on the example."""
         found = []
         for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
             for by_rows in (False, True):
@@ -385,7 +388,7 @@ class _Trial:
         return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
 
     def _is_counted(self, name: str, whole: Tensor) -> bool:
-        """Return whether a number is a mean of microbatches, but with other weights than their rows."""
+        """Return whether a number is a mean of microbatches, but with weights other than their rows."""
         batch = self._subject.batch
         is_number = whole.ndim == 0 and whole.is_floating_point()
         if self._double is None or not is_number or batch < 3 or self._subject.made_up:
@@ -397,7 +400,7 @@ class _Trial:
         parts = {"a": a, "b": b, "c": c, "ab": ab, "bc": bc, "abc": tensors}
         try:
             return is_weighted_mean({part: run_model(self._double, rows)[name] for part, rows in parts.items()})
-        except Exception:  # for example two rows that must stay together
+        except Exception:  # for example if two rows must stay together
             return False
 
 
@@ -407,7 +410,7 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def _is_batch(name: str, run: TrialRun) -> bool:
-    """Return whether an output has a row for each row of the input, or is no tensor or number."""
+    """Return whether an output has a row for each row of the input, or is neither a tensor nor a number."""
     whole, pieces = run.take(name)
     if not isinstance(whole, Tensor):
         return not isinstance(whole, (int, float)) or isinstance(whole, bool)

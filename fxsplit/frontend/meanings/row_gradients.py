@@ -1,10 +1,10 @@
-"""Row gradients: whether gradients of a batch are the sums of those of its pieces, as its outputs are their outputs.
+"""Row gradients: check that gradients of a batch are sums over its pieces, like its outputs.
 
-A backward of the user's own may compare rows that the forward keeps apart, for example by dividing by a norm.
+A user's own backward may compare rows that the forward keeps apart, for example by dividing by a norm.
 
-What is differentiated follows from what the outputs mean, which is known once the batch and all pieces have run. It is
-guessed before that, so that one run gives both outputs and gradients: an output with rows has them first, and a number
-is a mean. Where the guess was wrong the gradients are computed once more.
+The function to differentiate depends on the kinds of the outputs, which are known only after the batch and all pieces
+have run. So the kinds are guessed first, and one run gives both outputs and gradients: an output with dimensions has
+rows in the first, and a number is a mean. If the guess was wrong, the gradients are computed once more.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
 
 Meanings = Mapping[str, OutputKind]
-"""What outputs mean, by their names."""
+"""The kinds of outputs, by their names."""
 
 
 @dataclass(frozen=True)
 class EarlyGradients:
-    """Gradients of weights that were computed while the meanings of the outputs were guessed.
+    """Gradients of weights, computed with guessed kinds of the outputs.
 
-    whole: those for a batch, by the weights' names. joined: the sums of those for its pieces, in the same order.
+    - `whole`: the gradients for a batch, by the weights' names
+    - `joined`: the sums of the gradients for its pieces, in the same order
     """
 
     guess: Meanings
@@ -39,21 +40,22 @@ class EarlyGradients:
     joined: list[Tensor]
 
     def is_right(self, meanings: Meanings) -> bool:
-        """Return whether the outputs mean what was guessed."""
+        """Return whether the guessed kinds are the true ones."""
         counted = any(isinstance(meanings[name].count, Count) for name in self.guess)
         return not counted and all(
             (meanings[name].kind, meanings[name].dim) == (guess.kind, guess.dim) for name, guess in self.guess.items()
         )
 
     def find_unjoined(self) -> str | None:
-        """Return what `find_unjoined_gradient` returns."""
+        """Return the same as `find_unjoined_gradient`."""
         return _find_other(self.whole, self.joined)
 
 
 def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGradients | None]:
-    """Return what the model makes of a batch and its pieces of so many `rows`, and the gradients of the same runs.
+    """Run the model on a batch and its pieces, of sizes `rows`, and return the outputs and gradients of the same runs.
 
-    No gradients where nothing is trained, or no guess is the same for all runs. Raises what the model fails with.
+    There are no gradients if no weight is trained, or if the guesses differ between runs. Raises the model's own
+    errors.
     """
     batch, trained = take_batch(here, sum(rows)), _list_trained(here)
     outputs: list[dict[str, Any]] = []
@@ -67,7 +69,7 @@ def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGra
             if guesses[-1] and trained:
                 gradients.append(_differentiate(made, guesses[-1], tensors, count, list(trained.values())))
         outputs.append({name: v.detach() if isinstance(v, Tensor) else v for name, v in made.items()})
-        del made  # what autograd holds of this run, the next one has no room for
+        del made  # frees the memory of autograd for the next run
         if len(gradients) > 2:
             gradients[1:] = [_add(gradients[1], gradients[2])]
     run = join_runs(here, outputs[0], outputs[1:], rows)
@@ -77,9 +79,9 @@ def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGra
 
 
 def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Meanings) -> str | None:
-    """Return a parameter whose gradient is not the sum of those of pieces of so many `rows`; None where all are.
+    """Return a parameter with a gradient that is not the sum over pieces of sizes `rows`; None if there is none.
 
-    `meanings` are those of the outputs. None too where no output that microbatches make has a gradient.
+    `meanings` are the kinds of the outputs. Returns None too if no output that can be joined has a gradient.
     """
     trained = _list_trained(here)
     if not trained:
@@ -97,17 +99,17 @@ def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Mean
 
 
 def _find_other(whole: Mapping[str, Tensor], joined: Sequence[Tensor]) -> str | None:
-    """Return the first name of a gradient that is not the one in its place in `joined`; None for none."""
+    """Return the name of the first gradient that differs from its counterpart in `joined`, or None."""
     largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in whole.values() if g.numel()), default=0.0)
     for (name, gradient), found in zip(whole.items(), joined, strict=True):
-        # Gradients are sums over rows, whose rounding grows with the largest of them.
+        # Gradients are sums over rows, and their rounding grows with the largest of them.
         if not is_close(gradient, found, largest, loose=gradient.dtype is not torch.float64):
             return name
     return None
 
 
 def _list_trained(here: Runnable) -> dict[str, Tensor]:
-    """Return the weights whose gradients are compared; none of a model that would be another one with gradients."""
+    """Return the weights to compare gradients of; empty for a model that behaves differently with gradients."""
     if here.asks_for_gradients and not torch.is_grad_enabled():
         return {}
     return {name: p for name, p in here.model.named_parameters() if p.requires_grad}
@@ -119,7 +121,7 @@ def _add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
-    """Return what the outputs with gradients may mean, of which there are so many rows; nothing where one has none."""
+    """Return the guessed kinds of the outputs with gradients, for `rows` rows; empty if an output fits no guess."""
     guesses: dict[str, OutputKind] = {}
     for name, value in outputs.items():
         if _has_gradient(value):
@@ -130,7 +132,7 @@ def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
 
 
 def _has_gradient(value: Any) -> bool:
-    """Return whether a gradient returns for an output."""
+    """Return whether an output gets a gradient."""
     return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
@@ -146,30 +148,30 @@ def _compute_gradients(
 def _differentiate(
     outputs: Mapping[str, Any], meanings: Meanings, tensors: Sequence[Tensor], rows: int, weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return such gradients of outputs that the model has made of `tensors`, which have so many rows."""
+    """Return such gradients for `outputs`, which the model has computed from `rows` rows of `tensors`."""
     terms = [_sum_rows(outputs[name], meaning, rows, tensors) for name, meaning in meanings.items()]
     ends = [term for term in terms if term is not None]
     if not ends:
         return [torch.zeros_like(w) for w in weights]
     found = torch.autograd.grad(torch.stack(ends).sum(), list(weights), allow_unused=True)
     made = (torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True))
-    # Clones: a backward of the user's own may use its memory again in the next run.
+    # Clones, since a user's own backward may reuse its memory in the next run.
     return [g.to_dense() if g.is_sparse else g.clone() for g in made]
 
 
 def _sum_rows(output: Tensor, meaning: OutputKind, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a sum over the rows of an output; None for one that has no gradient, or is no sum over rows."""
+    """Return a sum over the rows of an output; None if it has no gradient, or is no sum over rows."""
     if not _has_gradient(output):
         return None
     if isinstance(meaning.count, Count):
-        # Multiplied by what it was divided by. Without anything to count it is zero divided by zero.
+        # Multiplied by its divisor. If nothing counts, the output is 0 / 0.
         divisor = meaning.count.find_divisor(tensors, rows)
         return output.sum() * divisor if divisor else None
     if meaning.kind in ("mean", "sum"):
         return output.sum() * (rows if meaning.kind == "mean" else 1)
     if meaning.kind != "rows":
         return None
-    # Weights, as the squares of a row that was normalised add up to the same number whatever it holds.
+    # Weights, since the squares of a normalised row add up to the same number for any row.
     places = output.movedim(meaning.dim, 0).reshape(rows, -1)
     weights = torch.linspace(0.5, 1.5, places.shape[1], dtype=output.dtype, device=output.device)
     return (places.square() * weights).sum()

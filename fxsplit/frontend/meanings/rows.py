@@ -1,4 +1,4 @@
-"""Rows of a batch, to try a model on: pieces of it, more rows than there are, and others of the same kind."""
+"""Rows of a batch for trials of a model: pieces of the batch, additional rows, and other rows of the same sort."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fxsplit.ir.facts.capture.call import Inputs
 
 
 def cut_pieces(inputs: Inputs, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[list[Tensor]]:
-    """Return the tensors of one microbatch after another, which have so many rows each."""
+    """Return the tensors of each microbatch, given their numbers of rows."""
     columns = [spec.cut.split(t, rows) for spec, t in zip(inputs.specs, tensors, strict=True)]
     return [[column[m] for column in columns] for m in range(len(rows))]
 
 
 def join_pieces(inputs: Inputs, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the tensors of several pieces as those of one."""
+    """Return the tensors of several pieces, joined into one piece."""
     return [spec.cut.join(column) for spec, *column in zip(inputs.specs, *pieces, strict=True)]
 
 
 def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return the tensors with so many rows more, which are mixed from those there are."""
+    """Return the tensors with `rows` additional rows, which are mixed from the existing ones."""
     batch = inputs.count_rows(tensors)
     mixed = mix_batch(inputs, tensors, 1)
     # Cyclically, since there may be fewer rows than are to be added.
@@ -35,16 +35,16 @@ def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tenso
 
 
 def mix_batch(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
-    """Return as many other rows of the same kind, see `mix_rows`."""
+    """Return other rows of the same sort, as many; see `mix_rows`."""
     pairs = zip(inputs.specs, tensors, strict=True)
     return [t if s.cut.dim is None else mix_rows(t, s.cut.dim, s.cut.each, shift) for s, t in pairs]
 
 
 def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors with rows that differ where all floats of a tensor are one number, as torch.ones makes them.
+    """Return the tensors, with different rows if all floats of a tensor are the same number, as from torch.ones.
 
-    Of rows that are alike, the largest is also their mean. The new rows lie between half the number and the number, or
-    between 0.5 and 1 where it is zero.
+    If rows are alike, the largest is also their mean. The new rows lie between half the number and the number, or
+    between 0.5 and 1 if the number is zero.
     """
     made = []
     for spec, t in zip(inputs.specs, tensors, strict=True):

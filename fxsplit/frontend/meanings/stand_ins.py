@@ -1,7 +1,7 @@
-"""Stand-ins: constants for a dtype or a shape that a count reads from a tensor that is computed with weights.
+"""Stand-ins: constants for a dtype or a shape that a count reads from a tensor computed with weights.
 
-`mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count needs only its
-dtype. The dtype is known before anything runs, and stands in for the loss.
+`mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count only needs its
+dtype. The dtype is known before anything runs, and replaces the loss.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ import torch
 from torch import fx, nn
 
 FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
-"""Names of functions that fill a tensor of the shape of another one, and the number that they fill it with."""
+"""Names of functions that fill a tensor of another tensor's shape, and the number that they fill it with."""
 SHAPED = {"expand_as", "view_as", "reshape_as", "expand", "view", "reshape", "broadcast_to"}
-"""Names of functions that give a tensor another shape. What is counted grows by one factor in all microbatches."""
+"""Names of functions that give a tensor another shape. The count grows by the same factor in all microbatches."""
 CONVERTED = {"to", "type_as"}
 """Names of functions that may convert a tensor to the dtype of another one."""
 KNOWN = {"torch", "_operator", "builtins"}
-"""Packages whose functions are known by their names."""
+"""Packages with functions that are known by their names."""
 
 
 class ValueReads:
-    """Which values the nodes of a graph are computed from. Dtypes and shapes that a node reads are no values."""
+    """The values that the nodes of a graph are computed from.
+
+    Dtypes and shapes that a node reads do not count as values.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._using: dict[fx.Node, bool] = {}
 
     def list_ancestors(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return nodes, and all nodes whose values they are computed from."""
+        """Return nodes, and all nodes that their values are computed from."""
         nodes = list(nodes)
         for node in nodes:
             self.uses_weights(node)
@@ -68,7 +71,7 @@ class ValueReads:
         return graph.call_method("to", (copied[given[0]], _find_dtype(node)))
 
     def _list_read(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Return the nodes whose values a node reads; it is known of all that it is given whether they use weights."""
+        """Return the nodes whose values a node reads; for all its inputs it must be known whether they use weights."""
         given, name = node.all_input_nodes, read_name(node)
         if name == "getattr" and node.args[1] == "dtype":
             return []
@@ -80,7 +83,7 @@ class ValueReads:
 
 
 def read_name(node: fx.Node) -> str:
-    """Return the name of the function of torch or Python that a node calls, such as "add"; empty for others."""
+    """Return the name of the function of torch or Python that a node calls, such as "add"; otherwise an empty text."""
     if node.op == "call_method":
         return str(node.target)
     packet = getattr(node.target, "overloadpacket", None)
@@ -92,12 +95,12 @@ def read_name(node: fx.Node) -> str:
 
 
 def read_dtype(node: fx.Node) -> str:
-    """Return the dtype of a node as the check has noted it, such as "int64"; empty where the check has not."""
+    """Return the dtype of a node as the check has noted it, such as "int64"; empty if it has not."""
     return str(node.meta.get("fxsplit_shape", "")).split("[")[0]
 
 
 def is_weight(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node fetches a parameter, or calls a module, which may have some."""
+    """Return whether a node fetches a parameter, or calls a module, which may have parameters."""
     if node.op == "get_attr":
         return isinstance(operator.attrgetter(str(node.target))(gm), nn.Parameter)
     return node.op == "call_module"
@@ -106,7 +109,7 @@ def is_weight(gm: fx.GraphModule, node: fx.Node) -> bool:
 def list_ancestors(
     nodes: Iterable[fx.Node], list_read: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[fx.Node]:
-    """Return nodes, and all nodes that they are computed from; `list_read` returns which nodes one node reads."""
+    """Return nodes, and all nodes that they are computed from; `list_read` returns the nodes that one node reads."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -118,6 +121,6 @@ def list_ancestors(
 
 
 def _find_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of a node; double precision where it has not been noted, which no count is too large for."""
+    """Return the dtype of a node; if it is unknown, float64, which is large enough for any count."""
     found = getattr(torch, read_dtype(node), None)
     return found if isinstance(found, torch.dtype) else torch.float64

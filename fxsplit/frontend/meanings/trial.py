@@ -1,7 +1,7 @@
-"""Trial: run the model on a batch and on pieces of it, alone and without its graph.
+"""Trial: run the model itself, without its graph, on a batch and on pieces of it.
 
-Random draws are replaced by their averages, and batch norms normalise each row by itself: what then differs between a
-batch and its pieces is what the model itself makes of them.
+Random draws are replaced by their averages, and batch norms normalise each row by itself. Any remaining difference
+between a batch and its pieces is due to the model.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fxsplit.torch_internals.nn.expectations import expect_averages, normalise_r
 from fxsplit.torch_internals.thread_modes import disable_compilers
 
 JITTER = 0.1
-"""How far weights are moved, as a share of their size, to tell what is always equal from what happens to be."""
+"""The change of weights, as a share of their size, that separates true equality from coincidence."""
 
 
 MOST_PIECES = 8
-"""Pieces that a batch is cut into at most."""
+"""The most pieces that a batch is cut into."""
 
 
 class TrialRun(NamedTuple):
-    """The flat outputs of a batch under their names, and those of its pieces, which have so many rows each."""
+    """The flat outputs of a batch by name, and those of its pieces, with the pieces' numbers of rows."""
 
     whole: dict[str, Any]
     pieces: list[dict[str, Any]]
     rows: tuple[int, ...]
 
     def take(self, name: str) -> tuple[Any, list[Any]]:
-        """Return an output of the batch, and that of every piece."""
+        """Return an output of the batch, and the same output of every piece."""
         return self.whole[name], [piece[name] for piece in self.pieces]
 
 
 def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = False) -> dict[str, Any]:
-    """Return the flat outputs of the model for tensors in the places of the call's; leaves no trace on it.
+    """Return the flat outputs of the model for `tensors` in place of the call's; leaves the model unchanged.
 
     Their names are for messages, for example "output 1 ('loss')".
     """
@@ -62,9 +62,9 @@ def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = 
 def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[None]:
     """Let the model run inside the block so that no draw and no batch norm makes rows depend on each other."""
     with ExitStack() as around, preserve(here.modules), refuse_assignments(here.modules):
-        if not from_shapes:  # stand-ins draw nothing, and have no values to average
+        if not from_shapes:  # fake tensors draw nothing, and have no values to average
             around.enter_context(restore_model(here.modules))
-            # torch.cond compiles itself, and what it keeps of a call in the modes below fails outside of them.
+            # torch.cond compiles itself, and its cache of a call in the modes below would fail outside of them.
             around.enter_context(disable_compilers())
             around.enter_context(expect_averages())
             around.enter_context(normalise_rows_alone())
@@ -72,18 +72,18 @@ def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[None]:
 
 
 def list_outputs(here: Runnable, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the flat outputs of one call of the model, under their names."""
+    """Return the flat outputs of one call of the model, by name."""
     return name_outputs(to_plain_outputs(here.run_model(*(t.detach().clone() for t in tensors))))
 
 
 def name_outputs(returned: Any) -> dict[str, Any]:
-    """Return the flat outputs of what a call has returned, under their names."""
+    """Return the flat outputs in the result of a call, by name."""
     leaves, _ = pytree.tree_flatten_with_path(returned)
     return {f"output {i}{_name_key(path)}": value for i, (path, value) in enumerate(leaves)}
 
 
 def _name_key(path: Sequence[Any]) -> str:
-    """Return the key that a value has in a dict, for a message, or nothing for a value that is in none."""
+    """Return the key of a value in a dict, for a message; empty for a value outside of dicts."""
     keys = [entry.key for entry in path if isinstance(getattr(entry, "key", None), str)]
     return f" ({'.'.join(keys)!r})" if keys else ""
 
@@ -91,9 +91,9 @@ def _name_key(path: Sequence[Any]) -> str:
 def run_pieces(
     here: Runnable, tensors: Sequence[Tensor], rows: tuple[int, ...], *, from_shapes: bool = False
 ) -> TrialRun:
-    """Return what the model makes of a batch of `tensors`, and of its pieces of so many `rows`.
+    """Return the outputs of the model for a batch of `tensors`, and for its pieces of sizes `rows`.
 
-    Raises InputError where one returns more values than another.
+    Raises InputError if the numbers of outputs differ.
     """
     pieces = cut_pieces(here.inputs, tensors, rows)
     whole = run_model(here, tensors, from_shapes=from_shapes)
@@ -101,16 +101,16 @@ def run_pieces(
 
 
 def join_runs(here: Runnable, whole: dict[str, Any], pieces: list[dict[str, Any]], rows: tuple[int, ...]) -> TrialRun:
-    """Return the outputs of a batch and of its pieces; raises InputError where one has more values than another."""
+    """Return the outputs of a batch and of its pieces; raises InputError if the numbers of outputs differ."""
     if any(list(piece) != list(whole) for piece in pieces):
         raise InputError(f"{here.name} returns more values for some numbers of rows than for others")
     return TrialRun(whole, pieces, rows)
 
 
 def choose_pieces(batch: int, rows: int) -> tuple[int, ...]:
-    """Return sizes of pieces, much like those of the microbatches, and not all the same.
+    """Return sizes of pieces, similar to the sizes of microbatches, but not all the same.
 
-    Pieces of one size would not tell whether their mean is weighted by rows. There may be a row more than in the batch.
+    Pieces of one size would not show whether their mean is weighted by rows. The sum may exceed the batch by one row.
     """
     if batch == rows:
         return rows, rows // 2 or 2
@@ -125,13 +125,16 @@ def choose_pieces(batch: int, rows: int) -> tuple[int, ...]:
 
 
 def divide_evenly(batch: int, rows: int) -> tuple[int, ...]:
-    """Return the sizes of the microbatches that the batch is cut into, if the largest has so many rows."""
+    """Return the sizes of the microbatches that the batch is cut into, if the largest has `rows` rows."""
     count = -(-batch // rows)
     return tuple(batch // count + (m < batch % count) for m in range(count))
 
 
 def take_batch(here: Runnable, rows: int, *, from_shapes: bool = False) -> list[Tensor]:
-    """Return so many rows of the example, the last of which may be made of the others; rows that are alike differ."""
+    """Return `rows` rows of the example, with additional mixed rows if it has fewer.
+
+    Identical rows are made different.
+    """
     batch = here.inputs.count_rows(here.tensors)
     taken = here.inputs.take_rows(here.tensors, min(rows, batch))
     taken = add_rows(here.inputs, taken, rows - batch) if rows > batch else taken
@@ -141,15 +144,15 @@ def take_batch(here: Runnable, rows: int, *, from_shapes: bool = False) -> list[
 def copy_in_double(here: Runnable, *, jitter: bool) -> Runnable | None:
     """Return a copy of a model and its rows in double precision; None for a model that cannot be copied.
 
-    jitter: move all weights a little, so that layers that start at zero are told from those that compute nothing.
+    `jitter`: change all weights a little, so that layers that start at zero differ from layers that compute nothing.
     """
     try:
         model = copy_module(here.model).double()
-    except Exception:  # whatever a model's own __deepcopy__ raises
+    except Exception:  # a model's own __deepcopy__ may raise anything
         return None
     if jitter:
         generator = torch.Generator().manual_seed(0)
-        # Made-up weights are moved already, and keep nothing that is written to them.
+        # Made-up weights are changed already, and ignore writes.
         for weight in (w for w in model.parameters() if w.is_floating_point() and has_values(w)):
             noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device)
             weight.data.add_(noise * JITTER * (weight.data.abs().mean() + JITTER))

@@ -1,8 +1,8 @@
 """Wrong cuts: arguments that are as long as the batch by accident, or a multiple of it on purpose.
 
-A weight for each of 8 classes beside 8 rows is cut, although it has no rows. Of 16 words for 8 rows every microbatch
-gets all, although each row has two. Where the model is not that of its microbatches, it is run again with such an
-argument cut otherwise.
+A weight for each of 8 classes is cut along with 8 rows, although it has no rows. An argument of 16 words for 8 rows is
+given whole to every microbatch, although each row has two words. If the model does not equal its microbatches, it runs
+again with such an argument cut in another way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fxsplit.torch_internals.fx.interpret import preserve
 
 
 def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
-    """Return what to state of arguments that must be cut otherwise, so that microbatches make the batch's outputs."""
+    """Return advice about arguments that must be cut in another way for microbatches to give the batch's outputs."""
     cuts = _find_cuts(subject, here)
     if not cuts:
         return None
@@ -41,13 +41,13 @@ def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
 
 
 def explain_failure(subject: Subject, error: Exception) -> InputError | None:
-    """Return what to do about a model that runs on the example and not on microbatches of it; None for any other."""
+    """Return an error for a model that runs on the example but not on its microbatches; None for any other model."""
     if not subject.is_cut:
         return None
     with subject.make_runnable(subject.batch) as here:
         if not _runs(here, here.tensors):
             return None
-        # A later microbatch may fail where the first one runs: offsets count from the start of the batch.
+        # A later microbatch may fail even if the first one runs, since offsets count from the start of the batch.
         sizes = subject.divided or divide_evenly(subject.batch, subject.rows)
         pieces = cut_pieces(here.inputs, here.tensors, sizes)
         failing = next((m for m, piece in enumerate(pieces) if not _runs(here, piece)), None)
@@ -82,7 +82,7 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
 
 
 def describe_counting(here: Runnable) -> str:
-    """Return what to do about an argument that counts entries of another one, as offsets and sizes of pieces do.
+    """Return advice about an argument that counts entries of another argument, such as offsets or sizes of pieces.
 
     Empty if no argument looks like that.
     """
@@ -91,7 +91,7 @@ def describe_counting(here: Runnable) -> str:
         if t.is_floating_point() or t.dtype == torch.bool or t.numel() < 2 or t.ndim != 1 or not has_values(t):
             continue
         values = t.tolist()
-        # What counts from the start begins with 0, and ends with the length or before. Positions count one by one.
+        # Offsets begin with 0, and end at or before the length. Positions increase by one.
         rises = values[0] == 0 and values == sorted(values) and set(np.diff(values)) != {1}
         for other, (length, *_) in ((n, o.shape) for n, o in tensors.items() if n != name and o.ndim):
             if sum(values) == length or (rises and values[-1] <= length):
@@ -107,7 +107,7 @@ def describe_counting(here: Runnable) -> str:
 def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:
     """Return whether the model, as it is, runs on these tensors."""
     tensors = [t.detach().clone() for t in tensors]
-    # It may be one that no graph can be made of, because it writes to its weights.
+    # There may be no graph of this model, because it writes to its weights.
     with keep_values(here.model.parameters()):
         try:
             with torch.no_grad(), preserve(here.modules), refuse_assignments(here.modules):
@@ -118,7 +118,7 @@ def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:
 
 
 def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Tensor]) -> str | None:
-    """Return the argument with which the model runs on a microbatch once it has the first microbatch's values."""
+    """Return the argument for which the first microbatch's values make the model run on a failing microbatch."""
     rows = here.inputs.count_rows(failing)
     for i, spec in enumerate(here.inputs.specs):
         if spec.cut.dim is not None:
@@ -130,7 +130,7 @@ def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Te
 
 
 def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
-    """Return where arguments may have their rows instead, so that microbatches make the batch; empty for nowhere."""
+    """Return other batch dimensions of arguments for which microbatches give the batch's outputs; empty if none do."""
     count = -(-subject.batch // subject.rows)
     for cuts in _list_guesses(subject):
         other = replace(here, inputs=here.inputs.cut_otherwise(cuts))
@@ -144,9 +144,10 @@ def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
 
 
 def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
-    """Return other cuts of arguments: none for each alone, the later ones first, then for all but one; then multiples.
+    """Return other cuts of arguments.
 
-    Where one argument is several times as long as another, each row may have several entries.
+    First each argument without a cut, the later arguments first, then all but one, then multiples: if one argument is
+    several times as long as another, each row may have several entries.
     """
     inputs = subject.inputs
     if not subject.is_cut:
@@ -159,7 +160,7 @@ def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
         if len(cut) > 1:
             yield dict.fromkeys(cut[1:], ChunkSpec(None))
     if len(free) < len(inputs.specs):
-        return  # with some of them stated, the number of rows is stated too
+        return  # if some of them are stated, so is the number of rows
     lengths = {spec.name: spec.shape[0] for spec in free if spec.shape}
     for rows in sorted(set(lengths.values()) - {1}, reverse=True):
         cuts = {name: ChunkSpec(0, length // rows) for name, length in lengths.items() if length % rows == 0}
@@ -168,7 +169,7 @@ def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
 
 
 def _is_joined(run: TrialRun) -> bool:
-    """Return whether the outputs of the batch follow from those of its pieces, and any of them from their rows."""
+    """Return whether the batch's outputs follow from those of its pieces, and at least one depends on the rows."""
     depends = False
     for name in run.whole:
         whole, pieces = run.take(name)
@@ -181,13 +182,13 @@ def _is_joined(run: TrialRun) -> bool:
             return False
         if not (is_close(whole, torch.cat(pieces, batched[0])) if batched else list_kinds(whole, pieces, run.rows)):
             return False
-        # What is the same for every piece is so because nothing of what it is made of was cut.
+        # An output that is the same for every piece depends on nothing that was cut.
         depends |= not all(piece.shape == whole.shape and is_close(whole, piece) for piece in pieces)
     return depends
 
 
 def _describe_cuts(cuts: Mapping[str, ChunkSpec], inputs: Inputs) -> str:
-    """Return what is said of arguments that are to be cut otherwise."""
+    """Return a sentence about arguments that are to be cut in another way."""
     name, (dim, each) = max(cuts.items(), key=lambda entry: entry[1].each)
     if dim is None:
         return f"argument {name!r} has no rows, although it is as long as the batch, and was cut with it"

@@ -1,1 +1,1 @@
-"""What a run of the model may change is put back, entry by entry, if it is the user's own."""
+"""Undo the changes that a run of the model makes to the user's own objects, entry by entry."""

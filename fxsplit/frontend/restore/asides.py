@@ -1,8 +1,8 @@
-"""Asides: code that runs in the midst of a call, and whose changes are none of the call's, such as an import.
+"""Asides: code that runs in the middle of a call, but whose changes do not belong to the call, such as an import.
 
-Python runs a module's body once in a process, and torch.compile compiles a function once. Nobody will define their
-names again, so the names must not be taken back. Whoever notes the changes of a call counts the changes of an aside
-as made before the call.
+Python runs a module's body once in a process, and torch.compile compiles a function once. Their names would not be
+defined a second time, so they must not be removed. The notes of a call treat the changes of an aside as made before the
+call.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Notes(Protocol):
     """Knows the state before a call."""
 
     def read(self) -> Any:
-        """Return the state now."""
+        """Return the present state."""
 
     def accept(self, begun: Any, *, new_only: bool) -> None:
-        """Count the changes since `read` returned `begun` as made before the call.
+        """Treat the changes since `read` returned `begun` as made before the call.
 
-        new_only: count only entries and attributes that did not exist.
+        `new_only`: only entries and attributes that did not exist.
         """
 
 
 class _Kept(threading.local):
-    """The notes that one thread keeps just now."""
+    """The active notes of one thread."""
 
     def __init__(self) -> None:
         self.notes: list[Notes] = []
@@ -48,7 +48,7 @@ def keep_notes(notes: Notes) -> Iterator[None]:
 
 
 def _drop(notes: Notes) -> None:
-    """Take notes out of the list, as far as they are in it."""
+    """Remove notes from the list if they are in it."""
     _kept.notes = [other for other in _kept.notes if other is not notes]
 
 

@@ -1,7 +1,7 @@
-"""Items of containers: copied, compared, and put back entry by entry.
+"""Items of containers: copy them, compare them, and restore them entry by entry.
 
-A container is never emptied to be filled again: another thread, or an interrupt in between, would find it empty. So
-only the entries that differ are written, and all of them from C, where neither comes in between.
+A container is never emptied and filled again, since another thread, or an interrupt, could find it empty. Only the
+entries that differ are written, and all of them in C, without a chance for either in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxsplit.ir.facts.capture.python_state import ABSENT, same
 from fxsplit.torch_internals.scopes.undo import call_all
 
 CONTAINERS = (list, dict, set, deque)
-"""The types of containers whose content can be put back."""
+"""The types of containers whose content can be restored."""
 
 KINDS = (OrderedDict, *CONTAINERS, tuple, frozenset)
 """The classes of Python's own containers; an OrderedDict has an order that the methods of dict do not know."""
@@ -25,13 +25,13 @@ OF_PYTHON = "__builtins__"
 """The entry that Python itself adds to a dict in which it evaluates a text."""
 
 Stays = Callable[[Any, Any], bool]
-"""Tells from the value of an entry before a call and its value now whether the entry stays as it is now."""
+"""Decides from the value of an entry before a call and its present value whether it keeps the present one."""
 
 
 def find_kind(container: Any) -> Any:
-    """Return the class of Python's own whose methods read a container; its own class for a Mapping of the user's.
+    """Return the built-in class whose methods read a container, or its own class for a user's Mapping.
 
-    Methods of a class derived from it may do more than read, or refuse to.
+    Methods of a subclass may do more than read, or refuse to.
     """
     own = type(container)
     if own in KINDS:
@@ -40,7 +40,7 @@ def find_kind(container: Any) -> Any:
 
 
 def count_items(container: Any) -> int:
-    """Return how many items a container holds."""
+    """Return the number of items in a container."""
     return int(find_kind(container).__len__(container))
 
 
@@ -51,7 +51,7 @@ def list_items(container: Any) -> tuple[Any, ...]:
 
 
 def copy_items(container: Any) -> tuple[Any, ...]:
-    """Return what a container holds, in its order."""
+    """Return the contents of a container, in its order."""
     items = list_items(container)
     if isinstance(container, Mapping):
         there = find_kind(container).__contains__(container, OF_PYTHON)
@@ -73,7 +73,10 @@ def has_items(container: Any, before: tuple[Any, ...]) -> bool:
 
 
 def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambda then, now: False) -> None:
-    """Let a container hold again what `copy_items` returned of it, but for the entries of a dict that are to stay."""
+    """Restore the contents of a container from `before`, a result of `copy_items`.
+
+    `stays` exempts entries of a dict.
+    """
     if isinstance(container, dict):
         call_all(_plan_entries(container, before, stays))
         return
@@ -83,7 +86,7 @@ def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambd
         there = set(map(id, held))
         more = frozenset(held) - items
         writes = [partial(set.update, container, items), partial(set.difference_update, container, more)]
-        # In place of an item there may be another object that equals it.
+        # Another object that equals an item may have taken its place.
         other = [item for item in items if item in frozenset(held) and id(item) not in there]
         call_all([*writes, *(partial(write, container, item) for item in other for write in (set.discard, set.add))])
     elif isinstance(container, deque):
@@ -99,12 +102,12 @@ def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambd
 
 
 def _plan_entries(held: dict[Any, Any], before: tuple[Any, ...], stays: Stays) -> list[Callable[[], Any]]:
-    """Return the writes after which a dict holds what it held `before`, in that order."""
-    # The methods of a class of the user's may do more than write; those of dict leave out an OrderedDict's order.
+    """Return the writes after which a dict has its contents of `before` again, in that order."""
+    # The methods of a user's class may do more than write, and the methods of dict ignore an OrderedDict's order.
     kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     now, wanted = dict(kind.items(held)), dict(before)
     changed = {k: v for k, v in now.items() if v is not wanted.get(k, ABSENT)}
-    # While a model is traced, a key may be a length of a stand-in, which compares with nothing.
+    # During a trace a key may be a symbolic length, which cannot be compared.
     wanted |= {
         k: v for k, v in changed.items() if (isinstance(k, str) and k == OF_PYTHON) or stays(wanted.get(k, ABSENT), v)
     }
@@ -115,7 +118,7 @@ def _plan_entries(held: dict[Any, Any], before: tuple[Any, ...], stays: Stays) -
     order = [*(key for key in now if key in wanted), *(key for key in wanted if key not in now)]
     moved = next((i for i, (a, b) in enumerate(zip(order, wanted, strict=True)) if a is not b), len(order))
     for key in [*wanted][moved:]:
-        # At least one other entry is there in between.
+        # Other entries remain in between, so the dict is never empty.
         writes += [partial(kind.__delitem__, held, key), partial(kind.__setitem__, held, key, wanted[key])]
     return writes
 

@@ -1,6 +1,6 @@
-"""Leave no trace on the model: capturing and checking run its forward(), which may change anything that it reaches.
+"""Leave no trace on the model: capture and checks run its forward(), which may change anything in its reach.
 
-What can be put back is put back. What a graph would lose, or keep from call to call, is refused.
+Changes that can be undone are undone. Changes that a graph would lose, or keep from call to call, are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 def restore_model(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Restore attributes and hooks of every module, and random generators, after the block.
 
-    Yields a function that restores attributes and hooks within the block. Attributes include what is in lists, dicts,
-    sets and deques, and the values of tensors that are neither parameters nor buffers.
+    Yields a function that restores attributes and hooks within the block. Attributes include the contents of lists,
+    dicts, sets and deques, and the values of tensors that are neither parameters nor buffers.
     """
     before = _Attributes(model)
     with restore_after(before.put_back), keep_generators(), keep_notes(before):
@@ -35,12 +35,12 @@ def restore_model(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 class _Attributes:
-    """The attributes of all modules of a model, with the content of containers and tensors among them."""
+    """The attributes of all modules of a model, with the contents of containers and tensors among them."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         own = [m.__dict__ for m in modules]
-        # Of what torch itself keeps in a module only the hooks: parameters and buffers have a restorer of their own.
+        # Among the attributes of nn.Module itself only the hooks: parameters and buffers are restored by other code.
         values = [v for held in own for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
         self._modules = frozenset(sys.modules)
         # A list stays the same list, and gets its items back.
@@ -51,17 +51,17 @@ class _Attributes:
         self._own = {id(m.__dict__): m for m in modules}
 
     def read(self) -> list[tuple[Any, ...]]:
-        """Return the items of the containers now."""
+        """Return the present items of the containers."""
         return [copy_items(container) for container in self._containers]
 
     def accept(self, begun: list[tuple[Any, ...]], *, new_only: bool) -> None:
-        """Count the changes since `read` returned `begun`, or only new entries, as made before the block."""
+        """Treat the changes since `read` returned `begun`, or only new entries, as made before the block."""
         held = zip(self._containers, self._before, begun, self.read(), strict=True)
         self._before = [merge_items(container, *values, new_only=new_only) for container, *values in held]
 
     def put_back(self) -> None:
-        """Let everything hold again what it held before the block."""
-        # Written only where values have changed: a backward of the user's may need an activation as it is.
+        """Restore everything to its state before the block."""
+        # Written only if values have changed: a user's backward may need an activation as it is.
         self._tensors.restore()
         changed = [pair for pair in zip(self._containers, self._before, strict=True) if not has_items(*pair)]
         if not changed:
@@ -76,12 +76,12 @@ class _Attributes:
                 put_items_back(container, items, self._is_imported)
 
     def _is_imported(self, then: Any, now: Any) -> bool:
-        """Return whether a place has a module now that forward() has imported, or a definition of such a module."""
+        """Return whether a new value is a module that forward() has imported, or a definition of such a module."""
         return is_imported(then, now, self._modules)
 
 
 def _list_collections(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts, sets and deques among values, and those inside of them, but no module's dict."""
+    """Return the lists, dicts, sets and deques among values, and inside of them, but no module's dict."""
     found: dict[int, Any] = {}
     left = list(values)
     while left:
@@ -96,7 +96,7 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def refuse_assignments(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers that the block assigned, and raise TraceError naming one.
+    """Restore parameters and buffers that the block assigned, and raise TraceError with the name of one.
 
     `self.count = self.count + 1` is no operator, so a graph would lose the new value, and tracing would leave a proxy
     in the model.
@@ -118,7 +118,7 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
 def restore_assigned(model: nn.Module) -> Iterator[dict[str, bool]]:
     """Restore parameters and buffers that the block assigned.
 
-    Yields a dict that has their paths after the block, and whether there was none under the path before.
+    Yields a dict that is filled after the block: path -> whether the path was new.
     """
     before = [(path, held, dict(held)) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
     assigned: dict[str, bool] = {}
@@ -129,6 +129,6 @@ def restore_assigned(model: nn.Module) -> Iterator[dict[str, bool]]:
             assigned.update({f"{path}.{name}".removeprefix("."): kept.get(name) is None for name in names})
             put_items_back(held, tuple(kept.items()))
 
-    # Put back even when the block fails: another front end will run the model.
+    # Restored even if the block fails, since another front end will run the model.
     with restore_after(put_back):
         yield assigned

@@ -1,4 +1,4 @@
-"""Owners: which objects are Python's, torch's or an installed package's own, and so not the user's to put back."""
+"""Owners: find out which objects belong to Python, torch or an installed package, and must not be restored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fxsplit.ir.facts.capture.python_state import ABSENT
 from fxsplit.torch_internals.nn.objects import is_a
 
 TORCHS = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "triton")
-"""torch and the packages that it computes with: what they keep for themselves is no user's."""
+"""torch and the packages that it computes with: their internal state does not belong to the user."""
 
 DEFINITIONS = (types.ModuleType, type, types.FunctionType)
-"""The types of what code defines or imports."""
+"""The types of objects that code defines or imports."""
 
 
 def is_library(value: Any) -> bool:
-    """Return whether a value is a module, class or function of torch's or of Python's own, which nobody changes."""
+    """Return whether a value is a module, class or function of torch or Python itself, which nobody changes."""
     if not is_a(value, (*DEFINITIONS, types.BuiltinFunctionType)):
         return False
     home = value.__name__ if is_a(value, types.ModuleType) else getattr(value, "__module__", None)
@@ -30,13 +30,13 @@ def is_library(value: Any) -> bool:
 
 
 def is_of_library(module: str) -> bool:
-    """Return whether a module's name is one of torch's or of Python's own."""
+    """Return whether a module's name is one of torch's or Python's own."""
     top = module.partition(".")[0]
     return top in TORCHS or top in sys.stdlib_module_names
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is torch's, Python's own, or one of an installed package."""
+    """Return whether a module belongs to torch, Python or an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return is_of_library(module) or (isinstance(file, str) and "site-packages" in file)
 
@@ -46,7 +46,7 @@ def is_namespace(value: Any) -> bool:
     # Python gives each module both names, and nothing else has them.
     if not is_a(value, dict) or value is sys.modules:
         return value is sys.modules
-    # A class derived from dict may refuse to be asked.
+    # A subclass of dict may override the look-up.
     return dict.__contains__(value, "__spec__") and dict.__contains__(value, "__loader__")
 
 
@@ -54,15 +54,15 @@ def find_foreign() -> frozenset[int]:
     """Return the identities of the containers that modules of libraries hold, such as a package's registry."""
     named = list(sys.modules.items())
     libraries = [m for name, m in named if issubclass(type(m), types.ModuleType) and is_installed(name)]
-    # By its type: an object may do anything when it is asked for its class, such as warn.
+    # By its type, since an object may run any code when asked for its class, such as a warning.
     held = (value for module in libraries for value in list(vars(module).values()))
     return frozenset(id(value) for value in held if issubclass(type(value), CONTAINERS))
 
 
 def is_imported(then: Any, now: Any, modules: Collection[str]) -> bool:
-    """Return whether a place that held nothing has a module now, or a definition of a module not in `modules`.
+    """Return whether an empty place now holds a module, or a definition from a module that is not in `modules`.
 
-    A submodule of a model counts as well, such as one under torch.compile: a call may make and register it once.
+    A submodule of a model counts as well, for example one under torch.compile: a call may create and register it once.
     """
     if not (then is None or then is ABSENT) or not is_a(now, (*DEFINITIONS, nn.Module)):
         return False
@@ -71,10 +71,10 @@ def is_imported(then: Any, now: Any, modules: Collection[str]) -> bool:
 
 
 def is_definition(then: Any, now: Any) -> bool:
-    """Return whether a place that held nothing has a function or a class now, which somebody has made to measure."""
+    """Return whether an empty place now holds a function or a class, which was generated at run time."""
     return (then is None or then is ABSENT) and is_a(now, DEFINITIONS)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether a value holds tensors, or stand-ins for tensors and lengths of a model that is traced."""
+    """Return whether a value holds tensors, or the proxies and symbols of a model that is traced."""
     return any(is_a(leaf, (Tensor, fx.Proxy, SymInt, SymFloat, SymBool)) for leaf in pytree.tree_leaves(value))

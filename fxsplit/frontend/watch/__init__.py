@@ -1,1 +1,1 @@
-"""Watch what Python values forward() reads and writes: those are not in a graph, which holds what they were."""
+"""Watch which Python values forward() reads and writes: a graph holds their values during the capture."""

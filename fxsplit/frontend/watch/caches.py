@@ -1,6 +1,6 @@
-"""Caches: values that a call makes once, for calls after it to use.
+"""Caches: values that one call makes, and later calls use.
 
-A graph is made with empty caches, and each of its calls makes the values again. So it must be the same whether a cache
+A graph is made with empty caches, and each of its calls makes the values again. So it must not matter whether a cache
 is empty or filled by another call.
 """
 
@@ -26,16 +26,16 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.random.generators import keep_generators
 
 OTHER = 1.25
-"""By what weights are multiplied for a call with other weights."""
+"""The factor on weights for a call with other weights."""
 
 
 def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[SeenPlace, Cached]) -> None:
-    """Note what the caches hold, which are filled now, if other calls fill them alike; `watch` can empty the caches.
+    """Record the contents of the filled caches if other calls fill them alike; `watch` can empty the caches.
 
-    restore: takes hooks out of the modules again that a first call has put there, as it notes in such a cache.
-    Raises InputError if another call returns other outputs with the filled caches than with empty ones.
+    `restore` removes hooks that a first call has put on modules and recorded in such a cache. Raises InputError if
+    another call returns other outputs with the filled caches than with empty ones.
     """
-    # Weights change between steps of a training; an evaluation may keep what it makes of them.
+    # Weights change between steps of a training; an evaluation may keep values computed from them.
     with _change_weights(here) if here.model.training else nullcontext():
         with_filled = _call_on_others(here)
         empty_caches(watch, restore)
@@ -44,7 +44,7 @@ def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], cach
         return
     now = watch.find_changes()
     if not all(map(_is_alike, with_filled, with_empty)):
-        # The cache that another call fills otherwise, if there is any.
+        # The cache that another call fills with other values, if there is one.
         seen = next((s for s, cached in caches.items() if s in now and not cached.holds(now[s])), next(iter(caches)))
         raise InputError(
             f"forward() of {here.name} keeps in {seen.place.name} what its first call makes of inputs or weights, "
@@ -61,14 +61,14 @@ def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], cach
 
 
 def empty_caches(watch: Watch, restore: Callable[[], None]) -> None:
-    """Let everything be as it was before the first call."""
+    """Restore everything to its state before the first call."""
     watch.put_back()
     restore()
 
 
 @contextmanager
 def _change_weights(here: Runnable) -> Iterator[None]:
-    """Let the parameters that are trained have other values inside the block."""
+    """Give the trained parameters other values inside the block."""
     trained = [p for p in here.model.parameters() if p.requires_grad]
     with keep_values(trained):
         for weight in trained:
@@ -87,13 +87,13 @@ def _call_on_others(here: Runnable) -> list[Any] | None:
         try:
             with torch.no_grad():
                 returned = here.run_model(*(t.roll(1) for t in here.clone_tensors()))
-        except Exception:  # whatever a model makes of values that it was not given
+        except Exception:  # a model may raise anything on unexpected values
             return None
         return pytree.tree_leaves(to_plain_outputs(returned))
 
 
 def _is_alike(a: Any, b: Any) -> bool:
-    """Return whether two outputs are equal, but for rounding."""
+    """Return whether two outputs are equal up to rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b)
     return a.shape == b.shape and is_close(a, b)

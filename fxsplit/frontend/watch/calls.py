@@ -1,4 +1,4 @@
-"""Watch the calls of a function of the user's, such as a loss: what each call changes, and how that is put back."""
+"""Watch the calls of a user's function, such as a loss: record the changes of each call, and undo them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxsplit.torch_internals.fake.fake_weights import Snapshot
 
 
 class CallWatch:
-    """Notes what the first two calls of a function change: its buffers, and Python values that it reads or writes."""
+    """Records what the first two calls of a function change: its buffers, and Python values that it reads or writes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         while isinstance(function, partial):
@@ -29,7 +29,7 @@ class CallWatch:
 
     @contextmanager
     def note(self) -> Iterator[None]:
-        """Note what the call inside the block changes, on top of what calls before it have changed."""
+        """Record the changes of the call inside the block, in addition to the changes of earlier calls."""
         if len(self._rounds) == 2:
             yield
             return
@@ -38,13 +38,13 @@ class CallWatch:
         self._rounds.append(self._watch.find_changes())
 
     def list_changes(self) -> list[str]:
-        """Return in words what each call changes; ask before it is put back."""
+        """Return in words what each call changes; call this before `put_back`."""
         first, again = self._rounds
         changed = {id(b) for b in self._before.changed()}
         words = [f"its buffer {name!r}" for name, b in self._buffers.items() if id(b) in changed]
         return words + [seen.describe_change(first[seen]) for seen in list_lasting(first, again)]
 
     def put_back(self) -> None:
-        """Give everything the value that it had before the first call."""
+        """Restore every value from before the first call."""
         self._watch.put_back()
         self._before.restore()

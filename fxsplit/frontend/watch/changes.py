@@ -1,4 +1,4 @@
-"""Find out what each call of a model changes among Python values: a graph computes tensors and changes nothing."""
+"""Find the Python values that each call of a model changes: a graph computes tensors and changes nothing else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxsplit.torch_internals.fx.interpret import preserve
 
 
 def list_changes(subject: Subject, watch: Watch) -> list[str]:
-    """Run the model on one microbatch; return in words what each call changes that somebody may read afterwards.
+    """Run the model on one microbatch; return in words what each call changes that other code may read afterwards.
 
-    `watch` notes what the code reads, and can put back what it changes. Raises InputError for a cache that a call fills
-    with what depends on its inputs or on weights, where later calls use it.
+    `watch` records what the code reads, and can undo its changes. Raises InputError for a cache with values that depend
+    on a call's inputs or on weights, if later calls use them.
     """
     with restore_model(subject.model) as restore, subject.make_runnable(subject.rows) as here:
         first = _run(here, watch)
@@ -32,31 +32,32 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
                 seen.put_back((), lambda then, now: False)
             check_caches(here, watch, restore, {seen: filled[seen] for seen in caches})
     watch.put_back()
-    # Made once and used from then on, as a function under torch.compile is: the next call would make another one.
+    # Made once and used from then on, like a function under torch.compile: otherwise the next call would make another
+    # one.
     keep = begin_aside()
     for seen in first.keys() - set(found):
         seen.keep_definitions(first[seen])
     keep()
     for seen in found:
-        # A graph depends on what else is in a container that forward() fills.
+        # A graph depends on the other contents of a container that forward() fills.
         if seen.container is not None:
             seen.leave_out(first[seen])
     return words
 
 
 def list_lasting(first: dict[SeenPlace, Any], again: dict[SeenPlace, Any]) -> list[SeenPlace]:
-    """Return what each call changes, of what had changed after the first and after a second."""
-    # A value that is made once and then used is a cache. So what a call has changed, the next one changes again.
+    """Return the places that each call changes, given the changes after a first and after a second call."""
+    # A value that is made once and then used is a cache. So a value counts only if the next call changes it again.
     return [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
 
 
 def _run(here: Runnable, watch: Watch) -> dict[SeenPlace, Any]:
-    """Call the model and leave its weights as they were; return what other places hold now than before all calls."""
+    """Call the model and restore its weights; return the present values of other places that differ from the start."""
     with (
         keep_values(here.model.parameters()),
         preserve(here.modules),
         restore_assigned(here.model),
-        suppress(Exception),  # a model that fails here fails in the check too, which says what is wrong
+        suppress(Exception),  # a model that fails here fails in the check too, which reports the reason
         watch.note(),
     ):
         here.run_model(*here.clone_tensors())

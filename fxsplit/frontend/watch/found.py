@@ -1,4 +1,4 @@
-"""What is found in an object: a value, what messages call its place, and the place, if others may write to it."""
+"""Results of a search in an object: a value, the name of its place for messages, and the place, if it is writable."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 from fxsplit.ir.facts.capture.python_state import Place, is_plain
 
 ITEMS, VARIABLE, CONTENTS, STATE = "[items]", "[variable]", "[contents]", "[state]"
-"""In place of a name: what a container holds, a variable of the code around a function, what an array holds, what an
-iterator gives next.
+"""Special names: for the items of a container, a variable of a closure, the values of an array, an iterator's state.
 
-Whoever holds the object reads the first three, and changes the last by reading it."""
+Code that holds the object reads the first three, and changes the last by reading it.
+"""
 
 
 class Label(NamedTuple):
-    """What kind of place something was reached from, such as "attribute" of the model, and the path from there.
+    """The kind of place that something was reached from, such as "attribute" of the model, and the path from there.
 
-    library: whether that place is Python's, torch's or an installed package's.
+    `library`: the place belongs to Python, torch or an installed package.
     """
 
     kind: str
@@ -24,11 +24,11 @@ class Label(NamedTuple):
     library: bool = False
 
     def of(self, name: str) -> Label:
-        """Return the label of an attribute of this."""
+        """Return the label of an attribute of this object."""
         return self._replace(path=f"{self.path}.{name}" if self.path else name)
 
     def at(self, key: Any) -> Label:
-        """Return the label of an item of this."""
+        """Return the label of an item of this object."""
         return self._replace(path=f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
 
     def __str__(self) -> str:
@@ -38,10 +38,11 @@ class Label(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What an object keeps in a place, and the label of that.
+    """A value in a place of an object, with the label of the place.
 
-    name: what code calls the place, or one of ITEMS, VARIABLE, CONTENTS and STATE. key: tells the place from all
-    others. Without a place the value is only reached, and nobody can put another one there.
+    - `name`: the place's name in code, or one of ITEMS, VARIABLE, CONTENTS and STATE
+    - `key`: identifies the place
+    - `place`: None if the value is only reached, and cannot be replaced there
     """
 
     value: Any

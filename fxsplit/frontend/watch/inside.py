@@ -1,4 +1,4 @@
-"""What objects keep where no attribute shows it: arrays, iterators, random generators, context variables, queues."""
+"""State of objects that no attribute shows: arrays, iterators, random generators, context variables, queues."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
-"""What functions of the module `random` draw from."""
+"""The generator that the functions of the module `random` draw from."""
 
 
 def list_inside(value: Any, label: Label) -> Iterator[Finding]:
-    """Yield what an object keeps for itself, of the kinds of objects of which that is known."""
+    """Yield the internal state of an object, for known kinds of objects."""
     if has_contents(value):
         place = Place(str(label), partial(Contents, value), Contents.put_back)
         yield Finding(value, label, CONTENTS, place, (id(value), CONTENTS))
@@ -36,18 +36,18 @@ def list_inside(value: Any, label: Label) -> Iterator[Finding]:
     elif is_a(value, weakref.ref):
         yield Finding(value(), label)
     elif is_a(value, weakref.ProxyTypes):
-        with suppress(ReferenceError):  # what it stands for is gone
+        with suppress(ReferenceError):  # the object that it refers to is gone
             yield Finding(value.__init__.__self__, label)
     elif is_a(value, queue.Queue):
         yield Finding(value.queue, label)
-    # Of Python's own generator draws are refused that a graph depends on, and others are for nobody to know.
+    # Draws of Python's own generator are refused if a graph depends on them, and are otherwise ignored.
     elif value is not PYTHONS_GENERATOR and (hasattr(type(value), "__next__") or hasattr(type(value), "getstate")):
         place = Place(f"the state of {label}", partial(_read_state, value))
         yield Finding(place.read(), label, STATE, place, (id(value), STATE))
 
 
 def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the attributes that an object has in the thread that asks."""
+    """Yield the attributes of an object that belong to the present thread."""
     for name in names.attributes:
         at = label.of(name)
         place = Place(str(at), partial(getattr, value, name, ABSENT), partial(_set_attribute, value, name))
@@ -57,7 +57,7 @@ def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterat
 
 
 def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
-    """Set a context variable; one that had no value cannot lose it again."""
+    """Set a context variable; if it had no value, it cannot lose its value again."""
     if value is not ABSENT:
         variable.set(value)
 
@@ -77,7 +77,8 @@ def _read_state(value: Any) -> Any:
         held = sorted(frame.f_locals.items()) if frame is not None else []
         return (frame is None or frame.f_lasti, *((name, v) for name, v in held if is_plain(v)))
     for name in ("getstate", "__reduce__"):
-        # What every object has makes another object of the same memory: a file over a file, which closes it at the end.
+        # The default __reduce__ makes another object of the same memory: for example a second file, which closes the
+        # first.
         if getattr(type(value), name, object.__reduce__) is object.__reduce__:
             continue
         with suppress(Exception), _hide_deprecations() if type(value).__module__ == "itertools" else nullcontext():
@@ -87,8 +88,8 @@ def _read_state(value: Any) -> Any:
 
 @contextmanager
 def _hide_deprecations() -> Iterator[None]:
-    """Hide that a future Python's iterators of itertools have no state that can be read, which is of Python 3.12 on."""
-    # Warnings that are turned into errors would come out of the iterator, whose state then would be unknown.
+    """Hide the warning of Python 3.12 and later that iterators of itertools will lose their readable state."""
+    # If warnings are turned into errors, the iterator would raise one, and its state would be unknown.
     with restore_after(partial(setattr, warnings, "filters", warnings.filters)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

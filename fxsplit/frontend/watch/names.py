@@ -1,4 +1,4 @@
-"""The names that a piece of code reads and writes, by its bytecode; which objects they are of shows as it runs."""
+"""The names that a piece of code reads and writes, from its bytecode; the objects are found as it runs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from types import CodeType
 _ASK = ("hasattr", "getattr", "setattr", "delattr")
 """The functions that find an attribute by a text."""
 _TEXTS = ("LOAD_CONST", "BUILD_STRING")
-"""The instructions that make a text of which at least a part stands in the code."""
+"""The instructions that make a text with at least a part of it in the code."""
 _IDLE = ("PRECALL", "KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP")
 """The instructions that leave all values as they are."""
 _EXPRESSIONS = ("LOAD_", "BINARY_", "UNARY_", "CALL", "PUSH_NULL", *_IDLE)
-"""How the instructions begin that compute a value and do nothing else with the values that others have computed."""
+"""Prefixes of the instructions that compute a value and have no other effect."""
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
     """Names in one code object, each once and in the order of the code.
 
-    loads: attributes that are read. A counter is not, if the code only makes its next value of it. stores: attributes
-    and globals that are set or deleted, with the line of the first time. globals: those of either kind, and whether
-    they are read. texts: strings in the code, since `getattr(x, "scale")` and `config["scale"]` read by a string. asks:
-    whether the code asks which attributes there are, as hasattr() does. installed: whether the code is of an installed
-    package. computes: whether it computes names of attributes, as `getattr(x, name)` does. imports: the modules that it
-    imports, with how many packages up.
+    - `loads`: attributes that are read, except counters that the code only increments
+    - `stores`: attributes and globals that are set or deleted, with the line of the first time
+    - `globals`: globals that are set or read, and whether they are read
+    - `texts`: strings in the code, since `getattr(x, "scale")` and `config["scale"]` read by a string
+    - `asks`: the code looks up which attributes exist, like hasattr()
+    - `installed`: the code belongs to an installed package
+    - `computes`: the code computes names of attributes, as in `getattr(x, name)`
+    - `imports`: the modules that the code imports, with the number of packages up
     """
 
     loads: tuple[str, ...]
@@ -40,16 +42,16 @@ class Names:
 
     @property
     def attributes(self) -> list[str]:
-        """Every name that may be one of an attribute, but for those that Python itself gives an object."""
+        """Every name that may be an attribute, except those that Python itself gives an object."""
         named = dict.fromkeys((*self.loads, *self.stores, *self.texts))
         return [name for name in named if not (name.startswith("__") and name.endswith("__"))]
 
     def reads(self, name: str) -> bool:
-        """Return whether the code reads what has this name."""
+        """Return whether the code reads anything by this name."""
         return name in self.loads or name in self.texts or self.globals.get(name, False) or self.may_build(name)
 
     def may_build(self, name: str) -> bool:
-        """Return whether the code may put a name together at run time, as `getattr(x, f"rate_{i}")` does."""
+        """Return whether the code may build a name at run time, as in `getattr(x, f"rate_{i}")`."""
         if self.computes:
             return True
         return self.asks and any(name.startswith(text) or name.endswith(text) for text in self.texts if text)
@@ -71,7 +73,7 @@ def read_names(code: CodeType) -> Names:
             at = instruction.positions
             stores.setdefault(name, at.lineno if at and at.lineno else code.co_firstlineno)
         if kind == "IMPORT_NAME":
-            # Before it come the constants that say how many packages up, and which names.
+            # Before it come two constants: the number of packages up, and the names to import.
             level = next((c.argval for c in reversed(instructions[:i][-2:]) if isinstance(c.argval, int)), 0)
             imports.append((name, level))
         elif kind.endswith(("_GLOBAL", "_NAME")):
@@ -80,7 +82,7 @@ def read_names(code: CodeType) -> Names:
             globally[name] = globally.get(name, False) or reads
         elif not kind.startswith(("STORE", "DELETE")) and not _only_counts(instructions, i):
             loads[name] = None
-    # In a tuple are, for example, the keys of a dict display.
+    # The keys of a dict display, for example, are in a tuple.
     constants = [c for item in code.co_consts for c in (item if isinstance(item, tuple) else (item,))]
     texts = dict.fromkeys(c for c in constants if isinstance(c, str))
     asks = not {*_ASK, "vars"}.isdisjoint(globally)
@@ -89,11 +91,11 @@ def read_names(code: CodeType) -> Names:
 
 
 def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
-    """Return whether the call that these instructions begin with has a text as its second argument, or a part of one.
+    """Return whether the second argument of a call is a text, or begins or ends with one.
 
-    They come after the one that loads the function.
+    `instructions` begin after the load of the called function.
     """
-    # Which instruction has made each value on Python's stack.
+    # The instruction that has made each value on Python's stack.
     made: list[str] = []
     for instruction in instructions:
         kind = instruction.opname
@@ -102,25 +104,25 @@ def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
         if kind in ("PRECALL", "CALL") and len(made) == instruction.arg:
             return len(made) > 1 and made[1] in _TEXTS
         if "JUMP" in kind or kind.startswith(("RETURN", "FOR_")):
-            # Where a third value is there already, it is not the second argument that is decided here.
+            # If a third value is on the stack, the branch is not about the second argument.
             return len(made) > 2 and made[1] in _TEXTS
         count = len(made) + dis.stack_effect(instruction.opcode, instruction.arg)
         if count < 0:
             return False
-        # What an instruction leaves on top of the stack is its own.
+        # The values that an instruction leaves on top of the stack are its own.
         made = [*made[:count], *[kind] * (count - len(made))]
         made[-1:] = [kind] if made else []
     return False
 
 
 def _only_counts(instructions: Sequence[dis.Instruction], begin: int) -> bool:
-    """Return whether what an instruction loads only becomes the next value in its place, as in `self.calls += 1`."""
+    """Return whether a loaded value only becomes the next value of the same variable, as in `self.calls += 1`."""
     load, owner = instructions[begin], instructions[begin - 1]
     of_object = load.opname == "LOAD_ATTR"
-    # One value more is there after the load of a method, which is called next.
+    # The load of a method leaves one more value, since the method is called next.
     if dis.stack_effect(load.opcode, load.arg) > (0 if of_object else 1):
         return False
-    # How many values lie above the one that is followed.
+    # The number of values above the followed one on the stack.
     above, last, swapped = 0, load, False
     for instruction in instructions[begin + 1 :]:
         kind = instruction.opname
@@ -134,7 +136,7 @@ def _only_counts(instructions: Sequence[dis.Instruction], begin: int) -> bool:
             )
         effect = 0 if kind in _IDLE else dis.stack_effect(instruction.opcode, instruction.arg)
         if kind == "SWAP" and (above, instruction.arg, owner.opname) == (0, 2, "COPY"):
-            # The object comes to lie above its next value.
+            # The object now lies above its next value.
             above, swapped = 1, True
         elif kind == "BINARY_OP" and above < 2:
             above = 0

@@ -1,7 +1,7 @@
-"""The places in which an object keeps what code may read of it: attributes, entries, variables of closures.
+"""The places of an object that code may read: attributes, entries, variables of closures.
 
-For example code with the names `cfg` and `scale` that holds a module `m` may read `m.cfg`, and then `m.cfg.scale`. So
-the places of `m` for these names are its attribute `cfg`, whose value has the attribute `scale`.
+For example, code with the names `cfg` and `scale` that holds a module `m` may read `m.cfg`, and then `m.cfg.scale`. So
+the place of `m` for these names is its attribute `cfg`, and the value in it has the attribute `scale`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fxsplit.ir.facts.capture.python_state import ABSENT, Place, is_plain, same
 from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_ITEMS = 1000
-"""A container with more items is not compared before every call: only its entries under texts of the code are."""
+"""If a container has more items, only its entries under texts of the code are compared before every call."""
 
 CACHED = (type(lru_cache(len)),)
-"""The types of functions that run once for each call, and then return what they returned."""
+"""The types of functions that run once for each set of arguments, and then return the cached result."""
 
 OF_TORCH = vars(nn.Module()).keys() - {"training"}
-"""The attributes in which a module keeps what torch needs of it."""
+"""The attributes that nn.Module itself keeps in a module."""
 
 
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Finding]:
     """Yield the places of an object that code with these names may read or write, and the values in them."""
-    # What becomes of a line that is logged is no business of the code that logs it.
+    # The handling of log lines does not concern the code that logs.
     if is_a(value, (logging.Handler, logging.Manager)):
         return
     if is_a(value, (tuple, frozenset, Mapping, *CONTAINERS)):
@@ -76,12 +76,12 @@ def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
 
 
 def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
-    """Yield the modules that code imports as it runs, as far as they are there."""
+    """Yield the modules that code imports as it runs, if they are loaded."""
     asked = "import_module" in names.loads or "import_module" in names.globals
     named = ((text, 0) for text in names.texts if asked and text in sys.modules)
     for name, level in (*names.imports, *named):
         path = "." * level + name
-        with suppress(ImportError):  # Python says it better, when it comes to the import
+        with suppress(ImportError):  # the import itself will give a better error
             full = resolve_name(path, namespace.get("__package__") or "") if level else path
             for part in (full, full.partition(".")[0]):
                 if part in sys.modules:
@@ -89,7 +89,7 @@ def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
 
 
 def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> Callable[[], Any]:
-    """Return what reads of a container only that which is in it `before` a call of forward() and after it, `now`."""
+    """Return a reader for the part of a container that is equal `before` a call of forward() and after it (`now`)."""
     if isinstance(container, Mapping):
         changed = dict(now)
         keys = tuple(key for key, value in before if key in changed and same(value, changed[key]))
@@ -101,12 +101,12 @@ def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) 
 
 
 def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a dictionary holds under these keys."""
+    """Return the entries of a dictionary under these keys."""
     return tuple((key, container.get(key, ABSENT)) for key in keys)
 
 
 def find_entry(mapping: Any, key: str, label: Label) -> Finding:
-    """Return the place of an entry in a dictionary, or in what is like one, with the label `label`."""
+    """Return the place of an entry in a dictionary, or a similar object, with the label `label`."""
     return _slot(mapping, key, label.at(key))
 
 
@@ -119,37 +119,37 @@ def _slot(mapping: Any, name: str, label: Label) -> Finding:
         else:
             mapping[name] = value
 
-    # A partial of a method in C: thousands of places are read before every call.
+    # A partial of a method in C, since thousands of places are read before every call.
     place = Place(str(label), partial(mapping.get, name, ABSENT), put)
     return Finding(place.read(), label, name, place, (id(mapping), name))
 
 
 def _member(value: Any, name: str, label: Label) -> Finding:
-    """Return the place of what every object of a type has, such as the code of a function."""
+    """Return the place of an attribute that every object of a type has, such as the code of a function."""
     place = Place(str(label.of(name)), partial(getattr, value, name), partial(setattr, value, name))
     return Finding(ABSENT, label.of(name), VARIABLE, place, (id(value), name))
 
 
 def _inherited(kind: type, base: type, name: str) -> Finding:
-    """Return the place of an attribute that instances of a class have from `base`, the class itself or one above."""
+    """Return the place of an attribute that instances of `kind` inherit from `base`, which is `kind` or a base class."""
     label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
-    # Asked of the class itself: it may be given an attribute that hides the one of its base.
+    # Looked up in the class itself, since it may get an attribute that hides the one of its base.
     place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))
     return Finding(vars(base)[name], label, name, place, (id(kind), name))
 
 
 def _look_up(kind: type, name: str) -> Any:
-    """Return an attribute of a class as the class holds it: a property of its metaclass may make another each time."""
+    """Return an attribute of a class as stored, since a property of its metaclass may make a new object each time."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
 def _list_items(value: Any, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the content of a container as one place, and its items."""
+    """Yield the contents of a container as one place, and its items."""
     if is_namespace(value):
         yield from _list_namespace(value, names, label)
         return
     if count_items(value) > MOST_ITEMS or type(value).__module__ == "os":
-        # Of a long table, or of the environment, only what the code names.
+        # For a long table, or the environment, only the entries that the code names.
         for key in names.texts if is_a(value, Mapping) else ():
             with suppress(Exception):
                 yield find_entry(value, key, label)
@@ -168,7 +168,7 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Finding]:
 
 
 def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterator[Finding]:
-    """Yield what code finds by a text in the dict of a module, or of all modules; the dict itself is Python's."""
+    """Yield the entries that code finds by a text in the dict of a module, or of all modules."""
     home = label._replace(library=value is sys.modules or is_installed(str(value.get("__name__"))))
     for key in names.texts:
         if value is not sys.modules:
@@ -178,7 +178,7 @@ def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterat
 
 
 def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
-    """Yield what a function carries with it: variables of its closure, its defaults, bound arguments."""
+    """Yield the objects that a function carries with it: variables of its closure, its defaults, bound arguments."""
     if is_a(value, types.MethodType):
         parts = [value.__func__, value.__self__]
     elif is_a(value, partial):
@@ -186,7 +186,7 @@ def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
     elif is_a(value, CACHED):
         parts = [value.__wrapped__]
     else:
-        # A notebook that loads a file again changes functions in place; nobody does that to an installed package's.
+        # A notebook that reloads a file changes functions in place; nobody does so to an installed package.
         own = [] if is_installed(value.__module__ or "") else ["__code__", "__defaults__", "__kwdefaults__"]
         yield from (_member(value, name, label) for name in own)
         parts = [value.__defaults__, value.__kwdefaults__]
@@ -200,7 +200,7 @@ def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
 
 
 def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield what code reads of a Python module; of torch, also what torch answers when it is asked for a mode."""
+    """Yield the attributes that code reads of a Python module; for torch, also the answers to questions about modes."""
     held, library = vars(value), is_library(value)
     label = label._replace(library=is_installed(value.__name__))
     # os.getenv() reads os.environ.
@@ -226,7 +226,7 @@ def _list_class(value: type, names: Names) -> Iterator[Finding]:
 
 
 def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the attributes of an object, of its class where it has none of that name, and those that it lacks."""
+    """Yield the attributes of an object, inherited ones from its class, and missing ones that may be set later."""
     if is_a(value, threading.local):
         yield from list_of_thread(value, names, label)
         return
@@ -240,17 +240,17 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Finding
         at = label.of(name)
         registry = next((kept for kept in weights if name in kept), None)
         if registry is not None:
-            # Whether there is a weight changes the graph; which one it is, stages look up.
+            # The presence of a weight affects the graph. The present weight itself is looked up by stages.
             place = Place(str(at), _ask_presence(registry, name))
             yield Finding(place.read(), at, name, place, (id(value), name))
             yield Finding(registry[name], at)
         elif name in submodules:
-            # A submodule that is replaced makes another model of it, which the compiler notices by itself.
+            # A replaced submodule makes another model, which the compiler detects itself.
             yield Finding(submodules[name], at)
         elif held is not None and name in held:
             found = _slot(held, name, at)
             if found.value is None and found.place is not None and is_a(value, nn.Module):
-                # A submodule that takes the place of None is kept in another dict.
+                # If a submodule takes the place of None, it is kept in another dict.
                 read = partial(_read_attribute, held, submodules, name)
                 found = found._replace(place=replace(found.place, read=read))
             yield found
@@ -263,7 +263,7 @@ def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Finding
             place = Place(str(at), partial(getattr, value, name, ABSENT), partial(setattr, value, name))
             yield Finding(place.read(), at, name, place, (id(value), name))
         else:
-            # What the instance is given later hides what its class has.
+            # A later attribute of the instance hides that of its class.
             if held is not None:
                 yield _slot(held, name, at)
             yield _inherited(type(value), base, name)
@@ -277,7 +277,7 @@ def _read_attribute(held: Mapping[str, Any], submodules: Mapping[str, Any], name
 
 
 def _list_computed(value: Any, name: str, label: Label) -> Iterator[Finding]:
-    """Yield an attribute that exists only when it is asked for, as those behind __getattr__ do."""
+    """Yield an attribute that exists only when it is looked up, such as one from __getattr__."""
     with suppress(Exception):
         place = Place(str(label), partial(getattr, value, name, ABSENT))
         found = place.read()
@@ -286,18 +286,18 @@ def _list_computed(value: Any, name: str, label: Label) -> Iterator[Finding]:
 
 
 def _is_own_descriptor(value: Any) -> bool:
-    """Return whether what a class holds computes attributes of its instances, in a class of the user's."""
+    """Return whether a class attribute is a user's descriptor, which computes attributes of instances."""
     return hasattr(type(value), "__get__") and hasattr(type(value), "__set__") and not is_library(type(value))
 
 
 def _find_base(kind: type, name: str) -> type | None:
-    """Return the class that defines an attribute; None where none does, or one of a library."""
+    """Return the class that defines an attribute; None if there is none, or if it belongs to a library."""
     base = next((base for base in kind.__mro__ if name in vars(base)), None)
     return None if base is None or is_library(base) else base
 
 
 def _get_dict(value: Any) -> dict[str, Any] | None:
-    """Return the dictionary of an object's attributes, past what its class may do to find it."""
+    """Return the dictionary of an object's attributes, without running code of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -306,6 +306,6 @@ def _get_dict(value: Any) -> dict[str, Any] | None:
 
 
 def _ask_presence(registry: Mapping[str, Tensor | None], name: str) -> Callable[[], str | None]:
-    """Return what tells whether a module has a parameter or buffer under a name: a text where it has, else None."""
-    # A closure, since hundreds of them are asked before every call.
+    """Return a function for the presence of a parameter or buffer in a module: a text if it exists, else None."""
+    # A closure, since hundreds of these run before every call.
     return lambda: None if registry.get(name) is None else "registered"

@@ -1,4 +1,4 @@
-"""Settings of torch that code asks for, such as `torch.is_autocast_enabled("cpu")`: a graph keeps the answer."""
+"""Settings of torch that code reads, such as `torch.is_autocast_enabled("cpu")`: a graph keeps the answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAKERS = (
     *(torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.zeros, torch.ones, torch.empty, torch.full),
     *(torch.arange, torch.linspace, torch.logspace, torch.eye, torch.rand, torch.randn, torch.normal),
 )
-"""What makes tensors of torch's default dtype: a graph may keep the tensor."""
+"""Functions that make tensors of torch's default dtype: a graph may keep the tensor."""
 _KINDS = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_question(value: Any) -> bool:
-    """Return whether a value is a function of torch's that asks for something, by torch's rule for their names.
+    """Return whether a value is a function of torch that reads a setting, by torch's rule for names.
 
-    Making a tensor asks for the default dtype.
+    Functions that make tensors read the default dtype.
     """
     if any(value is maker for maker in MAKERS):
         return True
@@ -33,7 +33,7 @@ def is_question(value: Any) -> bool:
     name = getattr(value, "__name__", "")
     if not isinstance(name, str) or not _QUESTION.match(name) or not callable(value) or isinstance(value, type):
         return False
-    # A function of torch's that is written in C has no module.
+    # A function of torch in C has no module.
     module = getattr(value, "__module__", None) or type(value).__module__
     return module == "builtins" or module.partition(".")[0] == "torch"
 
@@ -46,7 +46,7 @@ def list_answers(question: Callable[..., Any], name: str, names: Names) -> Itera
     kinds = [text for text in names.texts if text in _KINDS] or ["cpu", "cuda"]
     for args in ((), *((kind,) for kind in kinds)):
         place = Place(f"{name}({', '.join(map(repr, args))})", partial(question, *args))
-        # What wants other arguments, such as tensors, does not ask for a setting.
+        # A function that needs other arguments, such as tensors, does not read a setting.
         with suppress(Exception):
             if is_plain(place.read()):
                 yield place

@@ -1,8 +1,8 @@
-"""Run code and note which Python values it reads and writes.
+"""Run code and record which Python values it reads and writes.
 
-Python tells a trace function of every call and every line. Of the user's code it is known which names it reads, and
-which objects it holds: its `self`, its globals, its variables. Every place that such an object has under such a name
-counts as read. So nothing is missed because it is of an unforeseen type.
+Python calls a trace function for every call and every line. For the user's code, the names that it reads are known from
+its bytecode, and the objects that it holds from its frame: its `self`, its globals, its variables. Every place that
+such an object has under such a name counts as read. So no value is missed because its type is unforeseen.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 _PYTHON = sysconfig.get_path("stdlib")
 _TORCHS = tuple(str(Path(TORCH).parent / name) + os.sep for name in TORCHS)
 _CALLS_OF_MODULES = ("_call_impl", "inner")
-"""The functions of torch's in which nn.Module calls hooks and forward()."""
+"""The functions of torch in which nn.Module calls hooks and forward()."""
 _READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
-"""What all ways to read the environment end in, as os.getenv() does."""
+"""The function that all ways to read the environment end in, such as os.getenv()."""
 
 _FORWARD_MODE = torch.autograd.forward_ad.make_dual.__code__
-"""What takes derivatives forward, also for torch.func.jvp and jacfwd."""
+"""The function that takes derivatives in forward mode, also for torch.func.jvp and jacfwd."""
 _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__, _FORWARD_MODE)
-"""What takes derivatives, also for torch.func.grad and Tensor.backward()."""
+"""The functions that take derivatives, also for torch.func.grad and Tensor.backward()."""
 _ASIDES = ("_find_and_load", "_call_with_frames_removed")
 """The functions in which Python runs the bodies of modules."""
 
 
 class Home(NamedTuple):
-    """What a running piece of code is part of: the submodule of a path, and the functions that have called it."""
+    """The context of a running piece of code: the path of the submodule, and the functions that have called it."""
 
     path: str
     codes: frozenset[CodeType]
@@ -78,9 +78,9 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    """A running piece of the user's code: its names and its file, what it is part of, and whether that is a hook.
+    """A running piece of the user's code: its names, its file, its context, and whether it is part of a hook.
 
-    caller: the piece that called it, with code of others in between perhaps; None for forward() itself.
+    `caller`: the piece that called it, perhaps through other code; None for forward() itself.
     """
 
     names: Names
@@ -92,13 +92,18 @@ class _Frame:
 
 @dataclass(eq=False)
 class SeenPlace:
-    """A place, and what was there before the call.
+    """A place, and its value before the call.
 
-    container: the container that the place is the content of, if any. homes: the code that names the place is part of
-    them. loaded: whether the code reads it. stored: the line that sets it, if one does. silent: whether only hooks name
-    it, or a library that it belongs to. lasting: the part of a container that the code does not change, in place of all
-    of it. asked: whether the value is an answer of torch's. library: whether only what belongs to a library leads
-    there. changed: whether a call of the model changes it. cached: what a call fills a cache with.
+    - `container`: the container, if the place is a container's content
+    - `homes`: the contexts of the code that names the place
+    - `loaded`: the code reads it
+    - `stored`: the line that sets it, if any
+    - `silent`: only hooks name it, or a library that it belongs to
+    - `lasting`: the part of a container that the code does not change, in place of all of it
+    - `asked`: the value is an answer of torch
+    - `library`: the place is only reached through objects of a library
+    - `changed`: a call of the model changes it
+    - `cached`: the contents with which a call fills it, if it is a cache
     """
 
     place: Place
@@ -115,7 +120,7 @@ class SeenPlace:
     cached: Cached | None = None
 
     def accept(self, begun: Any, *, new_only: bool) -> None:
-        """Count the change since the place held `begun`, or only new entries, as made before the call."""
+        """Treat the change since the place held `begun`, or only new entries, as made before the call."""
         now = _read(self.place)
         if self.container is not None:
             self.before = merge_items(self.container, self.before, begun, now, new_only=new_only)
@@ -123,10 +128,10 @@ class SeenPlace:
             self.before = now
 
     def put_back(self, foreign: Collection[int], stays: Stays) -> None:
-        """Give the place what it held before the call, but for entries that are to stay.
+        """Restore the value of the place from before the call, except for entries that are to stay.
 
-        From a library's places, and from containers with identities among `foreign`, only tensors are taken back.
-        Tensors are the model's, and while the model is traced they are stand-ins.
+        In a library's places, and in containers with identities in `foreign`, only tensors are removed. Tensors are the
+        model's, and during a trace they are proxies.
         """
         write, now = self.place.write, self.place.read()
         if write is None or same(self.before, now):
@@ -140,7 +145,7 @@ class SeenPlace:
             write(self.before)
 
     def keep_definitions(self, now: Any) -> None:
-        """Let the place hold the functions and classes that a call has put where there was nothing."""
+        """Let the place keep the functions and classes that a call has added."""
         if self.place.write is None:
             return
         if isinstance(self.container, dict):
@@ -156,20 +161,21 @@ class SeenPlace:
         """Return the place that a graph depends on, with its key, and its value."""
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
-        # What is another value by now has been changed by capturing, and not by the user: a cache of a library, say.
+        # If the value has changed by now, the capture has changed it and not the user: a cache of a library, for
+        # example.
         return replace(self.place, key=key), self.before if self.asked else _read(self.place)
 
     def is_fetched(self, fetched: Collection[int]) -> bool:
-        """Return whether the place is what a tensor holds whose memory is among `fetched`."""
+        """Return whether the place is the content of a tensor whose memory is among `fetched`."""
         holder = self.before.holder if is_a(self.before, Contents) else None
         return isinstance(holder, Tensor) and get_storage_id(holder) in fetched
 
     def leave_out(self, now: Any) -> None:
-        """Leave out of a container's content what a call has changed to what it holds `now`."""
+        """Exclude the part of a container's content that a call has changed; `now` is its present content."""
         self.lasting = Place(self.place.name, keep_entries(self.container, self.before, now))
 
     def describe_change(self, now: Any) -> str:
-        """Return in words what the place holds now, and what it held."""
+        """Return in words the earlier and the present value of the place."""
         before, after = describe_change(self.before, now)
         if self.container is not None and len(self.before) != len(now):
             before, after = f"{len(self.before)} items", str(len(now))
@@ -178,30 +184,33 @@ class SeenPlace:
 
 
 class Watch:
-    """Notes the places that the code of a model reads and writes. `kind` is what messages call its attributes."""
+    """Records the places that the code of a model reads and writes.
+
+    `kind` is the word for its attributes in messages.
+    """
 
     def __init__(self, model: nn.Module, kind: str = "attribute") -> None:
         self._kind = kind
         self._modules = dict(model.named_modules())
         self._paths = {id(m): path for path, m in self._modules.items()}
-        # Objects that were there before the call. They are kept alive, so that no new object gets the number of one.
+        # Objects from before the call. They are kept alive, so that no new object gets the id of one of them.
         self._known: dict[int, tuple[Any, Label]] = {id(m): (m, Label(kind, path)) for path, m in self._modules.items()}
         self._weights: dict[int, tuple[nn.Module, str]] = {}
         self._looked: set[tuple[int, Names, object]] = set()
         self._asked: set[tuple[int, str]] = set()
         self._frames: dict[FrameType, _Frame] = {}
         self._seen: dict[tuple[int, str], SeenPlace] = {}
-        # Of code that is watched its names; True for code that begins an aside, None or False for other code.
+        # The names of watched code; True for code that begins an aside, None or False for other code.
         self._codes: dict[CodeType, Names | bool | None] = {}
         self._once: set[CodeType] = set()
         self._in_aside = False
-        # Where forward() takes gradients by itself: the path of the submodule, and the user's line.
+        # The places in which forward() takes gradients itself: the path of the submodule, and the user's line.
         self.gradients: dict[str, str] = {}
-        self.tangents: dict[str, str] = {}  # the same of derivatives in forward mode
+        self.tangents: dict[str, str] = {}  # the same for derivatives in forward mode
         self._imported = frozenset(sys.modules)
         self._note_weights()
-        # The code of torch's own modules is not watched. It reads what a module keeps, such as LayerNorm.eps.
-        # Nor need a forward() that was put into one module hold that module, by which it would be found.
+        # The code of torch's own modules is not watched, but it reads attributes of a module, such as LayerNorm.eps. A
+        # forward() that was put into one module need not hold that module, so the trace would not find it.
         for path, module in self._modules.items():
             held = ["forward"] if "forward" in vars(module) else []
             if is_library(type(module).forward):
@@ -212,12 +221,12 @@ class Watch:
                 self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
     def begin_at(self, function: Any) -> None:
-        """Take a function that is called from outside, or an object with __call__, for one that the code holds."""
+        """Treat a function that is called from outside, or an object with __call__, as held by the code."""
         names = Names((), {}, {}, (), asks=False)
         self._take(Finding(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
     def _note_weights(self) -> None:
-        """Note which tensors are weights of the model: stages look those up, and share them."""
+        """Record which tensors are weights of the model: stages look these up, and share them."""
         for path, module in self._modules.items():
             for name, weight in (*module._parameters.items(), *module._buffers.items()):
                 if weight is not None:
@@ -226,8 +235,8 @@ class Watch:
 
     @contextmanager
     def note(self) -> Iterator[None]:
-        """Note what code of this thread reads and writes inside the block."""
-        # Again: what runs may hold stand-ins for its weights.
+        """Record what code of this thread reads and writes inside the block."""
+        # Again, since the model may now hold fake tensors as its weights.
         self._note_weights()
         before, collects = sys.gettrace(), gc.isenabled()
 
@@ -239,27 +248,27 @@ class Watch:
                 gc.enable()
 
         with restore_after(stop), keep_notes(self):
-            # What a collection calls runs in the midst of the model's code, and is none of it. Code may ask for one.
+            # A garbage collection runs code in the middle of the model's code. The code may also ask for a collection.
             gc.disable()
             self._codes |= {code: True for callback in gc.callbacks for code in _list_codes(callback)}
             sys.settrace(self._enter)
             yield
-        # Code may ask torch inside of a block that changes the answer, so the answers outside of it are noted.
+        # Code may ask torch inside a block that changes the answer, so the answers outside of it are recorded.
         for seen in self._seen.values():
             if seen.asked:
                 seen.before = _read(seen.place)
 
     def read(self) -> dict[tuple[int, str], Any]:
-        """Return what the places hold now."""
+        """Return the present values of the places."""
         return {key: _read(seen.place) for key, seen in self._seen.items()}
 
     def accept(self, begun: dict[tuple[int, str], Any], *, new_only: bool) -> None:
-        """Count the changes since `read` returned `begun`, or only new entries, as made before the call."""
+        """Treat the changes since `read` returned `begun`, or only new entries, as made before the call."""
         for key, held in begun.items():
             self._seen[key].accept(held, new_only=new_only)
 
     def find_changes(self) -> dict[SeenPlace, Any]:
-        """Return the places that do not hold now what they held when they were noted, with what they hold now."""
+        """Return the places whose value has changed since it was recorded, with the present value."""
         now = [(seen, _read(seen.place)) for seen in self._seen.values()]
         found = {seen: value for seen, value in now if not same(seen.before, value) and not self._has_imported(seen)}
         for seen in found:
@@ -267,7 +276,7 @@ class Watch:
         return found
 
     def _has_imported(self, seen: SeenPlace) -> bool:
-        """Return whether a place differs only by modules that the code has imported, and by their definitions."""
+        """Return whether a place only differs by modules that the code has imported, and by their definitions."""
         if not isinstance(seen.container, dict):
             return self._is_imported(seen.before, seen.place.read())
         then, now = dict(seen.before), seen.container
@@ -276,11 +285,11 @@ class Watch:
         )
 
     def _is_imported(self, then: Any, now: Any) -> bool:
-        """Return whether a place has a module now that the code has imported, or a definition of such a module."""
+        """Return whether a new value is a module that the code has imported, or a definition of such a module."""
         return is_imported(then, now, self._imported)
 
     def put_back(self) -> None:
-        """Give every place that can be written what it held when it was noted."""
+        """Restore the recorded value of every writable place."""
         changed = [s for s in self._seen.values() if s.place.write is not None and not same(s.before, s.place.read())]
         if not changed:
             return
@@ -293,15 +302,15 @@ class Watch:
         return any(key.endswith((".requires_grad", "is_grad_enabled()")) for _, key in self._seen)
 
     def list_reads(self, graph: Graph) -> PythonState:
-        """Return what a graph depends on: not what modules and functions read that it calls as they are."""
+        """Return the values that a graph depends on, without the reads of modules and functions that it calls whole."""
         gm = graph.gm
-        # A tensor that the graph fetches has its values of then, unless tracing has computed with it.
+        # A tensor that the graph fetches keeps its values, unless tracing has computed with it.
         fetched = {get_storage_id(t) for t in list_fetched(gm).values() if isinstance(t, Tensor)} - graph.computed
         whole = {str(node.target) for node in gm.graph.find_nodes(op="call_module")}
         called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
         every = {home for seen in self._seen.values() for home in seen.homes}
         inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
-        # What a library changes of its own, such as a cache, it knows how to use.
+        # A library can handle its own changes, such as a cache.
         own = ((key, seen) for key, seen in self._seen.items() if not (seen.library and seen.changed))
         found = [(key, seen) for key, seen in own if seen.loaded and not seen.homes <= inside]
         cached = {key: seen.cached for key, seen in found if seen.cached is not None}
@@ -309,7 +318,7 @@ class Watch:
         return PythonState(reads, cached=cached)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Note the start of a call; return what traces it further, or None where the code is not the user's."""
+        """Record the start of a call; return its trace function, or None if the code is not the user's."""
         if self._in_aside:
             return None
         code = frame.f_code
@@ -334,10 +343,10 @@ class Watch:
             if self._is_made_by_library(frame):
                 return None
             if not (is_namespace(namespace) or id(namespace) in self._known):
-                # A namespace that came into being during the call: nobody else reads what is stored there.
+                # The namespace was created during the call, so no other code reads it.
                 names = replace(names, stores={})
         elif code.co_name == "<module>" and namespace.get("__name__") not in self._imported:
-            # As that of a file which runpy runs.
+            # A file that runpy runs, for example.
             names = replace(names, stores={})
         parent, module = self._find_caller(frame)
         outer = parent.home if parent else Home("", frozenset())
@@ -349,12 +358,12 @@ class Watch:
         self._look(frame, own)
         if code in self._once:
             return self._trace_to_end(begin_aside())
-        # A text that is run to define something, such as a function that is made to measure.
+        # A text that is run to define something, such as a function that is generated at run time.
         defines = code.co_name == "<module>" and code.co_filename.startswith("<")
         return self._trace_to_end(begin_aside(new_only=True)) if defines else self._trace
 
     def _begin_aside(self, frame: FrameType) -> Callable[..., Any]:
-        """Return the trace function of a frame whose changes are none of the call's; nothing inside of it is noted."""
+        """Return the trace function of a frame whose changes do not belong to the call; nothing inside is recorded."""
         self._in_aside, end = True, begin_aside()
         frame.f_trace_lines = False
 
@@ -367,7 +376,7 @@ class Watch:
         return trace
 
     def _trace_to_end(self, end: Callable[[], None]) -> Callable[..., Any]:
-        """Return the trace function of the user's code that is an aside; its end is the end of the aside."""
+        """Return the trace function of user's code that is an aside; the aside ends when the code returns."""
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             self._trace(frame, event, arg)
@@ -384,12 +393,12 @@ class Watch:
             return True
         first = next(iter(frame.f_code.co_varnames), "")
         known = home is not None or id(frame.f_globals) in self._known or id(frame.f_locals.get(first)) in self._known
-        # A text that has names of its own says nothing of who wrote it; who evaluates or calls it does.
+        # If the text has its own globals, nothing shows who wrote it, so the caller decides.
         caller = frame.f_back
         return not known and caller is not None and not _is_watched(caller.f_code)
 
     def _take_environment(self, frame: FrameType) -> None:
-        """Note which variable of the environment the user's code has asked Python for, in whatever way."""
+        """Record the environment variable that the user's code has read, in whatever way."""
         caller, key = frame.f_back, frame.f_locals.get("key")
         while caller is not None and caller not in self._frames and _is_of_python(caller.f_code):
             caller = caller.f_back
@@ -399,7 +408,7 @@ class Watch:
             self._take(find_entry(os.environ, key, Label("global", "os.environ")), replace(own, names=names))
 
     def _take_grad_mode(self, frame: FrameType) -> None:
-        """Note that torch's encoder asks whether there are gradients, where it returns something else without them."""
+        """Record that torch's encoder reads the grad mode, if its result without gradients differs."""
         given = frame.f_locals
         if may_pack(given["self"], given["mask"], given["src_key_padding_mask"]):
             names = Names(("is_grad_enabled",), {}, {"torch": True}, (), asks=False)
@@ -407,7 +416,7 @@ class Watch:
             self._take_globals(frame, _Frame(names, "", home, in_hook=False))
 
     def _note_gradient(self, frame: FrameType) -> None:
-        """Note where the user's code takes a gradient."""
+        """Record the place where the user's code takes a gradient."""
         caller: FrameType | None = frame
         while caller is not None and caller not in self._frames:
             caller = caller.f_back
@@ -417,7 +426,7 @@ class Watch:
             found.setdefault(self._frames[caller].home.path, line)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
-        """Note which objects the code holds by now, and which one it returns to its caller."""
+        """Visit the objects that the code holds by now, and the one that it returns to its caller."""
         own = self._frames.get(frame)
         if own is not None:
             self._look(frame, own)
@@ -430,7 +439,7 @@ class Watch:
         return self._trace
 
     def _find_caller(self, frame: FrameType) -> tuple[_Frame | None, nn.Module | None]:
-        """Return the user's frame that a frame was called from, and the module that was called in between."""
+        """Return the user's frame that called a frame, and the module that was called in between."""
         module = None
         caller = frame.f_back
         while caller is not None and caller not in self._frames:
@@ -440,24 +449,24 @@ class Watch:
         return (None if caller is None else self._frames[caller]), module
 
     def _take_globals(self, frame: FrameType, own: _Frame) -> None:
-        """Note the globals of a frame, and what it has imported."""
+        """Record the globals of a frame, and its imports."""
         for found in list_globals(frame.f_globals, own.names):
             self._take(found, own)
 
     def _look(self, frame: FrameType, own: _Frame) -> None:
-        """Visit the objects among a frame's variables that were there before the call."""
+        """Visit the objects among a frame's variables that existed before the call."""
         first = next(iter(frame.f_code.co_varnames), None)
         for name, value in frame.f_locals.items():
             known = self._known.get(id(value))
             if known is not None:
                 self._visit(value, known[1], own)
-                # What the method is called from is found by its name in the class.
+                # The method's own variables are found by its name in the class.
                 if name == first:
                     self._take_method(value, find_original(frame.f_code), own)
 
     def _take_method(self, value: Any, code: CodeType, own: _Frame) -> None:
-        """Note the method of an object that is running, with the variables of its closure."""
-        # Once for each object: a method may be replaced in one of them alone.
+        """Record the running method of an object, with the variables of its closure."""
+        # Once for each object, since a method may be replaced in a single object.
         key = (id(value), own.names, "a method's")
         if key in self._looked:
             return
@@ -468,7 +477,7 @@ class Watch:
                 self._take(found, _Frame(names, own.file, own.home, own.in_hook))
 
     def _visit(self, value: Any, label: Label, own: _Frame) -> None:
-        """Note the places of an object under the names of the code that holds it."""
+        """Record the places of an object under the names of the code that holds it."""
         key = (id(value), own.names, (own.home, label.library))
         if key in self._looked or is_plain(value):
             return
@@ -490,7 +499,7 @@ class Watch:
             end()
 
     def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
-        """Return the function that ends an aside, if a module is to be asked for names that it does not hold."""
+        """Return the function that ends an aside, if a module will be asked for names that it lacks."""
         if not is_a(value, ModuleType) or "__getattr__" not in vars(value):
             return None
         # A module may import another one to answer, once. An aside compares all places, and each layer asks again.
@@ -499,7 +508,7 @@ class Watch:
         return begin_aside() if asked else None
 
     def _take(self, found: Finding, own: _Frame) -> None:
-        """Note a place, and go on with the object that is in it."""
+        """Record a place, and continue with the object in it."""
         name = found.name
         if found.place is not None:
             seen = self._seen.get(found.key) or self._begin(found)
@@ -515,16 +524,16 @@ class Watch:
         if value is not ABSENT and not is_plain(value) and not (is_library(value) and not is_a(value, type(sys))):
             label = self._known.setdefault(id(value), (value, found.label))[1]
             if label.library and not found.label.library:
-                # A library may list what is the model's.
+                # A library may list objects of the model.
                 label = found.label
                 self._known[id(value)] = value, label
             self._visit(value, label, own)
 
     def _begin(self, found: Finding) -> SeenPlace:
-        """Return the record of a place that no code has named before, with what is there now."""
+        """Return a new record of a place, with its present value."""
         assert found.place is not None
         container = found.value if found.name == ITEMS else None
-        # torch alone keeps no value in a place that nobody can write to.
+        # Only torch's settings are places without a value that nobody can write to.
         asked = found.value is ABSENT and found.place.write is None
         seen = self._seen[found.key] = SeenPlace(
             found.place, _read(found.place), container, asked=asked, library=found.label.library
@@ -533,15 +542,15 @@ class Watch:
 
 
 def _read(place: Place) -> Any:
-    """Return what a place holds, with a copy of it where it is an array's content."""
+    """Return the value of a place; a copy if it is the content of an array."""
     value = place.read()
     return value.keep() if is_a(value, Contents) else value
 
 
 def _is_watched(code: CodeType) -> bool:
-    """Return whether code is neither torch's, nor fxsplit's, nor of Python itself."""
+    """Return whether code is neither torch's, nor fxsplit's, nor Python's own."""
     file = code.co_filename
-    # What is typed in has a name in brackets as well, so only the names of generated code are left out.
+    # Typed-in code has a file name in brackets too, so only the names of generated code are excluded.
     return not (file.startswith((*_TORCHS, FXSPLIT, "<eval_with_key")) or _is_of_python(code))
 
 
@@ -552,7 +561,7 @@ def _begins_aside(code: CodeType) -> bool:
 
 
 def _is_torchs(namespace: dict[str, Any]) -> bool:
-    """Return whether code with these globals is torch's or fxsplit's, as what torch.compile writes to files is."""
+    """Return whether code with these globals is torch's or fxsplit's, including files written by torch.compile."""
     return str(namespace.get("__name__")).partition(".")[0] in (*TORCHS, "fxsplit")
 
 
@@ -563,7 +572,7 @@ def _is_of_python(code: CodeType) -> bool:
 
 
 def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:
-    """Return whether a frame is a hook of a module: called where forward() is called, and with other code."""
+    """Return whether a frame is a hook of a module: called from the same place as forward(), but with other code."""
     caller = frame.f_back
     if module is None or caller is None or caller.f_code.co_name not in _CALLS_OF_MODULES:
         return False
@@ -572,8 +581,8 @@ def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:
 
 
 def _find_method(kind: type, code: CodeType) -> Names:
-    """Return the name of the method whose code is running, under which another one may be put in its place."""
-    # It may have another name than it was defined with, if it was put into the class later, or into one object.
+    """Return the names of the running method in its class, under which it may be replaced."""
+    # The method may have another name than in its definition, if it was put into the class or an object later.
     held = (item for base in kind.__mro__ if not is_library(base) for item in vars(base).items())
     found = [name for name, method in held if code in _list_codes(method)]
     return Names(tuple(found or [code.co_name, *(["forward"] * issubclass(kind, nn.Module))]), {}, {}, (), asks=False)
@@ -587,12 +596,12 @@ def _list_codes(method: Any) -> list[CodeType]:
 
 
 def _read_flag(module: nn.Module, name: str) -> bool | None:
-    """Return whether the weight that a module has under a name wants a gradient; None where there is no weight."""
+    """Return whether a weight of a module requires a gradient; None if there is no weight."""
     weight = module._parameters.get(name, module._buffers.get(name))
     return None if weight is None else weight.requires_grad
 
 
 def _is_inside(home: str, whole: Set[str]) -> bool:
-    """Return whether a submodule stays whole, by its path, or lies inside of a module that does."""
-    # A deep model has thousands of both: each path is looked up, and not compared with all that stay whole.
+    """Return whether a submodule, given by its path, stays whole or lies inside a module that does."""
+    # A deep model has thousands of both, so each path is looked up, and not compared with every whole one.
     return home in whole or any(home[:end] in whole for end, letter in enumerate(home) if letter == ".")

@@ -1,6 +1,6 @@
-"""Find torch's own batch norms in an exported program, which has taken them apart.
+"""Find torch's own batch norms in an exported program, which has them in parts.
 
-A call of `self.norm`, a BatchNorm1d in training mode, leaves two nodes: `aten.add_(norm.num_batches_tracked, 1)`, which
+A call of `self.norm`, a BatchNorm1d in training mode, gives two nodes: `aten.add_(norm.num_batches_tracked, 1)`, which
 counts the batch, and `aten.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, ...)`. As
 one call of the module, its statistics can be deferred, or written by replicas in the order of microbatches.
 """
@@ -21,11 +21,13 @@ aten = torch.ops.aten
 
 
 def find_batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str | None]:
-    """Return the nodes that are calls of torch's own batch norms, with the modules' paths; None for a node that counts.
+    """Return the nodes that call torch's own batch norms, with the path of the module.
+
+    None for a node that only counts.
 
     A batch norm with hooks, or with a forward() of its own, does more than its two nodes and is left as it is.
     """
-    found: dict[str, dict[fx.Node, str | None]] = defaultdict(dict)  # by path, to tell at the end which to keep
+    found: dict[str, dict[fx.Node, str | None]] = defaultdict(dict)  # by path, to find out at the end which to keep
     for node in program.graph.nodes:
         if node.target is aten.batch_norm.default and isinstance(node.args[3], fx.Node):
             path = str(node.args[3].target).removesuffix(".running_mean")
@@ -35,7 +37,7 @@ def find_batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node,
             if path.endswith(".num_batches_tracked"):
                 found[path.removesuffix(".num_batches_tracked")][node] = None
     modules = dict(model.named_modules(remove_duplicate=False))
-    # forward() may count by itself on the buffer of a batch norm that it does not call.
+    # forward() may itself count on the buffer of a batch norm that it does not call.
     plain = [nodes for path, nodes in found.items() if any(nodes.values()) and _is_plain_batch_norm(modules.get(path))]
     return {node: path for nodes in plain for node, path in nodes.items()}
 
@@ -65,7 +67,7 @@ def find_counter(program: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _is_plain_batch_norm(module: Any) -> bool:
-    """Return whether a module is torch's batch norm, unhooked, whose call is the nodes that torch.export has seen."""
+    """Return whether a module is torch's own batch norm without hooks, so that its call equals the exported nodes."""
     # SyncBatchNorm and subclasses have a forward() of their own.
     if not is_batch_norm(module) or type(module).forward is not nn.BatchNorm1d.forward:
         return False

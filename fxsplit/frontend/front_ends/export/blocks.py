@@ -1,11 +1,11 @@
 """Blocks of an exported program: calls that run a part of it under a mode, such as no_grad or autocast.
 
-`with torch.no_grad(): y = x * 2` becomes `wrap_with_set_grad_enabled(False, submod_1, x)`: a node whose target is a
-higher order operator. Its arguments are the options of the mode (`False`), the *body* (`submod_1`, a GraphModule), and
+`with torch.no_grad(): y = x * 2` becomes `wrap_with_set_grad_enabled(False, submod_1, x)`: a node with a higher order
+operator as its target. Its arguments are the options of the mode (`False`), the *body* (`submod_1`, a GraphModule), and
 the values of the body's placeholders.
 
-What `torch.vmap` runs is a block too, and in a program it is a row of nodes, between one that begins and one that ends
-the vmap. They are cut out, and become a body.
+A vmap is a block too. In a program it is a sequence of nodes, from one that begins the vmap to one that ends it. These
+nodes are cut out, and become a body.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 aten = torch.ops.aten
 VMAPS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
-"""The functions that begin and end a vmap, and how many more are under way after them."""
+"""The functions that begin and end a vmap, and the change that they make to the depth of vmaps."""
 
 
 class Region(nn.Module):
@@ -32,12 +32,12 @@ class Region(nn.Module):
         self.options = tuple(options)
 
     def forward(self, *values: Any) -> Any:
-        """Return what the body returns."""
+        """Return the output of the body."""
         return self._block(*self.options, self.body, *values)
 
 
 def is_block(node: Any) -> bool:
-    """Return whether a node calls a block; a higher order operator without a body is an operator like any other."""
+    """Return whether a node calls a block; a higher order operator without a body is an ordinary operator."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     program = node.graph.owning_module
@@ -52,9 +52,10 @@ def find_body(program: fx.GraphModule, block: fx.Node) -> tuple[int, fx.GraphMod
 
 
 def can_be_inlined(options: Sequence[Any], body: fx.GraphModule) -> bool:
-    """Return whether a block that sets grad mode only goes without gradients, and neither writes nor has other blocks.
+    """Return whether a block for the grad mode only disables gradients, writes nothing, and has no inner blocks.
 
-    Such a block is its nodes, with detached results. A write under no_grad is more than that: autograd must not see it.
+    Such a block equals its nodes with detached results. A write under no_grad is more than that: autograd must not see
+    it.
     """
     nodes = list(body.graph.nodes)
     nested = any(n.op == "get_attr" and _fetches_body(body, n) for n in nodes)
@@ -62,8 +63,8 @@ def can_be_inlined(options: Sequence[Any], body: fx.GraphModule) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Return whether a node of an exported program writes to memory, as far as its operator says."""
-    # Their schemas do not say that they write running statistics; argument 5 is `training`.
+    """Return whether a node of an exported program writes to memory, according to its operator."""
+    # Their schemas do not mention that they write running statistics; argument 5 is `training`.
     if node.target in (aten.batch_norm.default, aten.instance_norm.default):
         return bool(node.args[5])
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -85,9 +86,9 @@ def find_vmaps(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
 
 
 def cut_out(program: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """Return some nodes of a program as a body, the nodes with its placeholders' values, and the nodes that it returns.
+    """Return some nodes of a program as a body, the nodes for its placeholders, and the nodes that it returns.
 
-    What is no tensor, and no value of a node, the body fetches itself.
+    The body itself fetches attributes that are no tensors.
     """
     inside, graph = set(nodes), fx.Graph()
     read = dict.fromkeys(value for node in nodes for value in node.all_input_nodes)

@@ -1,10 +1,9 @@
-"""The second front end: torch.export, for models whose Python symbolic tracing cannot follow.
+"""The second front end: torch.export, for models with Python code that symbolic tracing cannot follow.
 
-torch.export runs forward() on tensors without values and records the operators that they pass through. So `if
-x.shape[1] > 4` leaves the branch that was taken, with a guard that other calls take it too, and `if x.sum() > 0` fails.
-The exported program is called with the tensors of the example, one argument each, and takes any number of rows. Other
-sizes vary where the model allows it and nothing stays whole; dtypes and mode are the example's. It fetches the model's
-own parameters and buffers.
+torch.export runs forward() on fake tensors and records the operators. So `if x.shape[1] > 4` gives the branch that was
+taken, with a guard that other calls take it too, and `if x.sum() > 0` fails. The exported program is called with the
+tensors of the example, one argument each, and takes any number of rows. Other sizes vary if the model allows it and no
+submodule stays whole; dtypes and mode are the example's. The program fetches the model's own parameters and buffers.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ from fxsplit.torch_internals.tracing.symbolic_sizes import ask_less_of_symbols
 from fxsplit.torch_internals.user_lines import warn_user
 
 LEAST_ROWS = 2
-"""torch.export takes one row for a constant, so it gets two; the check tells whether the graph is right for one."""
+"""torch.export takes one row for a constant, so it gets two; the check finds out whether the graph is right for one."""
 SIZE = re.compile(r"L\['in_(\d+)'\]\.size\(\)\[(\d+)\]")
-"""How torch.export names a size of an argument: by the number of the argument and that of the dimension."""
+"""The name of a size in torch.export: by the number of the argument and the number of the dimension."""
 
 
 @dataclass(frozen=True)
 class TorchExport:
-    """Exports a model with torch.export, for the lengths of the example or (`lengths_vary`) as many as it can.
+    """Exports a model with torch.export, for the lengths of the example or, with `lengths_vary`, for any if possible.
 
-    rows_vary: for any number of rows as well; otherwise for that of the example alone.
+    `rows_vary`: for any number of rows as well; otherwise only for that of the example.
     """
 
     name: str = "export"
@@ -70,13 +69,13 @@ class TorchExport:
     rows_vary: bool = True
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return the exported graph; raises TraceError naming the line and submodule that torch.export cannot follow.
+        """Return the exported graph; raises TraceError with the line and submodule that torch.export cannot follow.
 
-        The graph is right for numbers of rows within its bounds that its guard does not raise for.
+        The graph is right for numbers of rows within its bounds that its guard accepts.
         """
         model = subject.model
 
-        # Draws of torch's own generators are operators, which the graph holds; Python's would be constants in it.
+        # Draws of torch's own generators are operators of the graph. Draws of Python's would be constants in it.
         def capture(end: Callable[[], None]) -> Graph:
             with restore_model(model), refuse_assignments(model):
                 found = _export(subject, self)
@@ -112,7 +111,8 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
                     watch_hooks(_refuse_hook),
                 ):
                     program = _run_export(here, subject.numbers, front_end)
-                # Guards are one call in the module, which the graph leaves out: they are asked once per number of rows.
+                # The guards are one call in the module. The graph leaves it out, since guards run once per number of
+                # rows.
                 module = program.module()
                 guard = _give_numbers(getattr(module, "_guards_fn", None), numbers)
         except Exception as error:
@@ -139,8 +139,8 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
 
 
 def _run_export(here: Runnable, numbers: Sequence[NumberPlace], front_end: TorchExport) -> torch.export.ExportedProgram:
-    """Return the model as torch.export has made it, with any values of the numbers."""
-    # Clones: a tensor that is given twice would become one argument.
+    """Return the exported model, valid for any values of the numbers."""
+    # Clones, since a tensor that is given twice would become one argument.
     tensors = tuple(here.clone_tensors())
     shapes = [_list_symbols(spec, t, front_end) for spec, t in zip(here.inputs.specs, tensors, strict=True)]
     given = (*tensors, *(_wrap_number(number.place.read()) for number in numbers))
@@ -149,12 +149,12 @@ def _run_export(here: Runnable, numbers: Sequence[NumberPlace], front_end: Torch
 
 
 def _wrap_number(value: float) -> Tensor:
-    """Return a number as torch.export takes it without making it a constant: as a tensor, which forward() unwraps."""
+    """Return a number as a tensor, which torch.export does not make a constant; forward() unwraps it."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
 def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) -> Callable[..., Any] | None:
-    """Return a guard that takes the tensors alone."""
+    """Return a guard that only takes the tensors."""
     if guard is None or not numbers:
         return guard
     wrapped = [_wrap_number(value) for value in numbers]
@@ -162,8 +162,8 @@ def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) ->
 
 
 def _list_symbols(spec: TensorSpec, tensor: Tensor, front_end: TorchExport) -> dict[int, Any] | None:
-    """Return which dimensions of a tensor are symbols in the program; None where none is."""
-    # AUTO is a constant where forward() asks for one, and DYNAMIC fails there. A length of 1 is always a constant.
+    """Return the dimensions of a tensor that are symbols in the program; None if none is."""
+    # AUTO becomes a constant if forward() needs one, and DYNAMIC fails then. A length of 1 is always a constant.
     lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if front_end.lengths_vary else []
     symbols = dict.fromkeys(lengths, torch.export.Dim.AUTO)
     if spec.cut.dim is not None and front_end.rows_vary:
@@ -172,10 +172,10 @@ def _list_symbols(spec: TensorSpec, tensor: Tensor, front_end: TorchExport) -> d
 
 
 def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a graph fetches and calls, by path, with the model's own weights and modules in it.
+    """Return the attributes that a graph fetches and calls, by path, with the model's own weights and modules in it.
 
-    `held` is what the exported model has there, which may be a copy of the model, or hold stand-ins. Raises TraceError
-    for a stand-in that is none of the model's own: a constant of the graph, whose value nobody knows.
+    `held` are the attributes of the exported model, which may be a copy of the model, or hold fake tensors. Raises
+    TraceError for a fake tensor that is none of the model's own: a constant of the graph with an unknown value.
     """
     # Weights of stages are the user's own objects, so that optimizers see them.
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -191,7 +191,7 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
 def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[ChunkSpec]) -> tuple[int, int | None]:
     """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond.
 
-    `cuts` say where its inputs have the rows.
+    `cuts` are the batch dimensions of its inputs.
     """
     placeholders = program.graph.find_nodes(op="placeholder")
     given = placeholders[len(placeholders) - len(cuts) :]  # weights come first
@@ -207,16 +207,16 @@ def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[ChunkSpec
 def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[NumberPlace]) -> Iterator[None]:
     """Let forward() take one positional argument for each tensor and each number, and return plain containers.
 
-    torch.export asks forward() for its signature, and would make arguments of the call's other values too.
+    torch.export reads the signature of forward(), and would make arguments of the call's other values too.
     """
     specs, original = here.inputs.specs, here.model.forward
 
     def forward(*given: Tensor) -> Any:
         tensors = given[: len(specs)]
         pairs = zip(specs, tensors, strict=True)
-        # While exporting this is a symbol, and not the number of rows of the example.
+        # During the export this is a symbol, and not the number of rows of the example.
         wholes.rows = next(t.shape[s.cut.dim] // s.cut.each for s, t in pairs if s.cut.dim is not None)
-        # What item() gives here is a symbol as well, of which torch.export knows no value.
+        # item() gives a symbol here, without a value that torch.export knows.
         with hold_numbers(numbers, [wrapped.item() for wrapped in given[len(specs) :]]):
             call = here.inputs.make_call(tensors)
             return to_plain_outputs(original(*call.args, **call.kwargs))
@@ -230,7 +230,7 @@ def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number
 
 @contextmanager
 def _notice_checkpoints() -> Iterator[list[None]]:
-    """Yield a list that is not empty once the block has put hooks on what is saved for backward."""
+    """Yield a list that is not empty once the block has put hooks on tensors saved for backward."""
     entered: list[None] = []
 
     def note(enter: Method, hooks: saved_tensors_hooks) -> None:
@@ -248,14 +248,14 @@ def _refuse_hook(_: Tensor) -> None:
 
 @contextmanager
 def _make_torch_followable() -> Iterator[None]:
-    """Let what torch itself does on the way be such that torch.export can follow it, a layer at a time."""
+    """Change torch's own Python code so that torch.export can follow it, one patch per `with`."""
     with _skip_idle_conversions(), ask_in_bfloat16(), ask_no_values(), run_layers_apart():
         yield
 
 
 @contextmanager
 def _skip_idle_conversions() -> Iterator[None]:
-    """Let module.to(...) inside forward() do nothing where it would change nothing: torch.export cannot follow it."""
+    """Skip module.to(...) inside forward() if it would change nothing, since torch.export cannot follow it."""
 
     def convert(to: Method, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # As nn.Module.to itself reads its arguments: a device, a dtype, or a tensor that has both.
@@ -272,7 +272,7 @@ def _skip_idle_conversions() -> Iterator[None]:
 
 @contextmanager
 def _be_quiet() -> Iterator[None]:
-    """Hide what torch.export prints, warns of and logs as a warning inside the block."""
+    """Hide torch.export's prints, warnings and logged warnings inside the block."""
     # TraceError repeats the first line of a failure, with the user's file and line.
     with (
         restore_after(partial(setattr, sys, "stderr", sys.stderr)),
@@ -284,13 +284,13 @@ def _be_quiet() -> Iterator[None]:
 
 
 def _explain(here: Runnable, error: Exception) -> TraceError:
-    """Return a TraceError that points at the user's line, and names the submodule, in which exporting stopped."""
+    """Return a TraceError with the user's line and the submodule in which the export stopped."""
     if isinstance(error, TraceError):
         return error
 
     def name_size(found: re.Match[str]) -> str:
         number, dim = map(int, found.groups())
-        # What follows the arguments are numbers, which have no sizes.
+        # The numbers come after the arguments, and have no sizes.
         return f"dimension {dim} of argument {here.inputs.specs[number].name!r}"
 
     stopped = find_stopped(here.model, error)

@@ -1,8 +1,8 @@
 """The second front end for a model that makes its number of rows a constant: one export for each size of microbatch.
 
-`b = int(y.shape[0] / windows)`, as Swin's own window code has it, is a number in an exported graph, which is right for
-that number of rows only. A batch of 7 rows has microbatches of 4 and 3, so there are two exports. They have the same
-nodes, and numbers that differ, so they become one graph that looks its numbers up:
+`b = int(y.shape[0] / windows)`, as in Swin's own window code, is a number in an exported graph, and the graph is only
+right for that number of rows. A batch of 7 rows has microbatches of 4 and 3, so there are two exports. They have the
+same nodes but different numbers, so they become one graph that looks its numbers up:
 
     for 4 rows:  view = aten.view(x, [4, 16, 8])        rows = aten.sym_size(in_0, 0)
     for 3 rows:  view = aten.view(x, [3, 16, 8])        number = {4: 4, 3: 3}[rows]
@@ -30,12 +30,12 @@ Guard = Callable[..., Any]
 
 
 class OtherGraph(TraceError):
-    """The exports for several sizes of microbatches are graphs that cannot become one."""
+    """The exports for several sizes of microbatches are graphs that cannot be merged."""
 
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Exports a model with `export` for the sizes of its microbatches only, and makes one graph of the exports."""
+    """Exports a model with `export` only for the sizes of its microbatches, and merges the exports into one graph."""
 
     export: FrontEnd
     name: str = "export, rows fixed"
@@ -43,8 +43,8 @@ class FixedRows:
     def attempt(self, subject: Subject) -> Graph:
         """Return the graph for all sizes of the subject's microbatches.
 
-        Raises TraceError where torch.export cannot follow the model, and OtherGraph where forward() takes another way
-        for one size than for another.
+        Raises TraceError if torch.export cannot follow the model, and OtherGraph if forward() takes different branches
+        for different sizes.
         """
         sizes = subject.sizes
         graphs = [self.export.attempt(replace(subject, rows=size)) for size in sizes]
@@ -60,7 +60,7 @@ class FixedRows:
 
 
 def _join_guards(inputs: Inputs, guards: Mapping[int, Guard | None]) -> Guard:
-    """Return the guard that asks the guard for the number of rows that the tensors have."""
+    """Return a guard that calls the guard for the number of rows of its tensors."""
 
     def guard(*tensors: Tensor) -> None:
         own = guards[inputs.count_rows(tensors)]
@@ -82,7 +82,7 @@ class _Merge:
         self._numbers: dict[tuple[Any, ...], fx.Node] = {}
 
     def write(self) -> fx.GraphModule:
-        """Return the graph; raises TraceError, with the user's line, at the first node that is another one."""
+        """Return the graph; raises TraceError, with the user's line, at the first node that differs."""
         columns = [list(gm.graph.nodes) for gm in self._gms]
         if len({len(column) for column in columns}) > 1:
             counts = ", ".join(f"{len(c)} nodes for {n} rows" for c, n in zip(columns, self._sizes, strict=True))
@@ -90,13 +90,13 @@ class _Merge:
         self._compare_fetched()
         for nodes in zip(*columns, strict=True):
             self._write_node(nodes)
-            # After the last placeholder, and before anything that reads its number of rows.
+            # After the last placeholder, and before any node that reads the number of rows.
             if self._rows is None and nodes[0].op == "placeholder" and nodes[0].next.op != "placeholder":
                 self._rows = self._write_rows()
         return fx.GraphModule(self._gms[0], self._graph, class_name=self._subject.name)
 
     def _write_node(self, nodes: Sequence[fx.Node]) -> None:
-        """Write the node that has these arguments, each in the graph of one size."""
+        """Write one node, given its counterpart in the graph of each size."""
         first = nodes[0]
         if any(node.op != first.op or not _is_same_target(node.target, first.target) for node in nodes):
             names = ", ".join(f"{node.name!r} for {size} rows" for node, size in zip(nodes, self._sizes, strict=True))
@@ -119,7 +119,7 @@ class _Merge:
         return self._graph.call_function(aten.sym_size.int, (given, dim))
 
     def _join(self, values: Sequence[Any], node: fx.Node) -> Any:
-        """Return what stands for these values, each of the graph of one size, in an argument of `node`."""
+        """Return the merged value of an argument of `node`, given its value in the graph of each size."""
         first = values[0]
         if all(isinstance(v, fx.Node) for v in values):
             if len({self._written[v] for v in values}) > 1:
@@ -140,7 +140,7 @@ class _Merge:
         raise self._make_error(f"node {node.name!r} has {first!r} and {values[-1]!r} in one place", node)
 
     def _look_up(self, numbers: Sequence[float]) -> fx.Node:
-        """Return the node that is the number of the size that a microbatch has."""
+        """Return the node that looks up the number for the present size of microbatch."""
         key = tuple(numbers)
         if key not in self._numbers:
             assert self._rows is not None, "placeholders have no other numbers"
@@ -150,7 +150,7 @@ class _Merge:
         return self._numbers[key]
 
     def _compare_fetched(self) -> None:
-        """Raise TraceError for a constant of the graph that is another one for another size."""
+        """Raise TraceError for a constant of the graph that differs between sizes."""
         first, *others = (list_fetched(gm) for gm in self._gms)
         for other in others:
             for path, value in first.items():
@@ -158,7 +158,7 @@ class _Merge:
                     raise self._make_error(f"its constant {path!r} is another one", None)
 
     def _make_error(self, what: str, node: fx.Node | None) -> OtherGraph:
-        """Return the error for graphs that are no one graph."""
+        """Return the error for graphs that cannot be merged."""
         sizes = " and ".join(map(str, self._sizes))
         line = "" if node is None else find_line(node)
         return OtherGraph(
@@ -170,7 +170,10 @@ class _Merge:
 
 
 def _is_same_target(a: Any, b: Any) -> bool:
-    """Return whether two nodes call the same. Each export has functions of its own for calls of autograd.Functions."""
+    """Return whether two nodes call the same target.
+
+    Each export has its own functions for calls of autograd.Functions.
+    """
     if not callable(a) or not callable(b) or not hasattr(a, "held") or not hasattr(b, "held"):
         return bool(a == b)
     return (a.__module__, a.__qualname__, a.held) == (b.__module__, b.__qualname__, b.held)

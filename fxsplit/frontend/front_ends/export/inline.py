@@ -1,4 +1,4 @@
-"""Write the graph that passes work on from the program that torch.export has made.
+"""Write the graph that passes work on, from the program of torch.export.
 
 In a program all modules are taken apart into operators of aten, and each weight is fetched once for all its users:
 
@@ -21,9 +21,9 @@ In a program all modules are taken apart into operators of aten, and each weight
     norm = call_module norm(linear)            torch's batch norms are modules, which count batches themselves
     mul = aten.mul(norm, detach)
 
-A block under another mode, such as autocast, becomes one call of a module, and so does what torch.vmap runs. Marks
-around the calls of an autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a
-submodule that stays whole (`whole_modules`) become a call of the submodule.
+A block under another mode, such as autocast, becomes one call of a module, and so does a vmap. Marks around the calls
+of an autograd.Function (`autograd_functions`) become a call of the function. Operators in place of a submodule that
+stays whole (`whole_modules`) become a call of the submodule.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ from fxsplit.torch_internals.fx.vmap import run_vmap
 
 aten = torch.ops.aten
 END = 2**63 - 1
-"""Where a slice ends that goes to the end."""
+"""The end of a slice that goes to the end of a dimension."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
 """Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
 IDLE = (*ASSERTS, "_guards_fn")
-"""What is not written: guards are asked for each number of rows, and not at each call."""
+"""Nodes that are not written: guards run once for each number of rows, and not at each call."""
 VALUE_ASSERTS = (aten._assert_async.default, aten._assert_async.msg)
 """Checks of a tensor's values, which the model does at each call, and so does the graph."""
 UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
-"""What makes a Python number of a tensor."""
+"""Operators that make a Python number of a tensor."""
 Calls = Sequence[Callable[..., Any]]
 WholeCalls = Sequence[WholeCall]
 Use = Callable[[Any], Any]
-"""Returns what has, in the graph that is written, the value of a node that is read."""
+"""Returns the counterpart of a node's value in the written graph."""
 
 
 class GraphWriter:
-    """Writes `graph` from a program and the bodies of its blocks; `held` is what the graph fetches and calls.
+    """Writes `graph` from a program and the bodies of its blocks; `held` are the attributes that the graph uses.
 
     `model` is the exported model. `functions` are the marked calls of autograd.Functions, `wholes` the calls of
     submodules that stay whole, both by the number in their operators.
@@ -83,35 +83,35 @@ class GraphWriter:
         self.graph = fx.Graph()
         self.held: dict[str, Any] = {}
         self._program, self._model = program, model
-        # A tied weight has several names, and goes by the first one that the model has for it.
+        # A tied weight has several names, and is called by the first name that the model has for it.
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._batch_norms = find_batch_norms(program, model)
         self._functions, self._wholes = functions, wholes
-        self._entered: dict[int, list[Any]] = defaultdict(list)  # what each marked call is called with
-        self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators stand for
+        self._entered: dict[int, list[Any]] = defaultdict(list)  # the arguments of each marked call
+        self._called: dict[tuple[Any, int], fx.Node] = {}  # the call that several marks or operators represent
 
     def write_program(
         self, inputs: Sequence[str], returns: pytree.TreeSpec, numbers: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """Write the whole graph: `inputs` are the names of its placeholders, `returns` the structure of its output.
 
-        `numbers` are further placeholders with their defaults, which the program has as tensors.
-        Raises TraceError for a block that a graph cannot hold.
+        `numbers` are further placeholders with their defaults, which the program has as tensors. Raises TraceError for
+        a block that a graph cannot hold.
         """
         placeholders = self._program.graph.find_nodes(op="placeholder")
         written = [self.graph.placeholder(name) for name in inputs]
         written += [self.graph.placeholder(name, default_value=value) for name, value in numbers.items()]
         values = dict(zip(placeholders, written, strict=True))
         self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
-        # Idle are fetches of weights that batch norms have themselves, and operators between marks.
+        # Unused are fetches of weights that batch norms have themselves, and operators between marks.
         self.graph.eliminate_dead_code(_is_needed_unused)
 
     def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
-        """Write the nodes of a program or a block's body, whose placeholders have `values`; return what it returns."""
+        """Write the nodes of a program or a block's body, with `values` for its placeholders; return its outputs."""
         written = dict(values)
 
         def use(value: Any) -> Any:
-            # Each user fetches a weight by itself: a fetch that two stages share would tie them together.
+            # Each user fetches a weight itself: a fetch that two stages share would tie them together.
             return written[value] if value in written else self._fetch(body, value)
 
         vmaps = find_vmaps(body)
@@ -125,7 +125,7 @@ class GraphWriter:
         return [use(v) if isinstance(v, fx.Node) else v for v in returned]
 
     def _fetch(self, body: fx.GraphModule, value: fx.Node) -> fx.Node:
-        """Return a new node that fetches what `value` fetches."""
+        """Return a new node that fetches the same attribute as `value`."""
         assert value.op == "get_attr", value
         tensor = operator.attrgetter(str(value.target))(body)
         name = self._names.setdefault(id(tensor), f"constant_{len(self.held)}_{value.name}")
@@ -133,7 +133,7 @@ class GraphWriter:
         return _copy_meta(self.graph.create_node("get_attr", name), value)
 
     def _write_node(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
-        """Write one node of a body, if there is anything to write, and return what has its value."""
+        """Write one node of a body, if it needs one, and return its counterpart in the graph."""
         args: Any = node.args
         if node in self._batch_norms:
             path = self._batch_norms[node]
@@ -144,7 +144,7 @@ class GraphWriter:
         if node.target is enter:
             self._entered[args[1]].append(use(args[0]))
             return use(args[0])
-        # What lies between the marks is written too, and idle at the end.
+        # The operators between the marks are written too, and removed at the end as unused.
         if node.target is leave:
             return self._write_function(node, args[1], args[2])
         if node.target is whole:
@@ -154,7 +154,7 @@ class GraphWriter:
         # An inlined block returns a tuple of nodes, so its results are picked here and not in the graph.
         if node.target is operator.getitem and isinstance(values := use(args[0]), (tuple, list)):
             return values[args[1]]
-        # The program unwraps a number, which the graph is given as it is.
+        # The program unwraps a number, but the graph gets the plain number.
         if node.target in UNWRAPS and use(args[0]) in list_number_nodes(self.graph):
             return use(args[0])
         if node.target is aten.slice.Tensor and args[2:] in ((0, END), (0, END, 1)):  # x[:]
@@ -162,7 +162,7 @@ class GraphWriter:
         return self.graph.node_copy(node, use)
 
     def _write_block(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
-        """Write a block: as its nodes where it only goes without gradients, otherwise as one call of a module."""
+        """Write a block: as its nodes if it only disables gradients, otherwise as one call of a module."""
         position, inside = find_body(body, node)
         options, given = node.args[:position], [fx.node.map_arg(a, use) for a in node.args[position + 1 :]]
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
@@ -173,13 +173,13 @@ class GraphWriter:
             )
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and can_be_inlined(options, inside):
             results = self.write(inside, dict(zip(inside.graph.find_nodes(op="placeholder"), given, strict=True)))
-            # What the block hands through from outside keeps its gradient.
+            # A value that the block only passes through keeps its gradient.
             known = {id(v) for v in given}
             return tuple(v if id(v) in known else self._detach(v) for v in results)
         return self._write_region(node, Region(node.target, options, inside), given)  # type: ignore[arg-type]
 
     def _write_vmap(self, body: fx.GraphModule, nodes: Sequence[fx.Node], use: Use) -> dict[fx.Node, Any]:
-        """Write what a vmap runs as one call of a module; return what has the values of its nodes that others read."""
+        """Write a vmap as one call of a module; return the counterparts of its nodes that are read outside."""
         inside, given, returned = cut_out(body, nodes)
         call = self._write_region(nodes[0], Region(run_vmap, (), inside), [use(value) for value in given])
         results = (self.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned)))
@@ -198,7 +198,7 @@ class GraphWriter:
         return _copy_meta(self.graph.call_module(name, tuple(given)), node)
 
     def _refuse_calls(self, body: fx.GraphModule) -> None:
-        """Raise TraceError for calls in a block's body, which would have to be put back where nothing is written."""
+        """Raise TraceError for marked calls in the body of a block, since nothing can be put back inside."""
         for node in body.graph.nodes:
             args: Any = node.args
             if node.target is enter:
@@ -218,7 +218,7 @@ class GraphWriter:
     def _write_function(self, node: fx.Node, number: int, output: int) -> fx.Node:
         """Return an output of the marked call `number` of an autograd.Function, which leaves the call at `node`.
 
-        The operators between the marks, which torch.export has seen inside of the call, are idle then.
+        The operators between the marks, which torch.export has seen inside the call, become unused.
         """
         if (leave, number) not in self._called:
             call = self.graph.call_function(self._functions[number], tuple(self._entered[number]))
@@ -226,7 +226,7 @@ class GraphWriter:
         return self.graph.call_function(operator.getitem, (self._called[leave, number], output))
 
     def _write_whole(self, node: fx.Node, use: Use) -> fx.Node:
-        """Return an output of a call of a submodule that stays whole; `node` stands for that output."""
+        """Return an output of a call of a submodule that stays whole; `node` represents that output."""
         given, _, _, _, number, output = node.args
         assert isinstance(given, Sequence) and isinstance(number, int) and isinstance(output, int)
         call = self._wholes[number]
@@ -243,11 +243,11 @@ class GraphWriter:
 
 
 def _copy_meta(written: fx.Node, node: fx.Node) -> fx.Node:
-    """Return a written node with the notes of the one it is written for: its module, its line, its shape."""
+    """Give a written node the metadata of its original: its module, its line, its shape. Return it."""
     written.meta = dict(node.meta)
     return written
 
 
 def _is_needed_unused(node: fx.Node) -> bool:
-    """Return whether a node stays in the graph where nothing reads its value."""
+    """Return whether a node stays in the graph even if nothing reads its value."""
     return node.op not in ("call_function", "get_attr") or writes(node) or node.target in VALUE_ASSERTS

@@ -1,13 +1,13 @@
-"""Submodules that stay whole in an exported program: torch.export sees what comes out of them, and not into them.
+"""Submodules that stay whole in an exported program: torch.export only sees their outputs.
 
-A submodule may do what torch.export cannot follow, such as `if h.sum() > 0`. While the model is exported, a call of
-such a submodule returns made-up tensors of the right shapes, each from one operator:
+A submodule may have code that torch.export cannot follow, such as `if h.sum() > 0`. During the export, a call of such a
+submodule returns made-up tensors of the right shapes, each from one operator:
 
     whole = fxsplit::whole([linear], [rows, 8], [0, 1], float32, 0, 0)        call number 0, output number 0
 
 In the graph the operators of call 0 become `call_module inner(linear)` (`fxsplit.frontend.front_ends.export.inline`).
-The shapes are those which the submodule returned when the model ran by itself, once on the rows as they are and once
-with every row twice: a dimension that doubled is a multiple of the number of rows.
+The shapes are recorded from two runs of the model: once on the given rows, and once with every row twice. A dimension
+that doubles is a multiple of the number of rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ torch.library.define(
 def _make_output(
     given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int
 ) -> Tensor:
-    """Return a tensor without values, whose dimensions lie in memory in an `order`, the outermost first."""
+    """Return a tensor without values, with its dimensions in memory in this `order`, the outermost first."""
     if not is_fake(given[0]):
         raise AssertionError("a call that stays whole was left out of the graph")
     inverse = [order.index(d) for d in range(len(order))]
@@ -50,15 +50,15 @@ def _make_output(
 whole = torch.ops.fxsplit.whole.default
 
 CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-"""What may stand in a graph beside tensors."""
+"""Values that a graph may hold besides tensors."""
 
 
 @dataclass(frozen=True)
 class WholeCall:
-    """One call of the submodule under `path`, which the submodule under `around` makes (None: the model itself).
+    """One call of the submodule at `path` by the submodule at `around` (None: the model itself).
 
     `leaves` and `structure` are the flat arguments, with Ellipsis in the place of each tensor. `outputs` are, for each
-    tensor that the call returns, the keys that lead to it in what the call returns.
+    returned tensor, the keys that lead to it in the returned value.
     """
 
     path: str
@@ -75,9 +75,9 @@ class WholeCall:
         return graph.call_module(self.path, args, kwargs)
 
     def write_output(self, node: fx.Node, position: int) -> fx.Node:
-        """Return a new node for one tensor of what `node`, the call, returns."""
+        """Return a new node for one tensor in the output of `node`, the call."""
         value: Any = fx.Proxy(node)
-        # What a key does to a proxy, an index or an attribute, becomes a node of its graph.
+        # An index or an attribute access on a proxy becomes a node of its graph.
         for key in self.outputs[position]:
             value = key.get(value)
         made: fx.Node = value.node
@@ -85,7 +85,7 @@ class WholeCall:
 
 
 Result = tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]
-"""What a call returned: its leaves, each with the keys that lead to it, and their structure."""
+"""The output of a call: its leaves, each with the keys that lead to it, and their structure."""
 
 
 class WholeModules:
@@ -96,11 +96,11 @@ class WholeModules:
         self._model = here.model
         self._modules = {path: here.model.get_submodule(path) for path in paths}
         self._example_rows = here.rows
-        # The number of rows that the model is exported with, once that is known: a symbol, and not the example's.
+        # The number of rows of the export: a symbol, once it is known, and not the example's number.
         self.rows: Any = here.rows
         once = _record_results(here, self._modules, here.clone_tensors()) if paths else {}
         twice = _record_results(here, self._modules, here.clone_doubled()) if paths else {}
-        # A loop over rows, for example: another number of rows would be another graph.
+        # A loop over rows, for example: another number of rows would give another graph.
         for path in paths:
             if len(once[path]) != len(twice[path]):
                 raise self._make_error(
@@ -110,19 +110,19 @@ class WholeModules:
 
     @contextmanager
     def replace_calls(self) -> Iterator[None]:
-        """Let calls of the submodules, in this thread, be one operator for each tensor that they return."""
+        """Replace calls of the submodules, in this thread, by one operator for each returned tensor."""
         with ExitStack() as stack:
             for path, module in self._modules.items():
                 stack.enter_context(replace_forward(module, self._make_forward(path, module)))
             yield
 
     def _make_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        """Return what stands for the forward() of a submodule."""
-        # In the order of the recorded calls, and from the start again should torch.export run forward() once more.
+        """Return the replacement for the forward() of a submodule."""
+        # In the order of the recorded calls, and from the start again if torch.export runs forward() once more.
         forward, thread, results = module.forward, threading.get_ident(), itertools.cycle(self._results[path])
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Another pipeline's workers may run the same submodule just now.
+            # Another pipeline's workers may run the same submodule at this moment.
             if threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             # An object of the user's own would be a constant of the graph, the same in every call.
@@ -132,7 +132,7 @@ class WholeModules:
                 raise self._make_error(path, why)
             leaves, structure = pytree.tree_flatten((args, kwargs))
             tensors = [v for v in leaves if isinstance(v, Tensor)]
-            # forward() called by itself runs no hooks, so no result of it was recorded.
+            # A direct call of forward() runs no hooks, so no result of it was recorded.
             if not tensors or not self._results[path]:
                 raise self._make_error(path, f"is called without a tensor, or by {path}.forward()")
             once, twice = next(results)
@@ -145,7 +145,7 @@ class WholeModules:
         return call
 
     def _make_result(self, path: str, tensors: list[Tensor], once: Result, twice: Result) -> Any:
-        """Return what the latest call of a submodule returns: an operator's output in each tensor's place.
+        """Return the result of the latest call of a submodule, with an operator's output in each tensor's place.
 
         Raises TraceError for a result that changes with the number of rows, except for tensors' lengths.
         """
@@ -158,7 +158,7 @@ class WholeModules:
             if isinstance(a, Tensor):
                 shape, number = self._find_shape(path, a, b), len(self.calls) - 1
                 leaves.append(whole(tensors, shape, _find_memory_order(a), a.dtype, number, next(positions)))
-            # A constant that is the same for other rows may stand in the graph.
+            # A constant that is the same for other rows may be part of the graph.
             elif type(a) is type(b) and a == b:
                 leaves.append(a)
             else:
@@ -167,7 +167,7 @@ class WholeModules:
         return pytree.tree_unflatten(leaves, structure)
 
     def _find_shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
-        """Return the shape of an output for the rows that the model is exported with.
+        """Return the shape of an output for the number of rows of the export.
 
         (6, 8) for 3 rows and (12, 8) for 6 rows is [2 * rows, 8].
         """
@@ -186,11 +186,11 @@ class WholeModules:
         return shape
 
     def _make_error(self, path: str, why: str) -> TraceError:
-        """Return the error for a submodule that cannot be one call, which asks for the one around it."""
+        """Return the error for a submodule that cannot be one call, which suggests the submodule around it."""
         return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=self._find_around(path))
 
     def _find_around(self, path: str) -> str | None:
-        """Return the path of the submodule that calls the one under `path`; None where that is the model itself."""
+        """Return the path of the submodule that calls the one at `path`; None if it is the model itself."""
         while path := path.rpartition(".")[0]:
             # Lists and dicts of modules are never called.
             if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
@@ -200,7 +200,7 @@ class WholeModules:
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of one module go to `forward` inside the block."""
+    """Redirect calls of one module to `forward` inside the block."""
     own = module.__dict__.get("forward")
 
     def put_back() -> None:
@@ -217,13 +217,13 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 def _find_memory_order(tensor: Tensor) -> list[int]:
     """Return a tensor's dimensions as they lie in memory, the outermost first; [0, 2, 1] for transposed rows."""
-    # Later operators, such as view(), may need the strides that the submodule's output really has.
+    # Later operators, such as view(), may need the true strides of the submodule's output.
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
 
 
 def _find_foreign(value: Any) -> Any:
-    """Return what in a call's arguments a graph cannot hold; None if there is nothing such."""
+    """Return the first argument of a call that a graph cannot hold, or None."""
     if isinstance(value, (Tensor, *CONSTANTS)):
         return None
     if type(value) in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -235,17 +235,17 @@ def _find_foreign(value: Any) -> Any:
 def _record_results(
     here: Runnable, modules: Mapping[str, nn.Module], tensors: Sequence[Tensor]
 ) -> dict[str, list[Result]]:
-    """Return what each call of the submodules returns while the model runs on `tensors`."""
+    """Return the output of each call of the submodules while the model runs on `tensors`."""
     found: dict[str, list[Result]] = {path: [] for path in modules}
 
     def record(path: str, module: nn.Module, args: Any, result: Any) -> None:
         register_dataclasses(result)
-        # On the meta device: shapes and strides are asked for, and no values.
+        # On the meta device: only shapes and strides are needed, and no values.
         shapes = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), result)
         found[path].append(pytree.tree_flatten_with_path(shapes))
 
     with ExitStack() as stack, torch.no_grad(), preserve(here.model):
-        # A hook and not a replaced forward(): the call's own result is what later hooks may have made of it.
+        # A hook instead of a replaced forward(), since the result of the call includes the changes by other hooks.
         for path, module in modules.items():
             stack.enter_context(module.register_forward_hook(partial(record, path)))
         here.run_model(*tensors)

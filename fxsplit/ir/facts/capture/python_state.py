@@ -111,7 +111,7 @@ class PythonState(GivenFact):
     """The places that forward() read, each with its value during the capture.
 
     - `followed`: numbers that are inputs of the graph, in the order of its placeholders
-    - `stuck`: keys of places whose numbers have changed and cannot be inputs, since forward() does more than arithmetic
+    - `stuck`: keys of places with changed numbers that cannot be inputs, since forward() does more than arithmetic
       with them
     - `cached`: the contents of places that a call fills, by the keys of the places
     """
@@ -124,7 +124,7 @@ class PythonState(GivenFact):
     made_by: ClassVar[str] = "trace"
 
     def find_changes(self) -> dict[str, tuple[str, str]]:
-        """Return the places whose value has changed since the capture: name -> (then, now)."""
+        """Return the places with another value than during the capture: name -> (then, now)."""
         # This runs before every call. Nearly always each place still holds the very same object.
         found = ((place, then, place.read()) for place, then in self.reads)
         differ = ((p, then, now) for p, then, now in found if now is not then and not same(then, now))

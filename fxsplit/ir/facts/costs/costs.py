@@ -48,7 +48,7 @@ class NodeCost:
 
     - `op` is the kind of the node in torch.fx and its target, `module` the path of the submodule that holds the node
     - `signature` identifies the operator with the shapes of its arguments: equal signatures take equal times
-    - `inputs` are the nodes and graph inputs whose values the node reads
+    - `inputs` are the nodes and graph inputs that the node reads
     - `forward_ms` and `backward_ms` are medians; `host_ms` is the time of both on a host device, if the profile comes
       from a tool that states it
     - `output_bytes` is the size of the output, `gradient_bytes` of its gradient, `kept_bytes` of the activations that
@@ -273,7 +273,7 @@ class Costs(Shown, Fact):
     def find_surely_unkept(self, name: str, output_bytes: float) -> float:
         """Return the bytes of a value that certainly no backward keeps.
 
-        0 for a view, whose memory another node may keep.
+        0 for a view, since another node may keep its memory.
         """
         return 0.0 if name in self.by_name and self.by_name[name].lies_in else self.find_unkept(name, output_bytes)
 

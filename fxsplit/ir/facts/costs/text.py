@@ -51,7 +51,7 @@ def list_parts(costs: Any, *, whole: bool) -> Parts:
 def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
     """Return the nodes of each of the slowest modules, at most `most` modules, the slowest first.
 
-    Repeated layers count together: `layers.*.mlp` stands for all modules whose path has a number there. A group with
+    Repeated layers count together: `layers.*.mlp` stands for all modules with a number there. A group with
     more than half of the total time is split into its parts, if it has parts. A node outside of any module is a group
     by its name.
     """

@@ -31,7 +31,7 @@ SAMPLED = 50
 class Levels(ReadOnlyArrays):
     """Lower bounds on the bytes that any cut sends, by the work before the cut; all arrays are float64 [levels].
 
-    No ideal whose work lies between `low` and `high` ms has fewer live bytes, forward and backward, than `least_bytes`.
+    An ideal with work between `low` and `high` ms has at least `least_bytes` live bytes, forward and backward.
     """
 
     low: Floats

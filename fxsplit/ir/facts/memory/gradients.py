@@ -135,11 +135,11 @@ class BackwardGradients:
 
 
 class TiedGradients(NamedTuple):
-    """Gradients of parameters that several nodes of a stage use, by the position of a node whose backward has just run.
+    """Gradients of parameters that several nodes of a stage use, by the position of the node that has just run backward.
 
     - `change`: the bytes that exist from then on
     - `more`: the bytes needed for a moment, while two gradients are added into a third
-    - `again`: the node's bytes of parameters whose sums are made after an earlier node
+    - `again`: the node's bytes of parameters with sums that were made after an earlier node
     """
 
     change: Mapping[int, float]
