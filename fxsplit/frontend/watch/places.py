@@ -131,7 +131,7 @@ def _member(value: Any, name: str, label: Label) -> Finding:
 
 
 def _inherited(kind: type, base: type, name: str) -> Finding:
-    """Return the place of an attribute that instances of `kind` inherit from `base`, which is `kind` or a base class."""
+    """Return the place of an attribute that instances of `kind` inherit from `base`: `kind` itself or a base class."""
     label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
     # Looked up in the class itself, since it may get an attribute that hides the one of its base.
     place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))

@@ -135,7 +135,7 @@ class BackwardGradients:
 
 
 class TiedGradients(NamedTuple):
-    """Gradients of parameters that several nodes of a stage use, by the position of the node that has just run backward.
+    """Gradients of parameters that several nodes of a stage use, by the position of the node that just ran backward.
 
     - `change`: the bytes that exist from then on
     - `more`: the bytes needed for a moment, while two gradients are added into a third
