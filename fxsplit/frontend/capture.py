@@ -94,7 +94,7 @@ def capture(
     TraceError if no front end can follow the model, or if no graph computes the same as the model, and InputError for a
     model that does not run on microbatches.
     """
-    with phase("loading what torch needs to capture models"):
+    with phase("loading torch's modules for capture"):
         load_torch()
     _refuse_unknown_weights(model)
     known = find_arguments(earlier, args, kwargs)
@@ -118,7 +118,7 @@ def capture(
     # torch's log by one line.
     with restore_after(watch.put_back), hide_logged_warnings("torch"):
         graph, effects = _choose_watched(subject, watch, grad_enabled)
-        with restore_model(model), phase(f"finding out what outputs of {subject.name} mean by microbatches"):
+        with restore_model(model), phase(f"finding how microbatches make the outputs of {subject.name}"):
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
             effects = replace(effects, meanings=find_meanings(asking, graph.gm, joined=stated.joined))
     _set_modes(graph.gm, model)
@@ -132,7 +132,7 @@ def capture(
 
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
     """Return the checked graph of a subject; warn of Python values that each call changes, but a pipeline does not."""
-    with torch.set_grad_enabled(grad_enabled), phase(f"watching what forward() of {subject.name} changes"):
+    with torch.set_grad_enabled(grad_enabled), phase(f"watching the changes that forward() of {subject.name} makes"):
         changes = list_changes(subject, watch)
     subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
     try:
@@ -151,7 +151,7 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
             raise
         # The second run of such a model may differ from the first, and so may its graph, so the message begins with the
         # changes.
-        what = f"{_say_changes(subject, changes)}. No graph was found that does what the model does: {error}"
+        what = f"{_say_changes(subject, changes)}. No graph was found that equals the model: {error}"
         raise TraceError(what, error.submodule) from error
     if changes:
         warn_user(_say_changes(subject, changes))
@@ -193,7 +193,7 @@ def _say_gradients(subject: Subject, path: str, line: str) -> str:
     where = f"in submodule {path!r}" if path else "in its own forward()"
     way = "take it" if path else "move that part into a submodule, take it there"
     return (
-        f"{subject.name} takes a gradient by itself {where} at {line}, as autograd.grad does, which no graph can hold:"
+        f"{subject.name} takes a gradient by itself {where} at {line}, as autograd.grad does, and no graph can hold it:"
         f" {way} inside of torch.enable_grad(), since the model also runs without gradients, and keep that submodule "
         f"whole, fxsplit.leaf({path or 'its.path'!r})"
     )
@@ -204,8 +204,8 @@ def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
     more = f" and {len(changes) - MOST_CHANGES} more" if len(changes) > MOST_CHANGES else ""
     return (
         f"forward() of {subject.name} changes {'; '.join(changes[:MOST_CHANGES])}{more}. A pipeline does not: its "
-        "stages run operators on tensors, and what stays whole once for each microbatch. Return such a value as an "
-        "output, or change it outside of forward()"
+        "stages run only operators on tensors, and whole submodules once for each microbatch. Return such a value as "
+        "an output, or change it outside of forward()"
     )
 
 

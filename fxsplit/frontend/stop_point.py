@@ -38,7 +38,7 @@ class StopPoint:
         reason = self.reason
         if self.operator == reason:
             reason = (
-                f"operator {reason} has no kernel that computes shapes alone: give it one with "
+                f"operator {reason} has no kernel that computes only shapes: give it one with "
                 "torch.library.register_fake"
             )
         return f"{module}{f' at {self.line}' if self.line else ''}{operator}: {reason}"

@@ -90,15 +90,15 @@ class DumpTo(Observer):
     def _mark(self, ir: IR, **more: str) -> None:
         """Write `chain.json`: the model, the mode, the shapes and the passes run so far."""
         example = ir.get(Example)
-        told: dict[str, object] = {
+        entries: dict[str, object] = {
             "model": ir.model,
             "mode": ir.mode,
             "shapes": {} if example is None else example.describe(),
         }
         passes = [{"pass": step.text, "seconds": round(step.seconds, 6)} for step in ir.steps]
         versions = {"fxsplit": version("fxsplit"), "torch": torch.__version__}
-        told[RUN] = self._run
-        mark_folder(self.folder, {**told, "chain": self.chain, "passes": passes, "versions": versions, **more})
+        entries[RUN] = self._run
+        mark_folder(self.folder, {**entries, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
     def _write(self, name: str, text: str) -> None:
         """Write the next numbered file."""

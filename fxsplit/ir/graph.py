@@ -109,8 +109,8 @@ class IR(Shown):
         # The chain is at fault: it lacks the pass, or a later pass rewrites the graph.
         if any(step.text.partition("{")[0] == kind.made_by for step in self.steps):
             raise MissingFact(
-                f"no {kind.__name__} any more (known: {known}): what {kind.made_by!r} learnt was forgotten when a "
-                f"later pass rewrote the graph: rewrite it before {kind.made_by!r}, keep what still holds "
+                f"no {kind.__name__} any more (known: {known}): the facts of {kind.made_by!r} were forgotten when a "
+                f"later pass rewrote the graph: rewrite it before {kind.made_by!r}, keep this fact if it still holds "
                 f"(ir.rewrite(gm, {kind.__name__})), or read it earlier"
             )
         raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")

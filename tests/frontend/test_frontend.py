@@ -331,7 +331,7 @@ class Caches(nn.Module):
 def test_an_output_that_cannot_be_handed_on_is_left_out_and_named() -> None:
     model, x = Caches(), torch.randn(6, 8)
     with (
-        pytest.warns(UserWarning, match="Caches returns cache, which is nothing that a pipeline could hand on"),
+        pytest.warns(UserWarning, match="Caches returns cache, which a pipeline cannot hand on"),
         fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe,
     ):
         found = pipe(x)
@@ -373,7 +373,7 @@ def test_checkpointing_inside_the_model_is_noticed() -> None:
     """A graph computes the same and keeps more; who asked for less is told."""
     x = torch.randn(8, 8)
     with (
-        pytest.warns(UserWarning, match="changes what is saved for backward, as checkpoint"),
+        pytest.warns(UserWarning, match="changes which tensors are saved for backward, as checkpoint"),
         fxsplit.compile(Checkpoints(), 2, example_inputs=x, passes=FAST) as pipe,
     ):
         torch.testing.assert_close(pipe(x), pipe.model(x))

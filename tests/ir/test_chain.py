@@ -68,7 +68,9 @@ def test_a_fact_that_a_rewrite_forgot_is_not_said_to_be_unlearnt() -> None:
         return ir.rewrite(fx.GraphModule(ir.gm, ir.gm.graph))
 
     chain = DEFAULT.replace("profile", Profile(repeats=1))
-    with pytest.raises(ChainError, match=r"no Plan any more .*'partition' learnt was forgotten.*rewrite\(gm, Plan\)"):
+    with pytest.raises(
+        ChainError, match=r"no Plan any more .*the facts of 'partition' were forgotten.*rewrite\(gm, Plan\)"
+    ):
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain.after("emit", copy))
     with pytest.raises(ChainError, match=r"no Costs any more .*rewrite it before 'profile'"):
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes=chain.after("profile", copy))

@@ -29,7 +29,7 @@ def test_a_pass_that_breaks_a_fact_is_named() -> None:
             graph.call_function(torch.relu, (extra,))
         return ir.rewrite(fx.GraphModule(ir.gm, graph), *ir.facts)
 
-    with pytest.raises(BrokenFact, match="after pass 'forget-a-node': the costs are of other nodes than the graph"):
+    with pytest.raises(BrokenFact, match="after pass 'forget-a-node': the costs describe other nodes than the graph"):
         fxsplit.compile(Residual(), 2, example_inputs=x(), passes=DEFAULT.after("profile", forget_a_node))
 
 

@@ -96,7 +96,7 @@ def _compute_of_graph(
         why = str(error).strip().partition(". Hint")[0]
         raise TraceError(
             f"the graph of {here.name} has no backward, and the model has one ({why}): "
-            "an autograd.Function is followed into its forward(), and what that writes in place needs its own backward"
+            "tracing went into the forward() of an autograd.Function, and its writes in place need its own backward"
         ) from error
 
 

@@ -179,7 +179,7 @@ def _check_alike(expected: tuple[list[Any], Any], found: tuple[list[Any], Any]) 
         return
     # Different containers with equal contents are rare, and their text is long.
     wanted, given = (expected[1], found[1]) if before == after else (before, after)
-    raise BrokenFact(f"the graph returns {given} now, and {wanted} before: return what the model returns")
+    raise BrokenFact(f"the graph returns {given} now, and {wanted} before: return the outputs of the model")
 
 
 def _list_differences(expected: _Outcome, found: _Outcome) -> list[Difference]:

@@ -38,8 +38,9 @@ class Rewrites:
                 continue
             raise BrokenFact(
                 f"the graph computes something else on the example than before: {found.kind} {found.name} differs by "
-                f"{found.value:.2g} of its largest value. Mend the pass; or, where it changes numbers on purpose, let "
-                "it state by how much of the largest value: tolerance: ClassVar[float] = 0.01, or float('inf')"
+                f"{found.value:.2g} of its largest value. Correct the pass; or, if it changes numbers on purpose, let "
+                "it state the share of the largest value that may change: tolerance: ClassVar[float] = "
+                "0.01, or float('inf')"
             )
         return _detach(step, after, lost)
 

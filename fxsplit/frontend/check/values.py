@@ -73,8 +73,8 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "bo
             # Without values, torch's own errors do not help the user.
             stopped = find_stopped(subject.model, error)
             raise TraceError(
-                f"{subject.name} does not run on shapes alone, and stops{stopped}. Build it with its weights, if "
-                "forward() decides by values, or uses a tensor that is neither parameter nor buffer"
+                f"{subject.name} does not run on shapes only, and stops{stopped}. Build it with its weights if "
+                "forward() decides by values, or if it uses a tensor that is neither parameter nor buffer"
             ) from error
     # The checked buffers may be copies or fake tensors.
     own = {path: subject.model.get_buffer(path) for path in effects.written_buffers}
@@ -133,9 +133,11 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
         wanted = _compare_outputs(here, expected, got)
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
             _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
-        told = at_once and check_paths(here, (expected, got), leaves)
+        proven = at_once and check_paths(here, (expected, got), leaves)
     compared = (
-        GradientComparison(bool(hooked), by_code=by == "code") if told else check_gradients(here, by_code=by != "nodes")
+        GradientComparison(bool(hooked), by_code=by == "code")
+        if proven
+        else check_gradients(here, by_code=by != "nodes")
     )
     if by == "both" and not compared.by_code:
         run_code(here)
@@ -160,11 +162,11 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
     if rewritten:
         warn_user(
             f"forward() of {here.name} changes its argument {rewritten[0]!r}, and the pipeline hands it a copy: the "
-            "caller's stays as it was; return what is new as an output"
+            "caller's object does not change. Return the new values as an output"
         )
     if dropped:
         warn_user(
-            f"{here.name} returns {', '.join(dropped)}, which is nothing that a pipeline could hand on: it is left out "
+            f"{here.name} returns {', '.join(dropped)}, which a pipeline cannot hand on: it is left out "
             "of the outputs (use_cache=False, for example, does not make it)"
         )
 
@@ -208,9 +210,9 @@ def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> No
     if after[:1] == (here.rows,) and before is not None and (len(after) > 1 or len(before) == 1 < sum(before)):
         raise InputError(
             f"forward() of {here.name} gives buffer {path!r} a row for each row of its batch ({before} before, {after} "
-            f"after a call with {here.rows} rows), so that it would hold those of the last microbatch only: let "
-            "forward() make such a state from its input, and hand it from call to call as a value. A buffer is for "
-            "what does not depend on the number of rows"
+            f"after a call with {here.rows} rows), so it would only hold the rows of the last microbatch: let "
+            "forward() make this state from its input, and pass it from call to call as a value. A buffer must not "
+            "depend on the number of rows"
         )
     raise InputError(
         f"forward() of {here.name} resizes buffer {path!r} from {before} to {after}, as observers of "
@@ -232,7 +234,7 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
         if get_storage_id(tensor) not in held:
             raise TraceError(
                 f"forward() of {here.name} writes in place to {path!r}, a constant of the graph that would "
-                "keep what was written from call to call: make it from an input (x.new_zeros(...)), or register it "
+                "keep the written values from call to call: make it from an input (x.new_zeros(...)), or register it "
                 "as a buffer if it is meant to last"
             )
     # A module that stays whole fetches its buffers itself, and the graph does not show it.
@@ -283,8 +285,8 @@ def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
         raise TraceError(
             f"the graph of {here.name} computes {what} differently from the model ({kinds}): "
             "tracing kept something that changes between calls, such as a Python number or a random draw, or a hook or "
-            "mode inside forward() is not in the graph; move what changes into a tensor, or wrap the function that "
-            "makes it with torch.fx.wrap"
+            "mode inside forward() is not in the graph; move the changing value into a tensor, or wrap the function "
+            "that makes it with torch.fx.wrap"
         )
 
 

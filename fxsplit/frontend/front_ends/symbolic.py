@@ -196,9 +196,10 @@ class Tracer(fx.Tracer):
 
 
 MODES = (
-    "forward() changes grad mode or autocast for a part of the model, or what it saves for backward (as checkpoint() "
-    "does), which a graph cannot hold; in place of no_grad() use .detach() on the result, or requires_grad_(False) on "
-    "the parameters; in place of autocast convert with .to(dtype); in place of checkpoint(f, x) call f(x)"
+    "forward() changes grad mode or autocast for a part of the model, or the tensors saved for backward (as "
+    "checkpoint() does), and a graph cannot hold that; in place of no_grad() use .detach() on the result, or "
+    "requires_grad_(False) on the parameters; in place of autocast convert with .to(dtype); in place of checkpoint(f,"
+    " x) call f(x)"
 )
 
 
@@ -227,8 +228,8 @@ def _read_modes() -> tuple[Any, ...]:
 
 
 ADVICE = {
-    "to_bool": "What depends on tensor values or shapes cannot decide Python's flow: compute both sides and "
-    "select with torch.where, or turn what never changes into a constant of the module",
+    "to_bool": "Tensor values and shapes cannot decide Python's control flow: compute both sides and select with "
+    "torch.where, or turn a value that never changes into a constant of the module",
     "__setitem__": "A traced tensor cannot be assigned into: use torch.where, masked_fill or index_fill",
     "__len__": "Use x.shape[0] in place of len(x)",
     "iter": "Loop over a number that the module knows, or use torch.unbind with a fixed length",

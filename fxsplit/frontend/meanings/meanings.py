@@ -160,15 +160,15 @@ class _Trial:
             return self._judge_rows(name, run, *batched)
         if all(piece.shape == whole.shape for piece in pieces):
             return self._judge_number(name, run)
-        return self._refuse(name, run, "it has not one row for each row of the input")
+        return self._refuse(name, run, "it does not have one row for each row of the input")
 
     def look_at_buffers(self) -> None:
         """Add a warning about a buffer through which microbatches change each other's outputs."""
         buffer = find_carried_buffer(self._here, self._few) if self._may_compare else None
         if buffer:
             self.said.append(
-                f"forward() of {self._here.name} writes buffer {buffer!r}, and what it returns follows from it: the "
-                "pipeline writes it once for each microbatch, which differs from once for the batch; compile with "
+                f"forward() of {self._here.name} writes buffer {buffer!r}, and its outputs depend on that buffer: the "
+                "pipeline writes it once for each microbatch instead of once for the batch; compile with "
                 "n_microbatches=1, or write it outside of forward()"
             )
 
@@ -189,8 +189,8 @@ class _Trial:
         closer = copy_in_double(self._here, jitter=True) if weight else None
         if weight and (closer is None or self._find_unjoined(closer, meanings)):
             self.said.append(
-                f"the gradient of {weight!r} of {self._here.name} is not the sum of those of microbatches: a backward "
-                "of its own, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
+                f"the gradient of {weight!r} of {self._here.name} is not the sum of the microbatches' gradients: a "
+                "custom backward, a hook, or scale_grad_by_freq compares rows. The pipeline computes it within "
                 "microbatches, which differs from the whole batch; compile with n_microbatches=1 for that"
             )
 

@@ -35,7 +35,7 @@ def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
     if not cuts:
         return None
     return (
-        f"{_describe_cuts(cuts, here.inputs)}: the outputs of the batch are those of its microbatches only then; "
+        f"{_describe_cuts(cuts, here.inputs)}: the microbatches give the outputs of the batch only then; "
         f"state {_write_chunks(cuts)}"
     )
 

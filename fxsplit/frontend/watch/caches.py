@@ -47,9 +47,9 @@ def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], cach
         # The cache that another call fills with other values, if there is one.
         seen = next((s for s, cached in caches.items() if s in now and not cached.holds(now[s])), next(iter(caches)))
         raise InputError(
-            f"forward() of {here.name} keeps in {seen.place.name} what its first call makes of inputs or weights, "
-            "and later calls use it; the pipeline would make it again in each call, of other inputs: call "
-            f"{here.name} once, then compile it"
+            f"forward() of {here.name} keeps in {seen.place.name} values that its first call computes from inputs or "
+            "weights, and later calls use them; the pipeline would compute them again in each call, from other "
+            f"inputs: call {here.name} once, then compile it"
         )
     empty_caches(watch, restore)
     with _change_weights(here):

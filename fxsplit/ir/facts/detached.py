@@ -22,4 +22,4 @@ class Detached(GivenFact):
     made_by: ClassVar[str] = "a pass of yours"
 
     def __str__(self) -> str:
-        return f"for evaluation alone, as pass {self.step} has made weights of its own ({self.weight})"
+        return f"only for evaluation, as pass {self.step} has made weights of its own ({self.weight})"

@@ -96,7 +96,7 @@ def test_rows_that_depend_on_each_other_stay_in_one_microbatch() -> None:
         torch.testing.assert_close(found, [p.grad for p in model.parameters()])
         assert pipe.step(x, y, target=torch.eye(6)).isfinite()
     pipe = fxsplit.compile(model, 1, example_inputs=(x[:1], y[:1]), **options)
-    with pipe, pytest.raises(InputError, match=r"it has not one row for each row.*n_microbatches=1"):
+    with pipe, pytest.raises(InputError, match=r"it does not have one row for each row.*n_microbatches=1"):
         pipe(torch.cat([x] * 3), torch.cat([y] * 3))
 
 

@@ -142,7 +142,7 @@ def test_other_outputs_than_the_models_are_refused_whatever_the_tolerance(rewrit
             changed: IR = rewrite(ir)
             return changed
 
-    with pytest.raises(BrokenFact, match=r"after pass 'Rewrite': the graph returns .* return what the model returns"):
+    with pytest.raises(BrokenFact, match=r"after pass 'Rewrite': the graph returns .* return the outputs of the model"):
         compile_with(Rewrite())
 
 
@@ -285,8 +285,8 @@ def test_folded_weights_serve_evaluation_and_refuse_to_train() -> None:
     """A step left every folded layer without a gradient, and the optimizer trained the head alone."""
     model = Residual().eval()
     with compile_with(fold_conv_bn, model=model, example_inputs=IMAGES, loss_fn=F.cross_entropy) as pipe:
-        assert str(pipe.ir[Detached]).startswith("for evaluation alone, as pass fold-conv-bn has made weights")
-        with pytest.raises(InputError, match=r"step\(\) cannot train this pipeline, which is for evaluation alone"):
+        assert str(pipe.ir[Detached]).startswith("only for evaluation, as pass fold-conv-bn has made weights")
+        with pytest.raises(InputError, match=r"step\(\) cannot train this pipeline, which is only for evaluation"):
             pipe.step(IMAGES, target=torch.zeros(8, dtype=torch.long))
         with pytest.warns(FxsplitWarning, match="the outputs of this pipeline carry no gradients"):
             outputs = pipe(IMAGES)

@@ -155,7 +155,7 @@ def test_a_forward_that_decides_by_values_does_not_run_on_shapes() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale if float(x.sum()) < 1e6 else x
 
-    with pytest.raises(TraceError, match="Decides does not run on shapes alone"):
+    with pytest.raises(TraceError, match="Decides does not run on shapes only"):
         check_graph(make_subject(Decides(), from_shapes=True), trace(Scale()), rows=6)
 
 

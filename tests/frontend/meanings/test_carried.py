@@ -67,7 +67,9 @@ def test_the_buffer_is_named_where_batches_are_cut() -> None:
     """A temperature fell as many times faster as a batch has microbatches, and nothing said so."""
     x = torch.randn(8, 4)
     with (
-        pytest.warns(FxsplitWarning, match="Cools writes buffer 'calls', and what it returns follows from it") as said,
+        pytest.warns(
+            FxsplitWarning, match="Cools writes buffer 'calls', and its outputs depend on that buffer"
+        ) as said,
         fxsplit.compile(Cools(anneal), 2, example_inputs=x, n_microbatches=2, passes=FAST),
     ):
         assert len(said) == 1 and said[0].filename == __file__

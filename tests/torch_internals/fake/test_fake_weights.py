@@ -125,7 +125,7 @@ def test_what_needs_values_says_so() -> None:
             return out
 
     for kind in (normed, Views):
-        with pytest.raises(TraceError, match="does not run on shapes alone"):
+        with pytest.raises(TraceError, match="does not run on shapes only"):
             fxsplit.compile(empty(kind), 2, example_inputs=torch.randn(4, 4), **OPTIONS)
 
 

@@ -127,9 +127,9 @@ def _export(subject: Subject, front_end: TorchExport) -> Graph:
         bounds = _read_bounds(program, cuts) if front_end.rows_vary else (rows, rows)
     if checkpoints:
         warn_user(
-            f"forward() of {subject.name} changes what is saved for backward, as checkpoint() does, which its "
+            f"forward() of {subject.name} changes which tensors are saved for backward, as checkpoint() does, and its "
             "graph does not: gradients are the same, buffers are written once and not again in the recomputation, and "
-            "compile(recompute='always') keeps as little"
+            "compile(recompute='always') saves as much memory"
         )
     gm = fx.GraphModule(_find_own(model, writer.held), writer.graph, class_name=subject.name)
     # A model on several devices was exported from a copy in host memory.

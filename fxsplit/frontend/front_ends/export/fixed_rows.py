@@ -155,14 +155,14 @@ class _Merge:
         for other in others:
             for path, value in first.items():
                 if path not in other or not same_constant(value, other[path]):
-                    raise self._make_error(f"its constant {path!r} is another one", None)
+                    raise self._make_error(f"its constant {path!r} differs", None)
 
     def _make_error(self, what: str, node: fx.Node | None) -> OtherGraph:
         """Return the error for graphs that cannot be merged."""
         sizes = " and ".join(map(str, self._sizes))
         line = "" if node is None else find_line(node)
         return OtherGraph(
-            f"the graph of {self._subject.name} is another one for microbatches of {sizes} rows ({what}{line}), and "
+            f"the graph of {self._subject.name} differs for microbatches of {sizes} rows ({what}{line}), and "
             "its number of rows is a constant: give batches that n_microbatches divides, so that all microbatches have "
             "the same number of rows (a DataLoader's last batch: drop_last=True)",
             submodule=None if node is None else find_submodule(node),

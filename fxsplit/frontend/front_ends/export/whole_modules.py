@@ -181,7 +181,7 @@ class WholeModules:
                 raise self._make_error(
                     path,
                     f"returns {tuple(once.shape)} for {self._example_rows} rows and {tuple(twice.shape)} for twice as "
-                    "many, and what follows it needs shapes that do not hang on values",
+                    "many, and later operators need shapes that do not depend on values",
                 )
         return shape
 

@@ -247,7 +247,7 @@ class Inputs:
         # The graph has exactly one placeholder for each tensor of the example.
         if structure != self.structure:
             raise InputError(
-                f"this was compiled for arguments ({self.describe()}) and is called with others "
+                f"this was compiled for arguments ({self.describe()}) and is called with other arguments "
                 f"({_list_names(names)}): call it in the same way"
             )
         refuse_nested({n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)})

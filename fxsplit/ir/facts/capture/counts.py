@@ -31,8 +31,8 @@ MEAN = (None, 1, "mean")
 EVEN = 1e-9
 """Shares within this distance of the shares of the rows are equal: the quotients agree up to rounding."""
 DIFFERS = (
-    "is divided by a count of its own, such as that of labels other than ignore_index: the pipeline averages it by "
-    "rows, which differs from the whole batch where microbatches have other counts; hand the count to the model "
+    "is divided by a count of its own, such as the number of labels other than ignore_index: the pipeline averages it "
+    "by rows, which differs from the whole batch if the counts of microbatches differ; pass the count to the model "
     "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
 )
 """The end of a sentence about a number that cannot be made from microbatches; its name comes first."""

@@ -60,7 +60,7 @@ class Effects(Fact):
         graph = [n.name for n in ir.gm.graph.nodes]
         if graph != list(self.nodes):
             odd = sorted(set(graph) ^ set(self.nodes)) or graph
-            raise BrokenFact(f"the effects are of other nodes than the graph (first difference: {odd[0]!r})")
+            raise BrokenFact(f"the effects describe other nodes than the graph (first difference: {odd[0]!r})")
         # The planner sees only the costs, and a pass may have made them without the constraints of the graph.
         costs = ir.get(Costs)
         if costs is None:

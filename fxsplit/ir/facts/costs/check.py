@@ -17,14 +17,14 @@ def check_costs(costs: Any) -> None:
         what = f"{kind} {show(record.name)}"
         check_record(what, record)
         if record.name in known:
-            raise ProfileError(f"{what} stands twice in the profile: names must be unique")
+            raise ProfileError(f"{what} appears twice in the profile: names must be unique")
         if kind == "node":
             check_node(record, known)
         known.add(record.name)
     for number, exchange in enumerate(costs.exchanges):
         check_record(f"exchange {number}", exchange)
         if not exchange.nodes:
-            raise ProfileError(f"exchange {number} has no nodes: give those that make or read the tensor")
+            raise ProfileError(f"exchange {number} has no nodes: give the nodes that make or read the tensor")
     if costs.loss is not None:
         check_record("the loss", costs.loss)
     for number, tie in enumerate(costs.tied):

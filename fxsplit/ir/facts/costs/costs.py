@@ -323,7 +323,7 @@ class Costs(Shown, Fact):
         graph = [n.name for n in ir.gm.graph.nodes if n.op not in ("placeholder", "output")]
         if graph != [n.name for n in self.nodes]:
             odd = sorted(set(graph) ^ set(self.by_name)) or graph
-            raise BrokenFact(f"the costs are of other nodes than the graph (first difference: {odd[0]!r})")
+            raise BrokenFact(f"the costs describe other nodes than the graph (first difference: {odd[0]!r})")
         for node in ir.gm.graph.nodes:
             cost, reads = self.by_name.get(node.name), [n.name for n in node.all_input_nodes]
             if cost is not None and name_operator(node) != cost.op:

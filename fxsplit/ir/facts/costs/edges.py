@@ -79,8 +79,8 @@ def price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[
     for bytes_, (maker, *readers) in costs.tensors:
         home = stage_of[maker]
         # The maker sends to each other stage that reads, and a stage takes a tensor once for all its nodes.
-        away = {stage_of[name] for name in readers} - {home}
-        given[home] += bytes_ if away else 0.0
-        for stage in away:
+        takers = {stage_of[name] for name in readers} - {home}
+        given[home] += bytes_ if takers else 0.0
+        for stage in takers:
             taken[stage] += bytes_
     return [Edges(*both) for both in zip(taken, given, strict=True)]

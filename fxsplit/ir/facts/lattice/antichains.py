@@ -142,7 +142,7 @@ class Antichains(ReadOnlyArrays, Fact):
         """Raise BrokenFact unless the lattice is one: sizes add up and every edge adds its block to its ideal."""
         # A pass may have rewritten the graph and kept the lattice of the old one.
         if set(self.blocks.home) != set(ir[Costs].by_name):
-            raise BrokenFact("the antichains are of other nodes than the costs")
+            raise BrokenFact("the antichains describe other nodes than the costs")
         if len(self) == 0 or self._sizes[-1] != len(self.blocks):
             raise BrokenFact(f"the last ideal has {self._sizes[-1]} of {len(self.blocks)} blocks")
         # An edge that skips or repeats a block would let the search find stages that do not exist.

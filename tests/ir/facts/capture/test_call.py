@@ -85,7 +85,9 @@ def test_another_call_binds_however_it_is_written() -> None:
         inputs.bind((X, 1), {}, None)
     with pytest.raises(InputError, match=r"'scale' is a torch.float32 tensor, and .* compiled for 1\.0"):
         inputs.bind((X, Y), {}, None)
-    with pytest.raises(InputError, match=r"compiled for arguments \(x, 1\.0, None\) and is called with others"):
+    with pytest.raises(
+        InputError, match=r"compiled for arguments \(x, 1\.0, None\) and is called with other arguments"
+    ):
         inputs.bind((X,), {"extra": [1, 2]}, None)
     with pytest.raises(InputError, match=r"arguments do not fit forward\(x"):
         inputs.bind((X, 1.0, None), {}, None)

@@ -94,7 +94,7 @@ def test_effects_of_another_graph_are_broken() -> None:
     effects = find_effects(ir)
     effects.verify(ir)
     other = capture(nn.Linear(8, 8), (torch.randn(4, 8),), {}, 2)
-    with pytest.raises(BrokenFact, match="the effects are of other nodes than the graph"):
+    with pytest.raises(BrokenFact, match="the effects describe other nodes than the graph"):
         effects.verify(other)
     turned = Effects(dict(list(effects.nodes.items())[::-1]), effects.together, effects.ordered)
     with pytest.raises(BrokenFact, match="of other nodes"):
