@@ -18,12 +18,12 @@ def make_subject(model: nn.Module, *args: Any, rows: int | None = None, **option
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
-    """Return the graph that torch.fx alone makes."""
+    """Return the graph from torch.fx itself."""
     return fx.symbolic_trace(model)
 
 
 class Scale(nn.Module):
-    """y = x * scale, where scale is a parameter of four numbers."""
+    """y = x * scale, with a parameter `scale` of four numbers."""
 
     def __init__(self, scale: float = 2.0) -> None:
         super().__init__()

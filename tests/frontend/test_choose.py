@@ -1,4 +1,4 @@
-"""The order in which front ends are attempted, and what is said of each."""
+"""The order in which front ends are attempted, and the messages about each."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_error_has_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_submodule_that_is_whole_already_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front end that fails in a submodule it was told to keep whole would fail there for ever."""
+    """A front end that keeps failing in a submodule that should be whole would loop for ever."""
 
     class Stuck(Fake):
         def attempt(self, subject: Subject) -> Graph:

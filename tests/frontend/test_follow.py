@@ -23,7 +23,7 @@ Use = Callable[[Any, Tensor], Tensor]
 
 
 class Uses(Two):
-    """Does to its inner values what `use` does with the numbers."""
+    """Uses the numbers, with `use`, on its inner values."""
 
     def __init__(self, use: Use, *, exported: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_changed_number_becomes_an_input(kind: str, exported: bool) -> None:
 
 
 def by_type(m: Any, h: Tensor) -> Tensor:
-    """Scale by a float alone, which a value that stands for one is not."""
+    """Scale by a float, but not by a proxy in its place."""
     return h * m.rate if isinstance(m.rate, float) else h
 
 
@@ -115,7 +115,7 @@ STUCK: dict[str, Use] = {
 
 @pytest.mark.parametrize("kind", STUCK)
 def test_a_number_that_decides_something_stays_a_constant(kind: str) -> None:
-    """The last one is right for 1.0 alone, and was compared with another value too."""
+    """The last one is only right for 1.0, so it is compared with another value too."""
     model = Uses(STUCK[kind], exported=False)
     model.rate = 0.5
     ir = capture_changed(model, rate=1.0)
@@ -123,7 +123,7 @@ def test_a_number_that_decides_something_stays_a_constant(kind: str) -> None:
     assert not state.followed and len(state.stuck) == 1 and not list_number_nodes(ir.gm.graph)
     x = torch.randn(2, 4)
     torch.testing.assert_close(ir.gm(x), model(x))
-    # It is not attempted again, and that it has changed is told as ever.
+    # It is not attempted again, and the change of the number is still reported.
     model.rate = 0.25
     assert list(state.find_changes()) == ["attribute 'rate' of the model"] and not state.list_numbers()
     again = capture(model, (torch.randn(6, 4),), {}, rows=3, earlier=[ir])[PythonState]
@@ -178,7 +178,7 @@ def test_a_graph_that_was_given_holds_what_it_holds() -> None:
 
 
 class Kept:
-    """Makes a number of another one once."""
+    """Converts a number to another type."""
 
     def __init__(self) -> None:
         self.rate = 1.0

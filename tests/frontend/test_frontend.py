@@ -151,7 +151,7 @@ class Decides(nn.Module):
 
 
 class Around(nn.Module):
-    """What neither front end can follow lies in a submodule."""
+    """Neither front end can follow the code of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Adversarial(nn.Module):
 
 @pytest.mark.parametrize(("branches", "front_end"), [(False, "symbolic_trace"), (True, "export")])
 def test_a_backward_of_the_users_own_is_kept(branches: bool, front_end: str) -> None:
-    """Traced through, it would be lost, and outputs alone would not show it."""
+    """If it were traced through, it would be lost, and outputs would not show it."""
     assert proven(Adversarial(branches), torch.randn(6, 8)) == front_end
 
 
@@ -295,7 +295,7 @@ def test_layer_drop_of_rate_zero_never_drops() -> None:
 
 
 class DropsTwice(Drops):
-    """Draws whether to skip a layer, and drops values behind that."""
+    """Draws whether to skip a layer, and has a dropout after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
@@ -370,7 +370,7 @@ class Checkpoints(Mlp):
 
 
 def test_checkpointing_inside_the_model_is_noticed() -> None:
-    """A graph computes the same and keeps more; who asked for less is told."""
+    """A graph computes the same but keeps more memory, so a user who asked for less gets a warning."""
     x = torch.randn(8, 8)
     with (
         pytest.warns(UserWarning, match="changes which tensors are saved for backward, as checkpoint"),

@@ -12,7 +12,7 @@ from tests.frontend.subjects import Scale, trace
 
 
 class Shifts(nn.Module):
-    """x + shift, where shift is a tensor that is neither parameter nor buffer."""
+    """x + shift, with a tensor `shift` that is neither parameter nor buffer."""
 
     def __init__(self, shift: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A graph of one shape, asked whether it is the model on another."""
+"""A graph captured for one shape, compared with the model on another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a front end was stopped: the operator, the submodule and the user's line, the last front end first."""
+"""The point at which a front end stopped: the operator, the submodule and the user's line, the last front end first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Reads what its submodule returns, so that keeping that one whole does not help."""
+    """Reads the output of its submodule, so that keeping the submodule whole does not help."""
 
     def __init__(self, then: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_bad_chains() -> None:
 
 
 def test_a_fact_that_a_rewrite_forgot_is_not_said_to_be_unlearnt() -> None:
-    # The message said "run 'partition' earlier in the chain", where it had run, and was no ChainError any more.
+    # The message used to say "run 'partition' earlier in the chain", although it had run, and was no ChainError.
     def copy(ir: IR) -> IR:
         return ir.rewrite(fx.GraphModule(ir.gm, ir.gm.graph))
 

@@ -1,4 +1,4 @@
-"""What people look at: dumps, printed IR, plans, stage code."""
+"""Texts for people: dumps, printed IR, plans, stage code."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_dump_says_what_it_is_of(tmp_path: Path) -> None:
 
 
 def test_files_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    """A longer chain's files stood beside those of the new one, and a mode's folder was of another model."""
+    """Files of an earlier, longer chain used to stay, and the folder of a mode could be of another model."""
     x = torch.randn(8, 8)
     with fxsplit.compile(ModeDependent(), 2, passes=f"leaf{{path=a}},{FAST}", example_inputs=x, dump=tmp_path) as pipe:
         pipe.eval()(x)

@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_dump_that_fails_throws_away_no_measurement(tmp_path: Path) -> None:
-    """A file that could not be written behind the first one was a bare OSError, and ended the compile."""
+    """A failure to write a later file used to be a bare OSError, and ended the compile."""
 
     def block(ir: IR) -> IR:
         (tmp_path / "01-block.txt").mkdir()
@@ -66,7 +66,7 @@ def test_a_dump_that_fails_throws_away_no_measurement(tmp_path: Path) -> None:
 
 
 def test_dumps_at_once_do_not_mix(tmp_path: Path) -> None:
-    """Two compiles, of threads or of processes, wrote one's trace beside the other's plan."""
+    """Two compiles in threads or processes used to mix their files in one folder."""
     first, second = DumpTo(tmp_path), DumpTo(tmp_path)
     ir = small_ir()
     first.start(ir)
@@ -137,7 +137,7 @@ def test_what_is_asked_for_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_to_print_after_may_be_of_another_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pipeline whose chain lacks the pass was refused; now a misspelt name is told of once."""
+    """Every pipeline without this pass used to be refused; now a misspelt name gives one warning."""
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "trace,fold")
     monkeypatch.setattr(dump, "_unmatched", set())
     with pytest.warns(FxsplitWarning, match="nothing is printed after 'fold', which FXSPLIT_PRINT_AFTER names: this"):

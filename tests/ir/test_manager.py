@@ -45,7 +45,7 @@ def test_a_fact_that_cannot_even_be_verified_is_named() -> None:
 
 
 def test_a_pass_that_breaks_the_graph_is_named() -> None:
-    """The user got what torch says of an unsound graph, and not whose graph it is."""
+    """The error used to be torch's own about an unsound graph, without the pass that made it."""
 
     def call_a_ghost(ir: IR) -> IR:
         graph, made = copied(ir.gm.graph)
@@ -67,7 +67,7 @@ def raise_in_the_model(ir: IR) -> IR:
 
 
 class Odd:
-    """A fact whose check fails in a way of its own."""
+    """A fact with a check that raises an error of another class."""
 
     made_by: ClassVar[str] = "odd"
     given: ClassVar[bool] = False

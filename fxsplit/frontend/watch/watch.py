@@ -102,8 +102,7 @@ class SeenPlace:
     - `lasting`: the part of a container that the code does not change, in place of all of it
     - `asked`: the value is an answer of torch
     - `library`: the place is only reached through objects of a library
-    - `changed`: a call of the model changes it
-    - `cached`: the contents with which a call fills it, if it is a cache
+    - `changed`: a call of the model changes it; `cached`: the contents that a call fills in, if it is a cache
     """
 
     place: Place
@@ -184,10 +183,7 @@ class SeenPlace:
 
 
 class Watch:
-    """Records the places that the code of a model reads and writes.
-
-    `kind` is the word for its attributes in messages.
-    """
+    """Records the places that the code of a model reads and writes; `kind` names its attributes in messages."""
 
     def __init__(self, model: nn.Module, kind: str = "attribute") -> None:
         self._kind = kind

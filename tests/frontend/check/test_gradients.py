@@ -1,4 +1,4 @@
-"""Gradients of a captured graph are those of the model."""
+"""A captured graph has the gradients of its model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def compare(model: nn.Module, gm: fx.GraphModule, x: Tensor) -> bool:
 
 
 class Straight(torch.autograd.Function):
-    """y = 2 * x, whose gradient is that of y = x."""
+    """y = 2 * x, with the gradient of y = x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_gradients_are_compared_by_themselves() -> None:
 
 
 def test_a_graph_without_a_backward_is_not_the_model() -> None:
-    """What it writes in place was saved for its backward."""
+    """It writes in place to a tensor that is saved for its backward."""
 
     class Grows(nn.Module):
         def __init__(self) -> None:

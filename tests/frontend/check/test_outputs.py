@@ -1,4 +1,4 @@
-"""What a model returns: the same containers, batches joined on their rows, and nothing that cannot be joined."""
+"""Outputs of a model: in the same containers, joined along their rows, and refused if they cannot be joined."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def loss_of_several(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def test_a_step_joins_no_outputs() -> None:
-    """Such outputs were refused when the model was compiled, also where only the loss of each microbatch reads them."""
+    """Such outputs used to be refused at compile time, even if only the loss of each microbatch reads them."""
     model, x, target = Several().double(), rows().double(), torch.randn(8, 6).double()
     options: Any = {"loss_fn": loss_of_several, **OPTIONS}
     with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:

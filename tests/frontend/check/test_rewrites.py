@@ -1,4 +1,4 @@
-"""What the user's passes make of a graph is held against what it was: nothing another graph computes gets through."""
+"""Graphs are compared before and after the user's passes: no graph that computes something else gets through."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def compile_with(*passes: fxsplit.Pass, at: str = "profile", model: nn.Module | 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("at", ["profile", "augment", "emit"])
 def test_a_graph_that_computes_something_else_is_refused(at: str, mode: str) -> None:
-    """Nobody looked at what a rewrite computes: torch.tanh in place of torch.relu was run."""
-    # Where the costs are kept they say so first, and where they are not the example does.
+    """Rewrites used to be unchecked: torch.tanh in place of torch.relu was run."""
+    # If the costs are kept, their check fails first; otherwise the run on the example finds it.
     message = (
         r"after pass 'swap-function': (the graph computes something else on the example than before: output 0 differs"
         r"|node 'relu' is call_function:tanh, and its costs are of call_function:relu)"
@@ -59,7 +59,7 @@ def test_a_graph_that_computes_something_else_is_refused(at: str, mode: str) -> 
 
 
 def decompose_relu(ir: IR) -> IR:
-    """Let torch.maximum do what torch.relu did."""
+    """Make torch.maximum compute torch.relu."""
     graph, made = copied(ir.gm.graph)
     for old, new in made.items():
         if old.target is torch.relu:
@@ -71,7 +71,7 @@ def decompose_relu(ir: IR) -> IR:
 
 
 def insert_identity(ir: IR) -> IR:
-    """Put a module of the pass's own, without weights, behind every layer."""
+    """Add a module of the pass, without weights, after every layer."""
     graph, made = copied(ir.gm.graph)
     gm = fx.GraphModule(ir.gm, graph)
     gm.add_module("probe", nn.Identity())
@@ -95,7 +95,7 @@ def test_right_rewrites_train_like_the_model(rewrite: fxsplit.Pass, drop: float)
 
 
 def write_to_input(ir: IR) -> IR:
-    """Double the input in place, in front of all else, and halve what is read."""
+    """Double the input in place at the start, and halve every later read."""
     graph, _ = copied(ir.gm.graph)
     given = next(n for n in graph.nodes if n.op == "placeholder")
     users = list(given.users)
@@ -109,7 +109,7 @@ def write_to_input(ir: IR) -> IR:
 
 
 def test_a_pass_that_writes_to_the_users_batch_is_refused() -> None:
-    """Each call doubled the batch of the user, as what a call writes was known of the model alone."""
+    """Each call used to double the user's batch, since the writes of only the model were known."""
     with pytest.raises(BrokenFact, match="argument x differs by 1 of its largest value"):
         compile_with(write_to_input)
 
@@ -282,7 +282,7 @@ def test_a_stage_that_computes_something_else_is_refused() -> None:
 
 
 def test_folded_weights_serve_evaluation_and_refuse_to_train() -> None:
-    """A step left every folded layer without a gradient, and the optimizer trained the head alone."""
+    """A step used to leave every folded layer without a gradient, so that only the head was trained."""
     model = Residual().eval()
     with compile_with(fold_conv_bn, model=model, example_inputs=IMAGES, loss_fn=F.cross_entropy) as pipe:
         assert str(pipe.ir[Detached]).startswith("only for evaluation, as pass fold-conv-bn has made weights")
@@ -299,7 +299,7 @@ def test_folded_weights_serve_evaluation_and_refuse_to_train() -> None:
 
 @pytest.mark.parametrize("how", ["pipeline", "model", "assign", "optimizer", "in place"])
 def test_folded_weights_follow_the_models(how: str) -> None:
-    """The pipeline went on computing with what was folded from the weights of before."""
+    """The pipeline used to compute with folded copies of the old weights."""
     model, other = Residual().eval(), Residual().eval()
     with compile_with(fold_conv_bn, model=model, example_inputs=IMAGES) as pipe, torch.no_grad():
         pipe(IMAGES)

@@ -1,4 +1,4 @@
-"""Running a graph: what fails is named, and shapes are noted."""
+"""Running a graph: a failure names the node, and shapes are noted."""
 
 from __future__ import annotations
 

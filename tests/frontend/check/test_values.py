@@ -1,4 +1,4 @@
-"""A graph that is not the model is refused, and the refusal says what is different."""
+"""A graph that differs from the model is refused with the difference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_differs_is_named(write: Any, message: str) -> None:
 
 
 def test_the_code_of_a_graph_must_run_as_well() -> None:
-    """An interpreter takes any object, and stages run code, which holds what the object prints."""
+    """An interpreter takes any object as an argument, but stages run code, which contains the object's repr."""
 
     class Odd(float):
         def __repr__(self) -> str:
@@ -74,7 +74,7 @@ def test_the_code_of_a_graph_is_compared_as_well(by: By, monkeypatch: pytest.Mon
 
 
 class Counts(nn.Module):
-    """Writes a buffer, a batch norm's statistics and, if asked, its input."""
+    """Writes a buffer, a batch norm's statistics and, with `into`, its input."""
 
     seen: Tensor
 
@@ -201,7 +201,7 @@ def mixed(graph: fx.Graph, x: fx.Node, lost: str = "") -> Any:
         ("parameter", "another gradient for 'scale'"),
         ("input", "another gradient for 'argument x'"),
         ("shape", "computes output 1 differently"),
-        ("argument", ""),  # without values only the count of writes would tell, as it does for the pipeline
+        ("argument", ""),  # without values only the count of writes could show it, as it does for the pipeline
         ("buffer", ""),
         ("hook", ""),
     ],

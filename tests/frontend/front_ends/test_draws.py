@@ -1,4 +1,4 @@
-"""Draws that a graph would keep are refused; those of a library, which change nothing of the graph, are not."""
+"""Draws that a graph would keep are refused; a library's draws that do not change the graph are not."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_next_draws_are_those_that_are_asked_for() -> None:
             assert [random.getrandbits(32) for _ in range(100)] == [word] * 100
             assert random.random() == pytest.approx(share) == numpy.random.rand()
         set_next_draws(0)
-        # This one draws until it likes what it gets.
+        # Draws again until the result suits it.
         assert abs(random.normalvariate(0.0, 1.0)) < 9
 
 

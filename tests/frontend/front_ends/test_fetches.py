@@ -53,7 +53,7 @@ def test_a_parameter_that_two_stages_read_crosses_no_cut() -> None:
     model = Twice().double()
     unsplit = copy.deepcopy(model)
     x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
-    state_times(t=0.01)  # a view takes next to nothing, so the cut is behind its product
+    state_times(t=0.01)  # a view takes almost no time, so the cut is after its product
     # A pass may be any function.
     chain = fxsplit.DEFAULT.before("partition", lambda ir: fxsplit.Pins.add(ir, {"inner": 1}))
     for given in (model, fx.symbolic_trace(copy.deepcopy(model))):

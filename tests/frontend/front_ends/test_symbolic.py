@@ -1,4 +1,4 @@
-"""What a symbolic trace does not record: the model goes to torch.export instead."""
+"""Models that a symbolic trace cannot record: they are exported with torch.export instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Modes(nn.Module):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)])
 def test_modes_inside_forward_are_kept(mode: Any) -> None:
-    """A symbolic trace does not record them: it would train what the model freezes, or compute in another type."""
+    """A symbolic trace ignores such blocks: it would train frozen parts of the model, or compute in another dtype."""
     model, x = Modes(mode), vectors().float()
     unsplit = copy.deepcopy(model)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=1, passes=FAST) as pipe:
@@ -177,7 +177,7 @@ def test_advice_follows_from_what_was_asked_of_a_tensor(
 
 
 class Policy(nn.Module):
-    """Makes a distribution, and returns it or what `use` takes from it."""
+    """Makes a distribution, and returns it or the result of `use` on it."""
 
     def __init__(self, use: Any, **options: Any) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Policy(nn.Module):
 
 
 def test_distributions_are_refused_with_what_to_do() -> None:
-    """The advice was torch.where, or to register a pytree."""
+    """The advice used to be torch.where, or to register a pytree."""
     for model, text in (
         # Stated, since torch.compile switches it off for the whole process.
         (Policy(lambda d: d, validate_args=True), "validate_args=False, and return tensors"),

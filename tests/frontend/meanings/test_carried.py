@@ -1,4 +1,4 @@
-"""Buffers through which a microbatch changes what the next one returns: named, unless nothing follows from them."""
+"""Buffers through which a microbatch changes the outputs of the next one: named, unless no output depends on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Change = Callable[["Cools", Tensor], Tensor]
 
 
 class Cools(nn.Module):
-    """Counts its calls in a buffer, and does with that what `change` says."""
+    """Counts its calls in a buffer, and uses the count as `change` says."""
 
     calls: Tensor
 

@@ -83,7 +83,7 @@ def ignore(model: Tagger, batch: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize("how", EXACT)
 def test_a_quotient_is_that_of_the_batch(how: str, shown: bool, schedule: str) -> None:
-    """Once it was averaged by rows: with a warning where the example had uneven counts, and else without a word."""
+    """It used to be averaged by rows, with a warning only if the example had uneven counts."""
     torch.manual_seed(0)
     model = Tagger(how).double()
     unsplit, example = copy.deepcopy(model), ignore(model, make_batch(shown))
@@ -106,7 +106,7 @@ def test_a_quotient_is_that_of_the_batch(how: str, shown: bool, schedule: str) -
 
 @pytest.mark.parametrize("how", ["two", "learnt"])
 def test_what_is_more_than_a_quotient_is_averaged_by_rows_and_said_once_it_differs(how: str) -> None:
-    """Once nothing was said where no label of the example was ignored."""
+    """There used to be no warning if no label of the example was ignored."""
     torch.manual_seed(0)
     model = Tagger("two").double()
     even, uneven = (tuple(ignore(model, make_batch(u))) for u in (False, True))
@@ -141,7 +141,7 @@ def make_graph(how: str) -> tuple[fx.GraphModule, fx.Node]:
     return gm, gm.graph.output_node().args[0]["loss"]  # type: ignore[index,call-overload,return-value]
 
 
-@pytest.mark.parametrize("how", [how for how in EXACT if how != "written"])  # which torch.export alone can follow
+@pytest.mark.parametrize("how", [how for how in EXACT if how != "written"])  # only torch.export can follow it
 def test_the_count_needs_no_weight(how: str) -> None:
     gm, loss = make_graph(how)
     count = find_count(gm, loss)
@@ -169,7 +169,7 @@ CONVERTED = {
     "ones": lambda each, mask: (each * mask).sum() / (torch.ones_like(each) * mask).sum(),
     "expanded": lambda each, mask: (each * mask).sum() / mask.expand_as(each).sum(),
 }
-"""Means under a mask whose count reads the dtype or the shape of what is made with weights."""
+"""Means under a mask; their count reads the dtype or the shape of a tensor computed with weights."""
 CHOSEN = {
     "index": lambda each, mask: each[mask].mean(),
     "places": lambda each, mask: each[mask.nonzero(as_tuple=True)].mean(),

@@ -1,7 +1,7 @@
-"""Losses that are divided by a count of their target, written by hand: right, or named, whatever the first step has.
+"""Hand-written losses that are divided by a count of their target: right, or named, for any first step.
 
-The first target counts as many entries in each microbatch. Once all of these losses were averaged by rows without a
-word, and later steps, whose microbatches count others, were wrong.
+The first target counts the same number of entries in each microbatch. All of these losses used to be averaged by rows
+without a warning, and later steps with other counts were wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def guard(o: Tensor, t: Tensor) -> Tensor:
 
 
 def divide(o: Tensor, t: Tensor, by: Callable[[Tensor], Any]) -> Tensor:
-    """The sum of the losses, divided by what is made of the number of labels that count."""
+    """The sum of the losses, divided by a function of the number of labels that count."""
     total: Tensor = F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum")
     loss: Tensor = total / by((t != -100).sum())
     return loss
@@ -109,7 +109,7 @@ LABELLED: dict[str, Loss] = {
     "places": lambda o, t: lose(o, t)[(t != -100).nonzero(as_tuple=True)].mean(),
     "two means over one mask": lambda o, t: average(lose(o, t), t >= 0) + average(o.square().sum(-1), t >= 0),
 }
-# The loss, a first target whose microbatches count as many entries, and a later one.
+# The loss, a first target with equal counts in all microbatches, and a later one.
 RIGHT: dict[str, tuple[Loss, Any, Any]] = {
     **{name: (loss, LABELS, IGNORED) for name, loss in LABELLED.items()},
     "a mask of floats": (lambda o, t: average(lose(o, t[0]), t[1]), (LABELS, FULL), (LABELS, PART)),
@@ -144,7 +144,7 @@ NAMED: dict[str, tuple[Loss, Any, Any]] = {
     "numbers that are left out": (lambda o, t: square(o, t).nanmean(), NUMBERS, MISSING),
     "a mask of outputs": (lambda o, t: square(o, t)[o[..., 0].abs() < 3].mean(), NUMBERS, NUMBERS * 9),
 }
-# Means and sums whose rows weigh alike, whatever the target is.
+# Means and sums in which all rows weigh alike for any target.
 PLAIN: dict[str, tuple[Loss, Any, Any]] = {
     "a sum under a mask": (lambda o, t: (square(o, t[0]) * t[1]).sum(), (NUMBERS, FULL), (NUMBERS, PART)),
     "a mean of a masked loss": (lambda o, t: (square(o, t[0]) * t[1]).mean(), (NUMBERS, FULL), (NUMBERS, PART)),
@@ -166,7 +166,7 @@ PLAIN: dict[str, tuple[Loss, Any, Any]] = {
 
 
 def step(loss_fn: Loss, *targets: Any) -> tuple[float, list[str]]:
-    """Return how far steps on these targets are from the unsplit model's, at most, and what is said."""
+    """Return the largest difference of steps on these targets from the unsplit model, and the warnings."""
     torch.manual_seed(0)
     model, x, worst = Tokens().double(), torch.randn(ROWS, TOKENS, 8).double(), 0.0
     unsplit = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What outputs mean by microbatches, found by running a model on a batch and on pieces of it."""
+"""The kinds of outputs over microbatches, found by running a model on a batch and on pieces of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_batch(rows: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def find(call: Call, rows: int = 10, cut: int = 4) -> tuple[str, ...]:
-    """Return what the outputs of a batch mean that is cut into microbatches of so many rows, in words."""
+    """Return the kinds of a batch's outputs in words, for microbatches of these sizes."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -177,7 +177,7 @@ def test_a_batch_that_stays_whole_may_be_of_the_only_size() -> None:
 
 
 def make_empty(call: Call) -> Net:
-    """A Net whose parameters are on the meta device."""
+    """A Net with its parameters on the meta device."""
     with fxsplit.without_weights():
         return Net(call)
 

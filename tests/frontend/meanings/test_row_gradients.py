@@ -1,4 +1,4 @@
-"""Gradients that compare rows although no output does: they are not those of the whole batch, and are warned of."""
+"""Gradients that compare rows although no output does: they differ from the whole batch's, and give a warning."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Centred(nn.Module):
 
 
 def make_counting() -> nn.Module:
-    """Return a model whose embedding divides gradients by how often the batch has an entry."""
+    """Return a model with an embedding that divides gradients by the number of times an entry occurs in the batch."""
     return nn.Sequential(nn.Embedding(5, 6, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(18, 3))
 
 
 def test_a_gradient_that_compares_rows_is_said() -> None:
-    """Outputs are right, so nothing was said, and training was another one."""
+    """Outputs are right, so there used to be no warning, although training differed."""
     torch.manual_seed(0)
     for model, x, weight in (
         (make_counting(), torch.randint(5, (8, 3)), "0.weight"),
@@ -98,14 +98,14 @@ def test_what_is_added_up_is_that_of_the_meaning() -> None:
 
 
 class Turned(Centred):
-    """Returns the rows in another dimension than the first, where they are not looked for."""
+    """Returns the rows in a dimension other than the first, so that the guess is wrong."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).t()
 
 
 class Summed(Centred):
-    """Returns a sum beside rows; it is taken for a mean until all pieces have run."""
+    """Returns a sum as well as rows; the guess takes the sum for a mean."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         out = super().forward(x)
@@ -114,13 +114,13 @@ class Summed(Centred):
 
 @pytest.mark.parametrize(("kind", "runs"), [(Centred, 3), (Turned, 6), (Summed, 6)])
 def test_one_run_gives_outputs_and_gradients(kind: type[nn.Module], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the batch and two pieces; where the meaning is another than was guessed, gradients have runs of their own."""
+    """A run each for the batch and two pieces; after a wrong guess, gradients need runs of their own."""
     torch.manual_seed(0)
     ran: list[int] = []
     run_model = Runnable.run_model
 
     def count(self: Runnable, *tensors: Tensor) -> Any:
-        if next(self.model.parameters()).dtype is torch.float32:  # what looks closer runs in double precision
+        if next(self.model.parameters()).dtype is torch.float32:  # the closer look runs in double precision
             ran.append(len(tensors[0]))
         return run_model(self, *tensors)
 

@@ -1,4 +1,4 @@
-"""Arguments that are as long as the batch by accident, and models that run on whole batches alone."""
+"""Arguments that are as long as the batch by accident, and models that only run on whole batches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Sums(Pools):
 
 @pytest.mark.parametrize(("kind", "shapes"), [(Pools, (6, 18)), (Sums, (6, 18)), (Sums, (18, 6))])
 def test_several_entries_for_each_row(kind: type[Pools], shapes: tuple[int, int]) -> None:
-    """Once there was nothing to state, and what was refused was put down to the model."""
+    """There used to be no way to state this, and the error blamed the model."""
     model, unsplit = kind(3).double(), kind(3).double()
     unsplit.load_state_dict(model.state_dict())
     args = [torch.randn(n, w, dtype=torch.float64, requires_grad=True) for n, w in zip(shapes, (4, 5), strict=True)]
@@ -212,7 +212,7 @@ def pool_by_sizes(h: Tensor, sizes: Tensor) -> Tensor:
     ],
 )
 def test_an_argument_that_counts_entries_of_another_is_named(pool: Any, values: list[int], said: str) -> None:
-    """The error said that rows depend on each other, or what torch says of shapes, and named no argument."""
+    """The error used to name no argument: rows depend on each other, or torch's own message about shapes."""
     torch.manual_seed(0)
     call = torch.randint(30, (12,)), torch.tensor(values)
     with (

@@ -1,4 +1,4 @@
-"""What runs in the midst of a call and is none of it."""
+"""Code that runs in the middle of a call, but does not belong to it."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from fxsplit.ir.facts.capture.python_state import is_plain, same
 
 
 class Watched(dict[str, int]):
-    """Refuses what the put-back must not ask for: a method of the user's own."""
+    """Refuses a method of the user's class that the restoring code must not call."""
 
     def __setitem__(self, key: str, value: int) -> None:
         raise AssertionError("what a class of the user's does when it is written to is none of the put-back")
 
 
 class Refuses:
-    """Refuses to be read: what it holds is read past its own methods."""
+    """Refuses to be read, so its contents must be read without its own methods."""
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError("ask another way")

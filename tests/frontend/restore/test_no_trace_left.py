@@ -64,7 +64,7 @@ def test_attributes_that_forward_sets_are_restored() -> None:
 
 
 class RegistersItsOwn(nn.Module):
-    """Puts hooks on its submodules when it is first called, as libraries do to collect what passes."""
+    """Puts hooks on its submodules in the first call, as libraries do to collect activations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whose an object is."""
+"""The owner of an object: Python, torch, a package, or the user."""
 
 from __future__ import annotations
 

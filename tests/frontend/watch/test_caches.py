@@ -1,4 +1,4 @@
-"""Caches: what a call makes once, for calls after it to use, is made by the graph too, and costs no second compile."""
+"""Caches: values that one call makes for later calls are made by the graph too, and cost no second compile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rope:
 
 
 class Caches(Two):
-    """Scales its outputs by what `scale` returns, which may keep it."""
+    """Scales its outputs by the result of `scale`, which may keep it."""
 
     def __init__(self, scale: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ COLLECTED: contextvars.ContextVar[Any] = contextvars.ContextVar("COLLECTED", def
 
 
 class Records(Two):
-    """Puts a hook into a module in its first call, and collects what it gives, as models of transformers do."""
+    """Puts a hook into a module in its first call, and collects the results, like models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Records(Two):
 
 
 def test_hooks_of_a_first_call_are_put_in_once() -> None:
-    """To see what a first call does, it was called again with the hooks of the one before, and refused."""
+    """The trial of a first call used to repeat it with the hooks of the earlier call, and was refused."""
     torch.manual_seed(0)
     model, x = Records().double(), torch.randn(8, 4).double()
     with fxsplit.compile(model, 2, passes=FAST, n_microbatches=1) as pipe:

@@ -1,4 +1,4 @@
-"""What each call of a loss changes: named, told from caches, and put back."""
+"""The changes of each call of a loss: named, distinguished from caches, and undone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def count_in_closure() -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[],
 
 
 def make_losses() -> dict[str, tuple[Any, Callable[[], Any]]]:
-    """Return losses that change something, under what it is called, each with what reads it."""
+    """Return losses that change something, by the name of the changed value, each with a reader of the value."""
     SEEN.clear()
     counts, remembers, bound, (closure, read) = Counts(), Remembers(), Counts(), count_in_closure()
 
@@ -80,7 +80,7 @@ def make_losses() -> dict[str, tuple[Any, Callable[[], Any]]]:
 
 @pytest.mark.parametrize("what", make_losses())
 def test_what_a_loss_changes_is_said_and_left_as_it_was(what: str) -> None:
-    """Calls that find out what a loss means counted as well, and nothing said that microbatches are counted."""
+    """Trial calls of the loss used to count as well, and there was no warning that microbatches are counted."""
     loss_fn, read = make_losses()[what]
     torch.manual_seed(0)
     model, x, y = Mlp().double(), torch.randn(8, 8).double(), torch.arange(8) % 3

@@ -1,4 +1,4 @@
-"""What each call of a model changes: told apart from caches, named with its line, and put back."""
+"""The changes of each call of a model: distinguished from caches, named with their line, and undone."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ IN_TORCH = str(Path(torch.__file__).parent / "made_up.py")
     ],
 )
 def test_a_text_that_torch_evaluates_is_no_code_of_the_users(file: str, names: Any, is_users: bool) -> None:
-    """Under a default device, torch evaluates guards for `torch.cond`, whose global 'G' was said to change."""
+    """Under a default device, torch evaluates guards for `torch.cond`. A change of its global 'G' was reported."""
     held: dict[str, Any] = {"KEPT": {"G": [], **names}}
     exec(compile("def ask(text): return eval(text, KEPT)", file, "exec"), held)
     ask = held["ask"]
@@ -176,7 +176,7 @@ class Warms(Two):
 
 
 def test_a_refusal_names_what_forward_changes() -> None:
-    """A counter that scales the output was refused with advice about checkpoint(use_reentrant=True) alone, or first."""
+    """A counter that scales the output used to be refused with advice about checkpoint(use_reentrant=True) first."""
     with pytest.raises(
         TraceError, match=r"^forward\(\) of Warms changes attribute 'steps' of the model \(from nothing to 1"
     ):
@@ -213,7 +213,7 @@ def test_what_a_wrapped_function_reads_is_read_when_it_runs() -> None:
 
 
 def test_what_stays_whole_changes_by_itself() -> None:
-    """What a submodule that stays whole reads needs no new graph, as it runs by itself."""
+    """A value that only a whole submodule reads needs no new graph, as the submodule itself runs."""
 
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -233,7 +233,7 @@ def test_what_stays_whole_changes_by_itself() -> None:
 
 
 class Fresh(type):
-    """A metaclass whose property hides, from whoever asks the class, a method of the same name."""
+    """A metaclass with a property that hides a method of the same name when it is looked up on the class."""
 
     @property
     def double(cls) -> Any:
@@ -256,7 +256,7 @@ class Helped(nn.Module):
 
 
 def test_a_method_behind_a_property_of_its_metaclass_stays() -> None:
-    """What the property gave was set on the class: such classes, sympy's among them, were broken for the process."""
+    """The value of the property used to be set on the class, which broke such classes, sympy's too, for the process."""
     model, x = Helped(), torch.randn(8, 4)
     own = vars(Doubles)["double"]
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2) as pipe:

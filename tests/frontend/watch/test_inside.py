@@ -1,4 +1,4 @@
-"""Values that no attribute shows: followed when they change, named where forward() changes them, and put back."""
+"""Values that no attribute shows: followed when they change, named if forward() changes them, and restored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def count() -> Iterator[int]:
 
 
 class Does(Two):
-    """Scales its outputs by what `act` returns."""
+    """Scales its outputs by the result of `act`."""
 
     def __init__(self, act: Callable[[Any], Any], held: Any = None) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ WRITES: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("said", WRITES)
 def test_what_is_written_is_named_and_put_back(said: str) -> None:
-    """Compiling left the traces of half a dozen calls behind, and the pipeline then wrote nothing, in silence."""
+    """Compiling used to leave the changes of half a dozen calls, and the pipeline then silently changed nothing."""
     act, held, read = WRITES[said]
     model, x = Does(act, held), torch.randn(4, 4)
     before = copy.deepcopy(read(model))
@@ -279,7 +279,7 @@ class Logs(Two):
 
 @pytest.mark.filterwarnings("ignore:forward")
 def test_a_file_that_forward_writes_to_stays_open(tmp_path: Path) -> None:
-    """Another file was once made over it to see what is in it, and closed it: sys.stderr was lost."""
+    """A second file used to be made over it to see its contents, and closed it: sys.stderr was lost."""
     global LOG
     with (tmp_path / "log").open("wb") as binary:
         LOG = Log(binary)
@@ -310,7 +310,7 @@ class Collects(Two):
 
 @pytest.mark.long
 def test_what_the_garbage_collector_calls_is_none_of_the_models_code(recwarn: pytest.WarningsRecorder) -> None:
-    """Here forward() asks for a collection, of which a function of somebody else's is told."""
+    """Here forward() starts a garbage collection, which calls a callback of other code."""
     gc.callbacks.append(count_collections)
     try:
         with fxsplit.compile(Collects(), 2, n_microbatches=2, passes=FAST) as pipe:
@@ -325,7 +325,7 @@ def test_what_the_garbage_collector_calls_is_none_of_the_models_code(recwarn: py
 
 
 def test_a_proxy_whose_object_is_gone_is_no_error() -> None:
-    """Whether it is a container, or a tensor, was asked of the object itself."""
+    """Its type used to be looked up through the object that is gone."""
     holder = Holder()
     proxy = weakref.proxy(holder)
     del holder

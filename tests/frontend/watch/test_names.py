@@ -1,4 +1,4 @@
-"""What the bytecode of a function says of the names that it uses."""
+"""The names that the bytecode of a function reads and writes."""
 
 from __future__ import annotations
 

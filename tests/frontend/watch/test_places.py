@@ -56,7 +56,7 @@ class Computed:
 
 
 def test_attributes_of_an_object_and_of_its_class() -> None:
-    """A class attribute, and what an object is given to hide it, once kept the value that they were captured with."""
+    """A class attribute, and an instance attribute that hides it, used to stay fixed to their captured values."""
     value = Base()
     value.own = 2  # type: ignore[attr-defined]
     found = find(value, loads=("own", "rate", "method", "unknown"), stores=("new",))
@@ -92,7 +92,7 @@ def test_an_attribute_given_to_a_derived_class_later_is_seen() -> None:
 def test_slots_and_computed_attributes() -> None:
     assert find(Slotted(), loads=("kept",))["attribute 'cfg.kept' of the model"].value == 3
     assert find(Computed(), loads=("rate", "other"))["attribute 'cfg.rate' of the model"].value == 5
-    # One that nobody has is a place where the code sets it, or asks whether it is there.
+    # A missing attribute is a place if the code sets it, or looks up whether it exists.
     assert not find(Base(), loads=("lacking",))
     assert find(Base(), texts=("lacking",), asks=True)["attribute 'cfg.lacking' of the model"].value is ABSENT
 
@@ -109,7 +109,7 @@ def test_slots_and_computed_attributes() -> None:
     ],
 )
 def test_contents_are_read_and_written(value: Any, change: Any) -> None:
-    """Once only what lies directly on a module was compared."""
+    """Only values directly on a module used to be compared."""
     (found,) = (f for f in list_places(value, names(), CFG) if f.place is not None)
     assert found.place is not None
     before = found.place.read()

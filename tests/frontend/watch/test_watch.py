@@ -1,4 +1,4 @@
-"""What code reads is found whatever its type, followed when it changes, and nothing else is."""
+"""Values that code reads are found for any type and followed when they change; nothing else is."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def scale(x: Tensor, by: float = 1.0) -> Tensor:
 
 
 class Reads(Two):
-    """Scales its outputs by what `read` finds."""
+    """Scales its outputs by the result of `read`."""
 
     factor: Any = 1.0
 
@@ -225,7 +225,7 @@ NUMBERS = (
     *("attribute", "attribute by getattr", "attribute by a name put together", "property", "global", "closure"),
     *("dataclass", "dataclass in dataclass", "text", "namespace", "slots", "each of a list", "comprehension", "helper"),
 )
-"""What becomes an input of the graph, since it is a float in a place of its own that the code only computes with."""
+"""Reads that become inputs of the graph: floats in places of their own that the code only does arithmetic with."""
 
 
 @pytest.mark.parametrize("kind", READS)
@@ -265,7 +265,7 @@ def test_a_method_replaced_in_the_class_is_followed() -> None:
 
 
 def test_what_forward_does_not_read_costs_no_compile() -> None:
-    """A counter beside the layers once cost a compile at every call."""
+    """A counter next to the layers used to cost a compile at every call."""
     model: Any = Reads(lambda m, h: m.cfg.rate, cfg=Config(), steps=0)
     x = torch.randn(8, 4)
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:

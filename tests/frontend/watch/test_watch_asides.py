@@ -89,7 +89,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gains(Two):
-    """Scales its outputs by what `gain` returns."""
+    """Scales its outputs by the result of `gain`."""
 
     def __init__(self, gain: Callable[[Any], Any], **held: Any) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], dict[str, Any]]]] = {
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_comes_into_being_in_a_call_is_no_change(case: str, whole: bool) -> None:
-    """Modules that forward() imported lost what they define, for the pipeline and for the whole process."""
+    """Modules that forward() imported used to lose their definitions, for the pipeline and the whole process."""
     TABLE.clear()
     fill.cache_clear()
     gain, make = CASES[case]
@@ -284,7 +284,7 @@ def test_what_a_library_lists_may_be_the_models() -> None:
 
 @pytest.mark.usefixtures("files")
 def test_tensors_of_a_call_do_not_stay_in_a_library() -> None:
-    """What is kept while a model is traced may be no tensor at all, but stand for one."""
+    """A value kept during a trace may be a proxy instead of a tensor."""
     library = load("library")
 
     class Keeps(Two):
@@ -295,7 +295,7 @@ def test_tensors_of_a_call_do_not_stay_in_a_library() -> None:
             out: Tensor = self.b(h)
             return out
 
-    # Code of the library's own, to which alone the dict belongs.
+    # The dict belongs to code of the library only.
     with (
         pytest.warns(fxsplit.FxsplitWarning, match=r"library\.KEPT"),
         fxsplit.compile(Keeps(), 2, example_inputs=torch.randn(8, 4), passes=FAST),
@@ -480,7 +480,7 @@ def test_notes_of_a_watch_accept_what_an_aside_changes() -> None:
 
 
 class Asks(Two):
-    """Has layers of names that torch does not hold, so that torch is asked for them by the code of each block."""
+    """Has layers with names that torch lacks, so that the code of each block looks them up in torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.b(torch.tanh(self.a(x)))

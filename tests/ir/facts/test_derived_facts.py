@@ -1,4 +1,4 @@
-"""Facts that derive from others fall with those, and no plan is called optimal on figures that do not hold."""
+"""Facts are forgotten with the facts they derive from, and no plan is called optimal on figures that do not hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compile_with(passes: Any, model: nn.Module | None = None, **how: Any) -> fxs
 
 
 def rescale(ir: IR) -> IR:
-    """Calibrate: the first nodes are far faster on the target, all others far slower."""
+    """Calibrate: the first nodes are far faster on the target, and all later nodes far slower."""
     factors = [0.02 if i < 3 else 20.0 for i in range(len(ir[Costs].nodes))]
     nodes = [
         replace(n, forward_ms=n.forward_ms * f, backward_ms=n.backward_ms * f, weight_ms=n.late_ms * f)
@@ -173,7 +173,7 @@ def test_ideals_of_ones_own_give_a_plan_that_is_not_called_optimal() -> None:
 
 
 def even(ir: IR) -> IR:
-    """Cut behind the first node, and claim that nothing is better."""
+    """Cut after the first node, and claim that nothing is better."""
     costs, machine, workload = ir[Costs], ir[Machine], ir[Workload]
     names = [n.name for n in costs.nodes]
     split = [(names[:1], (0,), False), (names[1:], (1,), False)]
@@ -183,7 +183,7 @@ def even(ir: IR) -> IR:
 
 
 def test_a_partitioner_of_ones_own_is_not_called_optimal() -> None:
-    """It was, on its own word: 0.242 ms, "optimal among 1 states", where 0.174 ms could be had."""
+    """It used to be, by its own claim: 0.242 ms, "optimal among 1 states", although 0.174 ms was possible."""
     with compile_with([Profile(repeats=1), even, Emit()]) as pipe:
         assert pipe.plan.proof is None and not pipe.plan.optimal
         assert " ms, not proven\nsteady-state" in str(pipe.plan) and "lower bound" not in str(pipe.plan)

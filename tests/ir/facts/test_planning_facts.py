@@ -105,7 +105,7 @@ def test_blocks_are_convex_and_ordered_by_chains() -> None:
 
 
 def test_a_split_is_priced_by_hand() -> None:
-    """Cut behind {a, b} at 1 byte per ms: a (1 and 100 back) and b (2) cross, and the output d (8) does not."""
+    """Cut after {a, b} at 1 byte per ms: a (1 and 100 back) and b (2) cross, and the output d (8) does not."""
     costs = replace(DIAMOND, exchanges=(Exchange(32.0, ("a", "d")),))
     first, second = price_split(costs, MACHINE, LOAD, one_each([("a", "b"), ("c", "d")]), CostModel())
     assert (first.forward_ms, first.backward_ms, first.weight_ms) == (2.0, 4.0, 2.0)
@@ -172,7 +172,7 @@ def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
 def test_a_plan_tells_what_stages_that_share_a_gpu_take_at_least(
     ir: IR, names: tuple[str | None, str | None], shared: float
 ) -> None:
-    """They were planned as on GPUs of their own, and a speed-up was told that nobody can reach."""
+    """Such stages used to be planned as on GPUs of their own, with a speed-up that is out of reach."""
     devices = [None if name is None else torch.device(name) for name in names]
     given = [replace(d, torch_device=device) for d, device in zip(MACHINE.devices, devices, strict=True)]
     machine = replace(MACHINE, devices=tuple(given))
@@ -189,7 +189,7 @@ EVEN = chain([1] * 8)
 
 
 def find_speedup(devices: tuple[Device, ...], schedule: str, model: str = "forwarded") -> float:
-    """Return the speed-up that a plan of eight equal nodes tells."""
+    """Return the speed-up of a plan of eight equal nodes."""
     machine = Machine(devices, (inf,) * (len(devices) - 1))
     return Planner(EVEN).plan(*lay_out(machine, schedule, 8), Options(model=model)).speedup
 
@@ -205,7 +205,7 @@ def test_a_speedup_counts_devices_and_not_stages_and_compares_with_a_device_of_t
 
 def test_a_speedup_compares_with_the_fastest_device() -> None:
     fast, slow = Device("fast", speed=3.0), Device("slow", speed=1.0)
-    # Of 24 ms the fast one takes 6 nodes and the slow one 2: 6 ms each, where the fast one alone takes 8.
+    # Of 24 ms, the fast device takes 6 nodes and the slow one 2, so 6 ms each. The fast device by itself takes 8 ms.
     assert find_speedup((fast, slow), "1F1B") == pytest.approx(8 / 6)
     # Replicas of one stage wait for the slower of them, so that a stage for each is faster.
     assert find_speedup((fast, slow), "1F1B", "replicated") == pytest.approx(8 / 6)

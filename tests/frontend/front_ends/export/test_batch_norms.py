@@ -24,7 +24,7 @@ class Norms(nn.Module):
 
 
 def find(model: nn.Module) -> tuple[list[str | None], int]:
-    """Return what is found, in the order of nodes, and how many nodes add in place."""
+    """Return the found batch norms, in the order of nodes, and the number of nodes that add in place."""
     program = torch.export.export(model, (torch.randn(3, 4),), strict=False).module(check_guards=False)
     assert isinstance(program, fx.GraphModule)
     adding = sum(n.target is torch.ops.aten.add_.Tensor for n in program.graph.nodes)
@@ -32,7 +32,7 @@ def find(model: nn.Module) -> tuple[list[str | None], int]:
 
 
 def test_every_call_and_every_count_is_found() -> None:
-    """The second call counts on what the first has counted, and the first lies in a block."""
+    """The second call counts on the result of the first, and the first lies in a block."""
     found, adding = find(Norms())
     assert found.count("inner.norm") == 2 and found.count(None) == adding == 2
     assert find(Norms().eval())[0] == ["inner.norm"] * 2, "in evaluation nothing counts"

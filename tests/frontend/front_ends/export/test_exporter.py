@@ -156,7 +156,7 @@ def test_a_failure_names_line_and_submodule() -> None:
 
 
 class Contrasts(nn.Module):
-    """Compares each row with all others, as CLIP does: the number of rows is a constant of an exported graph."""
+    """Compares each row with all the rest, as CLIP does: the number of rows is a constant of an exported graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Contrasts(nn.Module):
 
 
 def test_rows_that_are_a_constant_of_whole_batches() -> None:
-    """Such a model was refused, also with one microbatch a batch, where its own number of rows is all that it gets."""
+    """Such a model used to be refused, even with one microbatch a batch, which only needs one number of rows."""
     torch.manual_seed(0)
     model = Contrasts().double()
     with fxsplit.compile(model, 2, n_microbatches=1, passes=FAST) as pipe:
@@ -180,7 +180,7 @@ def test_rows_that_are_a_constant_of_whole_batches() -> None:
             for got, expected in pairs:
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         assert pipe.traced[Scope].rows_fixed
-    # Of several microbatches the loss is another one, which is said of any model like it.
+    # With several microbatches the loss differs, and the error is that for any such model.
     with (
         fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe,
         pytest.raises(InputError, match="its rows depend on each other"),
@@ -253,7 +253,7 @@ def map_without_gradients(model: Any, h: Tensor) -> Tensor:
     ],
 )
 def test_what_vmap_runs_is_one_module(run: Any) -> None:
-    """Its begin and its end, whose values nobody reads, were left out, and its nodes then did not run."""
+    """The begin and end of a vmap have unused values, and used to be left out: the nodes between did not run."""
     torch.manual_seed(0)
     model, x = Maps(run).double(), torch.randn(8, 4).double()
     with fxsplit.compile(model, 2, n_microbatches=3, passes=FAST) as pipe:

@@ -1,4 +1,4 @@
-"""The graph that is written from an exported program computes what the model computes, in the model's own pieces."""
+"""The graph written from an exported program computes the same as the model, with the model's own modules."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Asserts(nn.Module):
 
 
 def test_a_check_of_values_stays_in_the_graph() -> None:
-    """It was taken out with the checks of sizes: the pipeline computed with what the model refuses."""
+    """The check used to be removed along with checks of sizes, and the pipeline took values that the model refuses."""
     model, x = Asserts(), torch.rand(8, 4) + 0.1
     gm = write(model, x)
     torch.testing.assert_close(gm(x), model(x))

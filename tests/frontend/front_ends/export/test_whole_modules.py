@@ -19,7 +19,7 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 @dataclass
 class Found:
-    """What a submodule of the user's own returns."""
+    """The output of a user's submodule."""
 
     hidden: Tensor
     score: Tensor
@@ -47,7 +47,7 @@ class Decides(nn.Module):
 
 
 class Around(nn.Module):
-    """Decides by shapes, which torch.export follows alone, and calls one submodule twice."""
+    """Decides by shapes, which only torch.export can follow, and calls one submodule twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Around(nn.Module):
 
 
 class Asks(nn.Module):
-    """Reads a value, and hands what it decides to a submodule."""
+    """Reads a value, and passes a decision based on it to a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_stated_leaves_stay_whole_in_an_exported_graph() -> None:
 
 
 def test_the_module_around_stays_whole_where_one_inside_cannot_be_called() -> None:
-    """A layer that is handed what a value decided: only the module that reads the value can hand it on."""
+    """The layer gets a decision based on a value, so only the module that reads the value can call it."""
     x = torch.randn(6, 8)
     said = pytest.warns(UserWarning, match="'asks' of Top stays whole")
     with said, fxsplit.compile(Top(), 2, example_inputs=x, **OPTIONS) as pipe:
@@ -163,7 +163,7 @@ def test_a_length_that_hangs_on_values() -> None:
 
 
 class Beside(nn.Module):
-    """Calls a submodule beside a block that torch.export follows and symbolic tracing does not."""
+    """Calls a submodule and a block that torch.export follows and symbolic tracing does not."""
 
     def __init__(self, inner: nn.Module, call: Any) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Beside(nn.Module):
 
 
 class Counts(nn.Module):
-    """Returns how many rows there are, beside what it computes."""
+    """Returns the number of rows in addition to its output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a mean is divided by, and how microbatches weigh by it."""
+"""The divisors of means, and the weights of microbatches that follow from them."""
 
 from __future__ import annotations
 

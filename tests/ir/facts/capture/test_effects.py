@@ -1,4 +1,4 @@
-"""Effects: what nodes do besides computing, kept with the graph they were observed on, and observed again on demand."""
+"""Effects: side effects of nodes, kept with the graph they were observed on, and observed again on demand."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Reads(nn.Module):
 
 
 def imagine_elsewhere() -> IR:
-    """Return a graph on an example that has shapes alone, on another kind of device than the CPU."""
+    """Return a graph on an example that only has shapes, on a kind of device other than the CPU."""
     ir = capture(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),), {}, 2)
     return ir.learn(replace(ir[Example], tensors=tuple(t.to("meta") for t in ir[Example].tensors), from_shapes=True))
 

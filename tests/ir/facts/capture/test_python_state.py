@@ -1,4 +1,4 @@
-"""Which Python values count as the same, how a change is told, and what a dump says of them."""
+"""Python values: which are the same, how a message describes a change, and how a dump shows them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_same(then: Any, now: Any) -> None:
 
 @pytest.mark.parametrize(("then", "now"), OTHER)
 def test_not_the_same(then: Any, now: Any) -> None:
-    """Another object whose `__eq__` says that it is equal was taken for the one that was captured."""
+    """An object that is equal by its own `__eq__` used to pass for the captured object."""
     assert not same(then, now)
 
 

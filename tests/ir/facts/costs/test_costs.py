@@ -134,7 +134,7 @@ def test_truncated_profile(tmp_path: Path) -> None:
 
 
 def test_costs_that_cannot_be_read_again_are_not_saved(tmp_path: Path) -> None:
-    """A profile with an infinite time was written as what is no JSON."""
+    """A profile with an infinite time used to be written as invalid JSON."""
     with refused(ProfileError, "node 'n' has forward_ms=inf"):
         Costs((node("n", ["x"], inf),), (InputCost("x", 1.0, 1.0),), ("n",)).save(tmp_path / "costs.json")
     assert list(tmp_path.iterdir()) == []

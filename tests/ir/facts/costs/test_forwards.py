@@ -1,4 +1,4 @@
-"""Costs of forwards alone."""
+"""The costs of only the forward passes."""
 
 from __future__ import annotations
 

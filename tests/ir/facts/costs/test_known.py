@@ -1,4 +1,4 @@
-"""Costs that were measured earlier serve a model whose masks choose other entries now, and no other model."""
+"""Earlier costs serve a model whose masks now select other entries, and no other model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_batch(ignored: int, rows: int = 8) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("indices", [False, True])
 def test_costs_serve_a_batch_of_which_another_part_is_chosen(indices: bool) -> None:
-    """A run that went on with the costs of its checkpoint was refused, as those of another model."""
+    """A run that continued with the costs of its checkpoint used to be refused, as if these were of another model."""
     options: dict[str, Any] = {"n_microbatches": 1, "passes": FAST}
     first = fxsplit.compile(Chosen(indices=indices), ["cpu"] * 2, example_inputs=make_batch(2), **options)
     again = fxsplit.compile(

@@ -1,4 +1,4 @@
-"""Costs and plans are told in the names of the user's model."""
+"""Tables of costs and plans use the names of the user's model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_plan_names_modules_and_so_does_its_file() -> None:
     assert "embed .. layers.0.mlp (linear_1)" in str(found) and "layers.1.attn (linear_2) .. layers" in str(found)
     read = parse_plan(plan_to_dict(found), "plan.json")
     assert str(read) == str(found)
-    # A file of an earlier version has the names of nodes alone.
+    # A file of an earlier version only has the names of nodes.
     told = plan_to_dict(found)
     for stage in told["stages"]:
         del stage["begins_at"], stage["ends_at"]
@@ -58,7 +58,7 @@ def test_layers_that_repeat_are_summed_and_most_of_the_whole_is_divided() -> Non
         "add": 1,
         "embed": 1,
     }
-    # Of a single layer there is no pattern to tell.
+    # A single layer has no repetition to summarise.
     assert list(sum_by_module(make_costs(1).nodes, 2)) == ["layers.0.mlp", "layers.0.attn"]
     assert sum_by_module([], 3) == {}
 

@@ -1,4 +1,4 @@
-"""Machines and devices: what they refuse, and how stages share a device."""
+"""Machines and devices: refused values, and stages that share a device."""
 
 from __future__ import annotations
 

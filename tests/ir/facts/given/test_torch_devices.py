@@ -1,4 +1,4 @@
-"""What a number of devices, or a name, means: on machines with fewer GPUs, beside models that are on one already."""
+"""The devices that a number or a name stands for, on machines with fewer GPUs and with models that are on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.refusals import refused
 
 
 def find(devices: Any, model: nn.Module | None = None) -> list[str]:
-    """Return what compile() makes of `devices=`; the model is not compiled, as it has no example."""
+    """Return the machine of compile() for `devices=`; the model is not compiled, as it has no example."""
     pipe = fxsplit.compile(nn.Linear(2, 2) if model is None else model, devices)
     return [str(device) for device in pipe.compiler.options.machine.torch_devices()]
 
@@ -105,14 +105,14 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "privateuseone"])
 def test_other_accelerators_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    name = torch.device(kind).type  # torch lets a process rename the kind that it keeps for others
+    name = torch.device(kind).type  # torch lets a process rename the type that is reserved for other libraries
     says = rf"of a kind fxsplit cannot run on yet \({name}\): give 'cpu' devices, or 'cuda:N' devices"
     for devices in (kind, [torch.device(kind, 0)]):
         with refused(InputError, f"device '({kind}|{name}).* is {says}"):
             fxsplit.compile(nn.Linear(2, 2), devices)
     with refused(InputError, f"device 'a' is {says}"):
         Device("a", torch.device(kind))
-    # Also where a number would move the model from there to CPU devices.
+    # Even if a number would move the model to CPU devices.
     with refused(InputError, f"the model is on {name}:0, which is {says}"):
         fxsplit.compile(place_on(f"{kind}:0"), 2)
     assert find(["cpu"], place_on(f"{kind}:0")) == ["cpu"]
@@ -138,6 +138,6 @@ def test_memory_is_what_is_free_and_what_the_allocator_holds_less_a_reserve(monk
 
     assert read(Machine.of(2)) == [usable, usable]
     assert read(Machine.of(["cuda:0", "cpu", "cuda:1", "cuda:0"])) == [usable / 2, inf, usable, usable / 2]
-    # What is stated stays as stated.
+    # Stated memory is not changed.
     assert read(Machine.of(["cuda:0"] * 2, memory_bytes=5e9)) == [5e9, 5e9]
     assert read(Machine.of([Device("a", torch.device("cuda:0"), memory_bytes=7e9), "cuda:0"])) == [7e9, usable]

@@ -1,4 +1,4 @@
-"""What a stage holds in each of its actions, by hand."""
+"""The memory of a stage in each of its actions, computed by hand."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SIZES = {"output_bytes": 4, "gradient_bytes": 4, "forward_peak_bytes": 4, "stora
 
 
 def made(name: str, inputs: list[str], **figures: Any) -> NodeCost:
-    """A node that makes 4 bytes and allocates nothing besides; figures are what differs."""
+    """A node that makes 4 bytes and allocates nothing else, but for the given figures."""
     return node(name, inputs, **SIZES | {"unkept_bytes": 4} | figures)
 
 
 def kept(name: str, inputs: list[str], **figures: Any) -> NodeCost:
-    """The same, of a node whose output a backward keeps."""
+    """Such a node with an output that a backward keeps."""
     return made(name, inputs, **{"unkept_bytes": 0, "kept_bytes": 4} | figures)
 
 
 def follow(costs: Costs, *stages: str, recompute: bool = False) -> list[MicrobatchMemory]:
-    """Return the courses of stages whose nodes have one letter each."""
+    """Return the memory of stages with nodes of one letter each."""
     stage_of = {name: i for i, names in enumerate(stages) for name in names}
     crossings = list_crossings(costs, stage_of, len(stages))
     return [
@@ -42,7 +42,7 @@ def follow(costs: Costs, *stages: str, recompute: bool = False) -> list[Microbat
 
 
 def chain(*nodes: NodeCost) -> Costs:
-    """Return the graph of some nodes, the last of which makes the output, on an input of 2 bytes."""
+    """Return a graph of these nodes on an input of 2 bytes; the last node makes the output."""
     return Costs(nodes, (InputCost("x", 2, 0),), (nodes[-1].name,), rows=1)
 
 
@@ -61,7 +61,7 @@ def test_a_stage_between_others() -> None:
     # While b runs backward: the input, the gradient of c that was sent, c that is given on, the gradient of b.
     assert second.whole_bytes == 4 + 4 + 4 + 4 + 9
     assert second.sent_gradient_bytes == 4 and first.sent_gradient_bytes == 0 and second.sent_bytes == 0
-    # What the loss keeps, a gradient in it, and the one that it returns.
+    # The memory kept by the loss, a gradient inside it, and the gradient that it returns.
     assert last.resting_bytes == 4 + 4 + 4 and last.whole_bytes == 4 + 4 + 3 * 4
 
 
@@ -96,7 +96,7 @@ def test_gradients_of_several_readers_are_summed_in_place_where_nothing_shares_t
         costs = chain(kept("a", ["x"]), made("b", ["a"], **sums), made("c", ["a", "b"], lent_bytes=8.0))
         return follow(costs, "abc", "")[0].whole_bytes
 
-    # The input, a, the output c, its gradient that was sent, which those of a and b are at first, and the sum.
+    # The input, a, the output c, its sent gradient, in which those of a and b lie at first, and the sum.
     assert find(lent=4.0) == 2 + 4 + 4 + 4 + 4
     assert find(lent=0.0) == 2 + 4 + 4 + 4 + 4 + 4, "b makes another one for a"
 
@@ -128,12 +128,12 @@ def test_gradients_of_several_outputs_wait_for_the_node_that_made_them() -> None
     parts = [replace(made(n, ["s"]), op="call_function:getitem") for n in "ab"]
     split = node("s", ["x"], forward_peak_bytes=0, backward_peak_bytes=8 + 8, storage_bytes=8, kept_bytes=8)
     costs = chain(split, *parts, made("c", ["a", "b"], backward_peak_bytes=8))
-    # Both gradients, which the node that made the parts is given, and what it makes of them.
+    # Both gradients that the node gets for its parts, and the gradient that it makes of them.
     assert follow(costs, "sabc", "")[0].whole_bytes == pytest.approx(2 + 8 + 4 + 4 + 8 + 8)
 
 
 def test_what_the_loss_was_computed_from_stays_for_the_first_half_of_a_backward() -> None:
-    """Once it was left out where the last stage recomputes, and a plan said less than was held."""
+    """These outputs used to be left out if the last stage recomputes, and the plan stated less memory than was held."""
     costs = chain(kept("a", ["x"], backward_peak_bytes=40, halved_peak_bytes=40))
     (found,) = follow(costs, "a", recompute=True)
     assert found.early_bytes == found.whole_bytes + costs.value_of["a"][1]
@@ -155,7 +155,7 @@ def test_a_plan_that_was_written_and_read_is_the_same_text() -> None:
 
 
 def test_what_later_nodes_keep_is_free_behind_their_backward() -> None:
-    """The output of a was counted until its own backward, where b alone keeps it."""
+    """The output of a used to count until a's own backward, although only b keeps it."""
     nodes = (kept("a", ["x"], backward_peak_bytes=50), made("b", ["a"], backward_peak_bytes=4))
     until_own, until_b = (
         follow(chain(replace(nodes[0], kept_for=name, kept_for_bytes=size), nodes[1], kept("c", ["b"])), "ab", "c")[0]

@@ -1,4 +1,4 @@
-"""What a stage holds at its fullest, by kind."""
+"""The most memory that a stage holds at once, by kind."""
 
 from __future__ import annotations
 
