@@ -96,12 +96,10 @@ class SeenPlace:
 
     - `container`: the container, if the place is a container's content
     - `homes`: the contexts of the code that names the place
-    - `loaded`: the code reads it
-    - `stored`: the line that sets it, if any
+    - `loaded`: the code reads it; `stored`: the line that sets it, if any
     - `silent`: only hooks name it, or a library that it belongs to
     - `lasting`: the part of a container that the code does not change, in place of all of it
-    - `asked`: the value is an answer of torch
-    - `library`: the place is only reached through objects of a library
+    - `asked`: the value is an answer of torch; `library`: the place is only reached through objects of a library
     - `changed`: a call of the model changes it; `cached`: the contents that a call fills in, if it is a cache
     """
 
@@ -129,8 +127,7 @@ class SeenPlace:
     def put_back(self, foreign: Collection[int], stays: Stays) -> None:
         """Restore the value of the place from before the call, except for entries that are to stay.
 
-        In a library's places, and in containers with identities in `foreign`, only tensors are removed. Tensors are the
-        model's, and during a trace they are proxies.
+        In a library's places, and in containers with ids in `foreign`, only the model's tensors and proxies are removed.
         """
         write, now = self.place.write, self.place.read()
         if write is None or same(self.before, now):
