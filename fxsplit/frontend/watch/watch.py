@@ -127,7 +127,7 @@ class SeenPlace:
     def put_back(self, foreign: Collection[int], stays: Stays) -> None:
         """Restore the value of the place from before the call, except for entries that are to stay.
 
-        In a library's places, and in containers with ids in `foreign`, only the model's tensors and proxies are removed.
+        In a library's places, and in containers with ids in `foreign`, only tensors and proxies of the model are undone.
         """
         write, now = self.place.write, self.place.read()
         if write is None or same(self.before, now):
