@@ -259,7 +259,7 @@ class _Trial:
 
     @property
     def _say_failed(self) -> str:
-        """The reason for running only on shapes, to follow a sentence."""
+        """A clause that says why only shapes are known, for the end of a sentence."""
         failed = f"{type(self._failed).__name__}: {self._failed}"
         return f", which is unknown as the model has no weights yet and fails on made-up ones ({failed})"
 

@@ -30,7 +30,7 @@ def is_library(value: Any) -> bool:
 
 
 def is_of_library(module: str) -> bool:
-    """Return whether a module's name is one of torch's or Python's own."""
+    """Return whether a module of this name belongs to torch, a package that torch computes with, or Python."""
     top = module.partition(".")[0]
     return top in TORCHS or top in sys.stdlib_module_names
 

@@ -127,7 +127,7 @@ class SeenPlace:
     def put_back(self, foreign: Collection[int], stays: Stays) -> None:
         """Restore the value of the place from before the call, except for entries that are to stay.
 
-        In a library's places, and in containers with ids in `foreign`, only tensors and proxies of the model are undone.
+        In a library's places, and in containers with ids in `foreign`, only the model's tensors and proxies are undone.
         """
         write, now = self.place.write, self.place.read()
         if write is None or same(self.before, now):
@@ -154,7 +154,7 @@ class SeenPlace:
             self.place.write(now)
 
     def settle(self, key: tuple[int, str]) -> tuple[Place, Any]:
-        """Return the place that a graph depends on, with its key, and its value."""
+        """Return the place to compare before each call of a graph, with its key, and its value during the capture."""
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
         # If the value has changed by now, the capture has changed it and not the user: a cache of a library, for
