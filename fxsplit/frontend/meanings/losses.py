@@ -118,7 +118,7 @@ class Record(TorchFunctionMode):
         return find_count(fx.GraphModule(self._root, self._graph), node)
 
     def list_marks(self) -> Iterator[float]:
-        """Yield the numbers that the target is compared with, and the classes that tables single out."""
+        """Yield the numbers that the target is compared with, and the classes with extreme entries in tables."""
         for node in list(self._graph.nodes):
             name = read_name(node).strip("_")
             if not self._follows_from_target(node):

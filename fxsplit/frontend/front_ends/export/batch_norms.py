@@ -1,4 +1,4 @@
-"""Find torch's own batch norms in an exported program, which has them in parts.
+"""Find torch's own batch norms in an exported program, which has split each into several nodes.
 
 A call of `self.norm`, a BatchNorm1d in training mode, gives two nodes: `aten.add_(norm.num_batches_tracked, 1)`, which
 counts the batch, and `aten.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, ...)`. As

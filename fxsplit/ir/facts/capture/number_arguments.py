@@ -16,7 +16,7 @@ NUMBERS = (int, float)
 
 @dataclass(eq=False)
 class NumberSpec:
-    """A number among the arguments that is, or may become, an input of the graph; `value` is its value in the example."""
+    """A number among the arguments that is, or may become, an input of the graph; `value` is the example's."""
 
     name: str
     value: Any
