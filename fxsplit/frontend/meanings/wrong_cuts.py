@@ -144,10 +144,10 @@ def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
 
 
 def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
-    """Return other cuts of arguments.
+    """Yield other cuts of arguments to try.
 
-    First each argument without a cut, the later arguments first, then all but one, then multiples: if one argument is
-    several times as long as another, each row may have several entries.
+    First come cuts that leave one argument whole, the last argument first, then all arguments but one. Then come
+    multiples: if one argument is several times as long as another, each row may have several entries.
     """
     inputs = subject.inputs
     if not subject.is_cut:

@@ -1,1 +1,1 @@
-"""The facts: the nouns that passes learn."""
+"""The facts that passes learn about a graph, such as its costs, its plan and its stages."""

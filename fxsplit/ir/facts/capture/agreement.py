@@ -93,7 +93,7 @@ def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: S
 
 
 def mix_rows(tensor: Tensor, dim: int, each: int = 1, shift: int = 1) -> Tensor:
-    """Return the same number of new rows: floats lie between two rows of the tensor, other dtypes come from another row.
+    """Return the same number of new rows: floats lie between two rows of the tensor, other dtypes are another row.
 
     Each row has `each` entries along `dim`. A value between two probabilities, masks or images is again such a value. A
     single row is scaled.

@@ -305,7 +305,7 @@ class Costs(Shown, Fact):
 
     @cached_property
     def tensors(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
-        """The tensors that nodes exchange: for each the bytes, forward and back together, and the nodes that share it."""
+        """The tensors that nodes exchange: the bytes of each, forward and back together, and its nodes."""
         made = [
             (output_bytes + gradient_bytes, (name, *readers))
             for name, output_bytes, gradient_bytes, readers, _ in self.values

@@ -183,7 +183,7 @@ class _Stage:
         return self.taken_bytes + self.kept_bytes + (0.0 if ends else self.unkept_outputs) + self._waiting
 
     def find_late(self) -> float:
-        """Return the bytes that the second half of a backward allocates: for one node, and a group of small gradients."""
+        """Return the bytes that the second half of a backward allocates: one node, and a group of small gradients."""
         waiting = [n for n in self._nodes if n.late_peak_bytes > 0]
         together = min(sum(n.parameter_bytes or n.late_peak_bytes for n in waiting), TOGETHER_BYTES)
         return max((n.late_peak_bytes for n in waiting), default=0.0) + together
