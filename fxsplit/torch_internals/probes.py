@@ -31,7 +31,7 @@ def _make_leaf() -> Tensor:
     return torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def _hands_gradients_back() -> bool:
+def _returns_gradients() -> bool:
     """Check that the engine returns gradients, and does not write them to `.grad`."""
     leaf = _make_leaf()
     (found,) = differentiate([leaf * 3], [torch.ones_like(leaf)], [leaf])
@@ -42,15 +42,15 @@ def _mutes_hooks() -> bool:
     """Check that autograd takes hooks before and after `.grad` from the dictionaries in which `mute` hides them."""
     leaf, calls = _make_leaf(), []
     leaf.register_hook(lambda _: calls.append("before"))
-    leaf.register_post_accumulate_grad_hook(lambda _: calls.append("behind"))
+    leaf.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
     with mute([leaf]):
         leaf.sum().backward()
         muted = not calls
     leaf.sum().backward()
-    return muted and calls == ["before", "behind"]
+    return muted and calls == ["before", "after"]
 
 
-def _tells_shared_gradients() -> bool:
+def _shows_shared_gradients() -> bool:
     """Check that gradients that two leaves share, and expanded gradients, do not count as unshared memory."""
     a, b = _make_leaf(), _make_leaf()
     same = differentiate([a + b], [torch.ones_like(a)], [a, b])
@@ -58,7 +58,7 @@ def _tells_shared_gradients() -> bool:
     return not any((*find_unshared(same), *find_unshared(expanded)))
 
 
-def _tells_memory() -> bool:
+def _shows_shared_memory() -> bool:
     """Check that views share a storage id, that clones do not, and that writes through a view are counted."""
     a = _make_leaf().detach()
     view, clone, before = a.view(-1), a.clone(), count_writes(a)
@@ -128,13 +128,13 @@ def _sees_functions() -> bool:
 
 
 PROBES: Mapping[str, Callable[[], bool]] = {
-    "does not hand gradients back without adding them to .grad": _hands_gradients_back,
-    "does not call gradient hooks from the dictionaries that tensors have of them": _mutes_hooks,
-    "does not tell from counts of references who shares a gradient": _tells_shared_gradients,
-    "does not tell which tensors share memory, or whether they were written to": _tells_memory,
-    "does not lead from autograd's nodes to the leaves behind them": _finds_nodes,
+    "does not return gradients without adding them to .grad": _returns_gradients,
+    "does not call gradient hooks from the dictionaries of tensors": _mutes_hooks,
+    "does not show in reference counts whether a gradient is shared": _shows_shared_gradients,
+    "does not show which tensors share memory, or count writes to them": _shows_shared_memory,
+    "does not lead from autograd's nodes to their leaves": _finds_nodes,
     "does not call hooks on saved tensors, or does not drop them": _hooks_saved_tensors,
-    "does not say which modes a thread is in, or cannot leave them": _leaves_modes,
+    "does not show which modes a thread is in, or cannot leave them": _leaves_modes,
     "does not let calls of autograd.Functions be replaced": _sees_functions,
 }
 """The probes, by the complaint about a torch that fails them."""

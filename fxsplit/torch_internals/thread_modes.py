@@ -26,7 +26,7 @@ from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
 from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 
-OTHERS = "and a pipeline's stages run in others"
+OTHERS = "but a pipeline's stages run in other threads"
 _compilers = CallerLock(lend_draws)
 NO_CONTEXT = nullcontext()
 """A context manager that does nothing. It has no state, so all threads may share it."""
@@ -214,7 +214,7 @@ def refuse_foreign_modes() -> None:
     # A class name of fxsplit's own would not help a user.
     if type(foreign).__module__.partition(".")[0] == __name__.partition(".")[0]:
         raise InputError(
-            "fxsplit runs this to find out what it computes, and sees the operators of this thread for that, "
+            "fxsplit is analysing this code, and sees the operators of this thread for that, "
             f"{OTHERS}: call pipe.model here, which is the unsplit model"
         )
     if foreign is not None:

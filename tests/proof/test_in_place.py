@@ -315,7 +315,7 @@ torch.fx.wrap("scaled")
 
 def test_a_trained_tensor_outside_of_the_model_is_refused() -> None:
     refused = pytest.raises(
-        fxsplit.FxsplitError, match=r"trains a tensor \(float64\[8\]\) that is none of its parameters"
+        fxsplit.FxsplitError, match=r"trains a tensor \(float64\[8\]\) that is not one of its parameters"
     )
     with refused:
         fxsplit.compile(GlobalWeight().double(), 2, example_inputs=vectors())

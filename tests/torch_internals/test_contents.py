@@ -1,4 +1,4 @@
-"""What tensors and arrays hold is compared with what they hold later, and can be put back."""
+"""The values of tensors and arrays are compared with later values, and can be restored."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ from fxsplit.torch_internals.scopes.modes import Modes
 from tests.support.models import FAST, Mlp
 
 BREAKS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "gradients back": (probes, "differentiate", lambda roots, given, ends: [torch.zeros_like(end) for end in ends]),
+    "return gradients": (probes, "differentiate", lambda roots, given, ends: [torch.zeros_like(end) for end in ends]),
     "gradient hooks": (grad_leaves, "_is_muted", lambda kind: False),
-    "shares a gradient": (probes, "find_unshared", lambda gradients: [True for _ in gradients]),
+    "gradient is shared": (probes, "find_unshared", lambda gradients: [True for _ in gradients]),
     "share memory": (probes, "get_storage_id", id),
-    "were written to": (probes, "count_writes", lambda tensor: 0),
-    "leaves behind them": (probes, "find_leaves", lambda root: []),
+    "count writes": (probes, "count_writes", lambda tensor: 0),
+    "nodes to their leaves": (probes, "find_leaves", lambda root: []),
     "hooks on saved tensors": (torch._C._autograd, "_push_saved_tensors_default_hooks", lambda pack, unpack: None),
     "modes a thread is in": (Modes, "put_back", lambda modes: None),
     "autograd.Functions": (probes, "patch_method", lambda *_: nullcontext()),
 }
-"""What is broken to let each probe fail, by words of the refusal."""
+"""How to break torch so that each probe fails, by words of the refusal."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,6 @@ def test_a_probe_that_fails_with_an_error_says_so(monkeypatch: pytest.MonkeyPatc
         raise TypeError("other arguments now")
 
     monkeypatch.setattr(probes, "find_branch_nodes", fail)
-    with pytest.raises(TorchError, match=r"leaves behind them \(TypeError: other arguments now\)") as caught:
+    with pytest.raises(TorchError, match=r"nodes to their leaves \(TypeError: other arguments now\)") as caught:
         fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8), passes=FAST)
     assert isinstance(caught.value.__cause__, TypeError)

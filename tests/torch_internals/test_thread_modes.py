@@ -157,7 +157,7 @@ def test_a_compiler_is_asked_for_nothing_inside_the_block() -> None:
 
 
 def test_blocks_of_two_threads_do_not_overlap() -> None:
-    """Two models compiled at once left torch.compile without effect: each put back what it had found."""
+    """Two concurrent compiles left torch.compile disabled: each restored the state that it had found."""
     order: list[str] = []
 
     def enter() -> None:
@@ -174,7 +174,7 @@ def test_blocks_of_two_threads_do_not_overlap() -> None:
 
 
 def test_autocast_of_another_kind_of_device_holds_where_it_is_needed() -> None:
-    """A tensor of half precision in host memory, for a model that is to run on GPUs, failed where it was captured."""
+    """Capture failed for a half-precision tensor in host memory and a model meant for GPUs."""
     half, single = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2)
 
     def enter(*tensors: torch.Tensor) -> torch.dtype:

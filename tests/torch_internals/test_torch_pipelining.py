@@ -1,4 +1,4 @@
-"""The ends of stages for torch: shapes are looked at, memory is contiguous, and what torch detaches is an alias."""
+"""The boundaries of stages for torch: shapes are checked, memory is contiguous, and torch detaches only aliases."""
 
 from __future__ import annotations
 

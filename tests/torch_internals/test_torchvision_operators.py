@@ -1,4 +1,4 @@
-"""torchvision's two operators exist beside a torch built without CUDA, so that torchvision can be imported."""
+"""torchvision's two operators exist with a torch built without CUDA, so that torchvision can be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's lines: where warnings point, and what counts as somebody else's file."""
+"""Warnings point to the user's own lines, not to files of torch, fxsplit or Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_files_of_torch_and_of_fxsplit_are_not_the_users() -> None:
 
 
 def test_a_warning_points_at_the_users_line() -> None:
-    """Frames of torch and of fxsplit are passed over, however many there are."""
+    """Any number of frames of torch and of fxsplit is skipped."""
     with pytest.warns(fxsplit.FxsplitWarning, match="through torch") as said:
         pytree.tree_map(warn_user, ["through torch"])
     assert said[0].filename == __file__

@@ -66,7 +66,7 @@ def test_other_words_of_torchs_are_followed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torch_may_name_the_tensor_anywhere_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before a colon and a bracket was taken for torch's words: here, nothing that is the same twice."""
+    """Torch's words were expected before a colon or bracket; here, the text before them differs for each tensor."""
 
     def say_otherwise(tensor: Tensor, *_: object, **__: object) -> None:
         raise RuntimeError(
@@ -95,7 +95,7 @@ def test_a_changed_weight_is_named_whatever_the_words() -> None:
 
 
 def test_words_are_learnt_before_memory_can_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started any more, an error is still the one that is raised."""
+    """If no thread can be started, the original error is still the one raised."""
 
     def compute(*_: object, **__: object) -> None:
         raise RuntimeError("can't allocate memory")

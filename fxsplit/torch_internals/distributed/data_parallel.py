@@ -22,7 +22,7 @@ def warn_of_lone_step(pipeline: nn.Module) -> None:
         # Under no_sync() each rank keeps its own gradients on purpose.
         if ranks > 1 and wrapper.require_backward_grad_sync and any(m is pipeline for m in wrapper.modules()):
             warn_user(
-                f"step() of a pipeline in DistributedDataParallel adds no gradients over its {ranks} ranks, so that "
-                "each rank trains by itself: call the wrapper, ddp(x), and backward() of a loss, or compile with a "
-                'mesh in place of DistributedDataParallel: fxsplit.compile(model, mesh["dp", "pp"])'
+                f"step() of a pipeline in DistributedDataParallel does not sum gradients over its {ranks} ranks, so "
+                "each rank trains a model of its own: call ddp(x) and then backward() of a loss, or compile with a "
+                'mesh instead of DistributedDataParallel: fxsplit.compile(model, mesh["dp", "pp"])'
             )

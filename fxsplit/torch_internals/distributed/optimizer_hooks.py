@@ -52,13 +52,13 @@ def _list_remote(optimizer: Optimizer) -> list[RemoteParameter]:
 def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hide remote gradients from an optimizer that is about to step. Returns its changed arguments, or None."""
     _mark(optimizer, own, Tensor)
-    away = _list_remote(optimizer)
-    if away and isinstance(optimizer, LBFGS):
+    remote = _list_remote(optimizer)
+    if remote and isinstance(optimizer, LBFGS):
         raise InputError(
-            f"LBFGS makes one vector of all parameters, and {away[0].owner} is on rank {away[0].owner.rank}: use an "
-            "optimizer that steps each parameter by itself, such as AdamW or SGD"
+            f"LBFGS makes one vector of all parameters, and {remote[0].owner} is on rank {remote[0].owner.rank}: use "
+            "an optimizer that steps each parameter by itself, such as AdamW or SGD"
         )
-    for weight in away:
+    for weight in remote:
         weight.aside, weight.grad = weight.grad, None
         # Free state that was made while the weight was on this rank.
         if (state := optimizer.state.get(weight)) and not _is_light(state):

@@ -101,10 +101,10 @@ def _check(weights: Iterable[Tensor], held: Collection[int], was_loaded: bool = 
         return
     shown = ", ".join(map(repr, lacking[:SHOWN])) + (f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else "")
     text = (
-        f"the optimizer's state holds nothing of {shown}, which this rank has: each rank's optimizer.state_dict() has "
-        "entries of its own parameters only, and this one is of another rank or of another plan. save_checkpoint() and "
-        "load_checkpoint() keep the state of all ranks"
+        f"the optimizer's state has no entries for {shown}, which this rank has: each rank's optimizer.state_dict() "
+        "has entries for its own parameters only, and this one is from another rank or another plan. Use "
+        "save_checkpoint() and load_checkpoint(), which keep the state of all ranks"
     )
     if was_loaded and len(lacking) == len(own):
         raise InputError(text)
-    warn_user(f"{text}. What the optimizer keeps of these parameters begins at zero again", FxsplitWarning)
+    warn_user(f"{text}. The state of these parameters starts again at zero", FxsplitWarning)

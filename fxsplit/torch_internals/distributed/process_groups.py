@@ -69,7 +69,7 @@ def read_timeout_s(group: Any, default_s: float) -> float:
 
 
 def find_host_backend(group: Any) -> Any:
-    """Return the gloo backend of a group. Calling it directly has less overhead than calling the group."""
+    """Return a group's backend for host memory. Calling it directly has less overhead than calling the group."""
     return group._get_backend(torch.device("cpu"))
 
 

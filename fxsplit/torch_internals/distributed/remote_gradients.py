@@ -131,9 +131,9 @@ def _refuse_norm(remote_gradients: RemoteGradients, index: int, what: str) -> No
     index: the index of the parameter.
     """
     raise InputError(
-        f"{what} of the gradient of {remote_gradients.get_name(index)!r}, which is a tensor of one rank: ranks tell "
-        "each other vector norms of all numbers only, such as .grad.norm(). Compute any other norm on its own rank, of "
-        "p.grad.clone() for p in pipe.local_parameters()"
+        f"{what} of the gradient of {remote_gradients.get_name(index)!r}, which only one rank has: all ranks can "
+        "compute vector norms over all elements only, such as .grad.norm(). Compute any other norm on its own rank, "
+        "from p.grad.clone() for p in pipe.local_parameters()"
     )
 
 
@@ -247,8 +247,8 @@ class RemoteGradients:
             with torch._C.DisableTorchFunctionSubclass():
                 torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inv_scale)
         # Gather even if this rank has no gradients, since the other ranks wait for it.
-        told = self._gather([float(found_inf)], "gradients to be unscaled")
-        found_inf.fill_(max(numbers[0] for numbers in told))
+        found = self._gather([float(found_inf)], "unscaled gradients")
+        found_inf.fill_(max(numbers[0] for numbers in found))
 
     def _find_all_norms(
         self, given: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None
@@ -257,8 +257,8 @@ class RemoteGradients:
         for gradient in given:
             _try_norm(gradient, ord, dtype=dtype)
         # Exchange all norms: torch groups gradients by dtype, and the order of groups may differ between ranks.
-        told = self._tell_norms(range(len(self._entries)), float(ord), dtype, f"norms of order {float(ord)}")
-        return tuple(self._find_norm(gradient, told, float(ord), dtype) for gradient in given)
+        norms = self._exchange_norms(range(len(self._entries)), float(ord), dtype, f"norms of order {float(ord)}")
+        return tuple(self._find_norm(gradient, norms, float(ord), dtype) for gradient in given)
 
     def _find_one_norm(
         self, gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
@@ -274,13 +274,15 @@ class RemoteGradients:
         if {d % max(gradient.ndim, 1) for d in dims} != set(range(gradient.ndim)):
             _refuse_norm(self, index, f"a norm of order {ord!r} over dimensions {list(dims)}")
         order = float(ord)
-        told = self._tell_norms(
+        norms = self._exchange_norms(
             [index], order, dtype, f"the norm of order {order} of the gradient of {self.get_name(index)!r}"
         )
-        found = self._find_norm(gradient, told, order, dtype)
+        found = self._find_norm(gradient, norms, order, dtype)
         return found.reshape([1] * gradient.ndim) if keepdim else found
 
-    def _tell_norms(self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str) -> list[list[float]]:
+    def _exchange_norms(
+        self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str
+    ) -> list[list[float]]:
         """Return, for each rank, the norms of its gradients by index. `chosen` are the indices to compute."""
         own = {i: gradient for i in chosen if (gradient := self._get_own(self._entries[i])) is not None}
         numbers = [0.0] * len(self._entries)
@@ -294,7 +296,7 @@ class RemoteGradients:
                 numbers[i] = number
         return self._gather(numbers, what)
 
-    def _find_norm(self, gradient: Tensor, told: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
+    def _find_norm(self, gradient: Tensor, norms: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
         """Look up the norm of a gradient in the ranks' numbers, or compute it if the gradient is none of these."""
         index = self._find_index(gradient)
         if index is None:
@@ -302,7 +304,7 @@ class RemoteGradients:
                 own: Tensor = torch.linalg.vector_norm(gradient, ord, dtype=dtype)
                 return own
         kind = dtype or gradient.dtype.to_real()
-        return torch.tensor(told[self._entries[index].rank][index], dtype=kind, device=gradient.device)
+        return torch.tensor(norms[self._entries[index].rank][index], dtype=kind, device=gradient.device)
 
     def _find_index(self, gradient: Tensor) -> int | None:
         """Return the index of a gradient's parameter, or None."""
@@ -323,8 +325,8 @@ class RemoteGradients:
         other = next((rank for rank, one in enumerate(found) if one[0] != mark), None)
         if other is not None:
             raise RanksDiffer(
-                f"rank {self._me} comes for {what}, and rank {other} for something else: let every rank clip, unscale "
-                "and look at the same gradients, in one order"
+                f"rank {self._me} computes {what}, and rank {other} something else: clip, unscale and read the same "
+                "gradients on every rank, in the same order"
             )
         return [one[1:] for one in found]
 

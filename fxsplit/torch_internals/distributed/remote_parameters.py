@@ -95,9 +95,9 @@ def refuse_scripts() -> None:
     @wraps(create)
     def create_with_values(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         held = (*nn_module._parameters.values(), *nn_module._buffers.values())
-        away = next((tensor for tensor in held if isinstance(tensor, RemoteTensor)), None)
-        if away is not None:
-            away.owner.refuse("TorchScript", "script a model as it was built, after it has loaded pipe.state_dict()")
+        remote = next((tensor for tensor in held if isinstance(tensor, RemoteTensor)), None)
+        if remote is not None:
+            remote.owner.refuse("TorchScript", "script a model as it was built, after it has loaded pipe.state_dict()")
         return create(nn_module, *args, **kwargs)
 
     _recursive.create_script_module_impl = create_with_values

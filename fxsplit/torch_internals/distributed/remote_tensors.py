@@ -79,8 +79,8 @@ class Owner:
         """
         if not way:
             way = (
-                "ranks tell each other norms, clip_grad_norm_() and .grad.norm(); compute anything else on the rank "
-                "that has it, of p.grad for p in pipe.local_parameters(), and add that up with torch.distributed"
+                "all ranks can compute norms only, by clip_grad_norm_() and .grad.norm(); compute anything else on "
+                "its own rank, from p.grad for p in pipe.local_parameters(), and combine them by torch.distributed"
                 if self.gradient
                 else "pipe.state_dict() gathers all weights"
             )
@@ -354,18 +354,18 @@ def _run_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str)
     def run_at(places: Sequence[int]) -> Any:
         return func(*(choose(a, places) for a in args), **{k: choose(v, places) for k, v in kwargs.items()})
 
-    away = [i for i in range(n) if is_remote(args[0][i])]
-    here = [i for i in range(n) if not is_remote(args[0][i])]
-    for i, leaf in _list_leaves(here, [*args, *kwargs.values()], is_list):
+    remote = [i for i in range(n) if is_remote(args[0][i])]
+    local = [i for i in range(n) if not is_remote(args[0][i])]
+    for i, leaf in _list_leaves(local, [*args, *kwargs.values()], is_list):
         if is_remote(leaf):
             leaf.owner.refuse(f"{name}() with place {i}, which is of this rank,")
     writes = bool(_list_written(func, args, kwargs))
-    found: dict[int, Any] = dict(zip(here, (run_at(here) if here else None) or [], strict=False))
+    found: dict[int, Any] = dict(zip(local, (run_at(local) if local else None) or [], strict=False))
     if writes:
         return args[0] if func._schema.returns else None
     if name.endswith(("norm", "max")):
-        args[0][away[0]].owner.refuse(f"{name}()")
-    for i in away:
+        args[0][remote[0]].owner.refuse(f"{name}()")
+    for i in remote:
         found[i] = make_remote(RemoteTensor, args[0][i], replace(args[0][i].owner, derived=True))
     return [found[i] for i in range(n)]
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.scopes.patch import Method, patch_method
 
-HANG_ON_VALUES = (
+DEPEND_ON_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -47,7 +47,7 @@ class RealShapes:
         arguments too, if the arguments are on several devices or have symbolic sizes, and if the result is a view, an
         argument that was written to, or depends on values.
         """
-        if isinstance(refused, HANG_ON_VALUES) or _has_aliases(func):
+        if isinstance(refused, DEPEND_ON_VALUES) or _has_aliases(func):
             raise refused
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -88,14 +88,14 @@ def ask_in_bfloat16() -> Iterator[None]:
             except RuntimeError as refused:
                 given = pytree.tree_leaves((args, kwargs))
                 dtypes = {leaf.dtype for leaf in given if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-                known = isinstance(func, torch._ops.OpOverload) and not isinstance(refused, HANG_ON_VALUES)
+                known = isinstance(func, torch._ops.OpOverload) and not isinstance(refused, DEPEND_ON_VALUES)
                 if not known or _has_aliases(func) or len(dtypes) != 1 or dtypes == {torch.bfloat16}:
                     raise
                 (dtype,) = dtypes
                 convert = partial(_convert, mode)
-                told = pytree.tree_map_only(Tensor, partial(convert, dtype, torch.bfloat16), (args, kwargs))
+                in_bfloat16 = pytree.tree_map_only(Tensor, partial(convert, dtype, torch.bfloat16), (args, kwargs))
                 try:
-                    result = dispatch(mode, func, types, *told)
+                    result = dispatch(mode, func, types, *in_bfloat16)
                 except Exception:
                     raise refused from None
                 return pytree.tree_map_only(Tensor, partial(convert, torch.bfloat16, dtype), result)

@@ -48,7 +48,7 @@ class KVCache:
         """
         length, more = self._lengths.get(slot, 0), new.shape[LENGTH_DIM]
         if length + more != total:
-            raise ValueError(f"slot {slot} of the past has {length} entries, and {more} more do not make {total}")
+            raise ValueError(f"slot {slot} of the KV cache has {length} entries, and {more} more do not make {total}")
         room = self._room.get(slot)
         if room is None or room.shape[LENGTH_DIM] < total:
             room = self._make_room(slot, new, max(total, self.most, 0 if room is None else 2 * room.shape[LENGTH_DIM]))

@@ -30,8 +30,8 @@ CUTS = ("detach_", "requires_grad_")
 """Methods that change a tensor's autograd state, but not its memory."""
 
 KEPT = (
-    "a backward runs through a tensor that was computed while a pipeline was compiled, and a hook (or an attribute "
-    "of a module) has kept it: compile first, with example_inputs=, and then drop what hooks have kept so far"
+    "a backward runs through a tensor that was computed while a pipeline was compiled, and that a hook or an attribute "
+    "of a module has kept: compile first, with example_inputs=, and then drop the tensors that hooks have kept"
 )
 """The error for a backward through an observed graph, which runs forward only."""
 
@@ -259,8 +259,8 @@ def observe(
             foreign = [leaf for leaf in foreign if id(leaf) in held]
     if foreign:
         raise TraceError(
-            f"the model trains a tensor ({describe_tensor(foreign[0])}) that is none of its parameters, so no stage "
-            "would own it: make it a parameter of the model, or give it as an argument to a function marked with "
+            f"the model trains a tensor ({describe_tensor(foreign[0])}) that is not one of its parameters, so no "
+            "stage would own it: make it a parameter of the model, or give it as an argument to a function marked with "
             "torch.fx.wrap"
         )
     return observer.seen

@@ -130,8 +130,8 @@ class DeferredBatchNorm(RunsUncompiled):
                 statistic.mul_(2.0).add_(1.0)
             if not torch.equal(outputs, other(*args, **kwargs)):
                 raise InputError(
-                    f"{type(self.norm).__name__} computes with its running statistics in training, which neither "
-                    "replicas of a stage nor deferred_batch_norm=True can keep up to date: do without them"
+                    f"{type(self.norm).__name__} computes with its running statistics in training, and neither "
+                    "replicas of a stage nor deferred_batch_norm=True can keep them up to date: compile without both"
                 )
         self._checked = True
 

@@ -63,17 +63,17 @@ class Opaque:
             return f"{what}, and a pipeline takes tensors: give torch.from_numpy(...) of the array"
         if self.kind == BLOCK_MASK:
             return (
-                f"{what}, whose mask_mod counts the rows of the whole batch: call create_block_mask in the submodule "
-                "that attends, from tensors that forward() is given"
+                f"{what}, whose mask_mod indexes rows of the whole batch: call create_block_mask in the attention "
+                "submodule, on tensors that are arguments of forward()"
             )
         if self.kind == PackedSequence.__name__:
             return (
-                f"{what}, whose rows do not lie one behind the other, so that it cannot be cut: give forward() the "
-                "padded tensor and the lengths, and pack them inside of a submodule, which stays whole"
+                f"{what}, whose rows are interleaved in memory, so it cannot be cut into microbatches: give forward() "
+                "the padded tensor and the lengths, and pack them inside a submodule, which stays whole"
             )
         return (
-            f"{what}, which a pipeline can neither cut into microbatches nor see change: give the tensors and numbers "
-            "in it as arguments, or make it an attribute of the model"
+            f"{what}, which a pipeline can neither cut into microbatches nor check for changes: give its tensors and "
+            "numbers as arguments, or make it an attribute of the model"
         )
 
 
@@ -84,7 +84,9 @@ class StandIn:
         object.__setattr__(self, "_opaque", opaque)
 
     def _refuse(self, *_: Any) -> Any:
-        raise InputError(f"forward() reads what it cannot: {object.__getattribute__(self, '_opaque').explain()}")
+        raise InputError(
+            f"forward() reads an argument that no graph can hold: {object.__getattribute__(self, '_opaque').explain()}"
+        )
 
     __getattribute__ = _refuse
 

@@ -41,8 +41,8 @@ class _Refusal(TorchDispatchMode):
         path = next((self._paths[key] for key in memory if key in self._paths), None)
         if path is not None:
             raise TraceError(
-                f"forward() of {self._name} computes with {path!r} where tracing does not see it, as "
-                "self.parameters() and self.state_dict() allow, so the result would stay the same while it is trained: "
+                f"forward() of {self._name} computes with {path!r} in a way that tracing does not see, such as "
+                "through self.parameters() or self.state_dict(), so the result would not change in training: "
                 "read it as an attribute, such as self.fc.weight"
             )
         return func(*args, **kwargs)

@@ -19,7 +19,7 @@ from tests.support.interrupts import interrupt_at, list_lines
 
 
 def test_accumulating_is_what_autograd_does() -> None:
-    """In place where there is a gradient, assigned where there is none, through hooks where there are some."""
+    """Sums are added in place if there is a gradient, assigned if there is none, and passed through hooks."""
     new, old, hooked = (torch.zeros(2, requires_grad=True) for _ in range(3))
     old.grad = before = torch.ones(2)
     hooked.register_hook(lambda gradient: gradient * 2)
@@ -33,7 +33,7 @@ def test_accumulating_is_what_autograd_does() -> None:
 
 
 def make_leaves() -> dict[str, Tensor]:
-    """Leaves of every kind: with and without a gradient, with hooks before and behind it."""
+    """Leaves of every kind: with and without a gradient, with hooks before and after `.grad`."""
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("new", "old", "hooked", "watched", "plain")}
     for name in ("old", "hooked", "watched"):
         leaves[name].grad = torch.ones(2)
@@ -47,7 +47,7 @@ def read_gradients(leaves: dict[str, Tensor]) -> list[list[float] | None]:
 
 @pytest.mark.parametrize("which", ["before", "behind"])
 def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
-    """Those of leaves that came before it had been added."""
+    """The gradients of earlier leaves had already been added."""
     leaves, sums = make_leaves(), Sums()
     held = {name: leaf.grad for name, leaf in leaves.items()}
     watched: Any = leaves["watched"]
@@ -62,7 +62,7 @@ def test_a_hook_that_raises_leaves_every_gradient_as_it_was(which: str) -> None:
 
 
 def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
-    """At every line: what has been added is all of it, and the receipt says so."""
+    """At every line of the code, either nothing or everything has been added, and the commit record says so."""
     calls: list[str] = []
 
     def make() -> tuple[dict[str, Tensor], Sums]:
@@ -93,7 +93,7 @@ def test_an_interrupt_comes_before_all_gradients_or_after() -> None:
 
 
 def double(leaf: Tensor) -> None:
-    """A hook behind `.grad` that writes to it."""
+    """A hook after `.grad` that writes to it."""
     assert leaf.grad is not None
     leaf.grad.mul_(2)
 
@@ -122,7 +122,7 @@ SUMS: dict[str, Callable[[], Tensor]] = {"dense": lambda: torch.ones(4), "sparse
 @pytest.mark.parametrize("earlier", EARLIER)
 @pytest.mark.parametrize("hooks", [name for name in HOOKS if name != "in place"])
 def test_hooks_and_layouts_are_autograds(hooks: str, earlier: str, total: str) -> None:
-    """The same `.grad` as by autograd, in the same memory where it is in place there."""
+    """Compare `.grad` with autograd's, and require the same memory if autograd adds in place."""
     leaves = [torch.zeros(4, requires_grad=True) for _ in range(2)]
     held = []
     for leaf in leaves:
@@ -150,9 +150,9 @@ def test_what_a_hook_has_stored_is_nobody_elses() -> None:
 
 
 def measure_peak(run: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that a run holds in this thread, above what there was before it.
+    """Return the peak of the bytes that a run allocates in this thread.
 
-    The run makes all memory that it frees: the profiler does not know of what was there before.
+    The run allocates all memory that it frees: the profiler does not know earlier allocations.
     """
     # Without acc_events torch 2.11 warns that a second cycle would clear events.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
@@ -166,7 +166,7 @@ def measure_peak(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("hooks", HOOKS)
 def test_hooks_on_all_leaves_take_memory_for_one(hooks: str, before: bool) -> None:
-    """Once they took memory for all sums a second time, and for what the hooks had made of them a third time."""
+    """Before, they took the memory of all sums a second time, and of all results of the hooks a third time."""
     leaves = [torch.zeros(1 << 14, requires_grad=True) for _ in range(20)]
     for leaf in leaves:
         HOOKS[hooks](leaf)

@@ -38,7 +38,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def run(sums: Sums, out: Tensor, leaves: list[Tensor]) -> tuple[list[Tensor | None], set[int]]:
-    """Run a backward from ones, and return what it hands over and which leaves were caught."""
+    """Run a backward from ones. Returns the gradients and the ids of leaves with gradients in the sums."""
     found, caught = differentiate_into(sums, [out], [torch.ones_like(out)], leaves)
     return list(found), caught
 
@@ -78,7 +78,7 @@ MAKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_sum_has_memory_of_its_own(name: str) -> None:
-    """The first gradient becomes the sum where nobody else has its memory, and is copied where somebody has."""
+    """The first gradient becomes the sum if nothing shares its memory, and is copied otherwise."""
     w, v = leaf(6, 6), leaf(6, 6)
     expected = torch.autograd.grad(MAKE[name](w, v).sum(), [w, v], allow_unused=True)
     copied: list[bool] = []
@@ -161,7 +161,7 @@ def test_hooks_of_the_users_stay_and_others_do_not() -> None:
 
 
 def test_to_mute_hooks_of_the_users_leaves_it_to_catch() -> None:
-    """The leaves of a loss are muted after they are watched, those of a stage before."""
+    """The leaves of a loss function are muted after they are watched; those of earlier stages before."""
     watched, seen, sums = leaf(99, 99), list[Tensor](), Sums()
     watched.register_hook(seen.append)
     with EagerAccumulator().watch([watched]), mute([watched]):
@@ -205,7 +205,7 @@ def test_gradients_of_a_loss_are_caught_too(recompute: str, monkeypatch: pytest.
 
 
 def test_a_backward_of_the_users_own_is_left_alone() -> None:
-    """Watched leaves have their gradients in any other backward, in this thread and in others."""
+    """Watched leaves get their gradients in any other backward, in this thread and in other threads."""
     w, v = leaf(9, 9), leaf(9, 9)
     accumulator = EagerAccumulator()
     with accumulator.watch([w]):
@@ -223,7 +223,7 @@ def test_a_backward_of_the_users_own_is_left_alone() -> None:
 
 
 class Recomputed(torch.autograd.Function):
-    """The exponential of a weight, whose backward computes it once more, and doubles the gradient."""
+    """The exponential of a weight. Its backward recomputes it, and doubles the gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_without_sums_all_gradients_are_handed_over() -> None:
 
 
 def test_a_leaf_that_comes_too_late_is_left_alone() -> None:
-    """A worker that was given up goes on behind the end of the block."""
+    """An abandoned worker continues after the end of the block."""
     w, accumulator = leaf(9, 9), EagerAccumulator()
     with accumulator.watch([]):
         pass

@@ -96,7 +96,7 @@ def test_muted_leaves_call_no_hooks_and_get_them_back() -> None:
 
 
 def test_muted_hooks_stay_where_they_are() -> None:
-    """They were taken away for as long as a step ran, and an interrupt at the wrong line lost them for ever."""
+    """Removing them for the duration of a step lost them for ever if an interrupt came at the wrong line."""
     weight = leaf(2)
     handle = weight.register_hook(double)
     with mute([weight]):
@@ -119,7 +119,7 @@ def test_hooks_are_muted_for_one_thread_alone() -> None:
 
 
 def test_a_muted_thread_runs_its_backwards_itself() -> None:
-    """On a GPU autograd's own threads would, which do not know what is muted."""
+    """On a GPU, autograd would use threads of its own, in which no hook is muted."""
     weight = leaf(2)
     assert torch.autograd.is_multithreading_enabled()
     with mute([weight]):
@@ -156,7 +156,7 @@ def test_hooks_that_a_block_puts_on_tensors_are_seen(mode: AbstractContextManage
 
 
 def test_a_hook_is_not_called_without_a_gradient() -> None:
-    """A weight behind a detached stage has no gradient, and its hook was called with None."""
+    """The hook of a weight in front of a detached stage was called with None."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -177,7 +177,7 @@ def test_a_hook_is_not_called_without_a_gradient() -> None:
 
 
 def test_a_backward_knows_where_it_will_come_through() -> None:
-    """A leaf's node is looked for where there is one, and otherwise any node but those of leaves."""
+    """A leaf is found by its own node; without leaves, any other node of the graph counts."""
     weight, start = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     inner = start * weight
     other = weight.exp()
@@ -204,7 +204,7 @@ def test_a_backward_knows_where_it_will_come_through() -> None:
 
 
 def test_hidden_gradients_come_back() -> None:
-    """Also where the block fails."""
+    """Even if the block fails."""
     a, b = leaf(2), leaf(2)
     held = a.grad = torch.full((2,), 5.0)
 

@@ -1,4 +1,4 @@
-"""Weight gradients of products: to the bit those of autograd, and None where that has to compute them."""
+"""Weight gradients of products equal autograd's bit by bit, or are None if autograd must compute them."""
 
 from __future__ import annotations
 

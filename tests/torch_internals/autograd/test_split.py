@@ -1,4 +1,4 @@
-"""Branch nodes: where the path to a weight leaves the path to a stage's inputs."""
+"""Branch nodes, at which the path to a weight leaves the path to a stage's inputs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_fused_kernels_are_no_branch_nodes(layer: nn.Module) -> None:
 
 
 def test_a_path_that_ends_at_a_root_or_a_fused_kernel() -> None:
-    """The last node that leads to the weight alone takes the branch node's place."""
+    """The last node that leads only to the weight is used instead of a branch node."""
     w = leaf(2)
     assert names([w * 2], [w]) == [("MulBackward0", 1, 1)]
     assert names([F.layer_norm(leaf(3, 2), (2,), w * 2)], [w]) == [("MulBackward0", 1, 1)]
@@ -194,7 +194,7 @@ def test_nodes_at_which_nothing_arrives_have_no_backward() -> None:
 def find_twice(
     finder: BranchFinder, make: Callable[[], tuple[list[Tensor], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Return whether a finder knew a graph again, after the comparison of what it found with a search."""
+    """Compare a finder's result with a fresh search, and return whether the finder recognised the graph."""
     searches: list[int] = []
 
     def search(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sums of gradients: added in place only where nobody else can see it."""
+"""Sums of gradients are added in place only if nothing else can see the write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def asked(outputs: Tensor, leaves: list[Tensor]) -> list[bool]:
 
 
 def test_gradients_that_are_ours_alone() -> None:
-    """Those of layers' weights, transposed ones too: to add in place there spares memory of all weights' size."""
+    """Weight gradients of layers are unshared, even if transposed. Adding in place saves memory for all weights."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 8), nn.LayerNorm(8))
     assert asked(model(torch.randn(2, 3, 8, 8)), list(model.parameters())) == [True] * 8
     w = torch.ones(2, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A gradient of zero stays zero where a number was divided by zero, and every other gradient is torch's own."""
+"""A zero gradient stays zero through a division by zero, and every other gradient is torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step past DistributedDataParallel is warned of; a call of the wrapper adds gradients over the ranks."""
+"""A step that bypasses DistributedDataParallel warns; a call of the wrapper sums gradients over ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_step_past_the_wrapper_is_warned_of() -> None:
         for how, (gradients, told) in found.items():
             expected = compute_gradients([0, 1] if how == "call" else [rank])
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
-            lone = [text for text in told if "adds no gradients over its 2 ranks" in text]
+            lone = [text for text in told if "does not sum gradients over its 2 ranks" in text]
             assert len(lone) == (how in ("step", "inside")), (how, told)
             assert all("ddp(x)" in text and 'mesh["dp", "pp"]' in text for text in lone)
 

@@ -1,4 +1,4 @@
-"""State that optimizers load over ranks: what lacks parameters of a rank is refused or warned of, by name."""
+"""Optimizer state loaded over ranks: missing parameters of a rank raise or warn, by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build() -> nn.Sequential:
 
 
 def cut(model: nn.Module, first: int, **options: Any) -> fxsplit.Pipeline:
-    """Cut a model over two ranks; rank 0 has so many layers."""
+    """Cut a model over two ranks, with the first `first` layers on rank 0."""
 
     def pin(ir: IR) -> IR:
         return Pins.add(ir, {str(i): int(i >= first) for i in range(7)})
@@ -93,11 +93,15 @@ def test_state_that_lacks_parameters_of_a_rank_is_refused_or_warned_of() -> None
     assert [name for name in first if not first[name]] == ["own", "first", "union", "fewer", "empty"]
     assert [name for name in second if not second[name]] == ["own", "last", "union", "more", "empty"]
     assert all(not found[name] for found in (first, second) for name in silent)
-    assert first["last"].startswith("refused: the optimizer's state holds nothing of '0.weight', '0.bias', '2.weight' ")
-    assert second["first"].startswith("refused: the optimizer's state holds nothing of '4.weight', '4.bias', '6.weigh")
-    assert second["fewer"].startswith("warned: the optimizer's state holds nothing of '2.weight', '2.bias', which")
-    assert first["more"].startswith("warned: the optimizer's state holds nothing of '4.weight', '4.bias', which")
-    assert "save_checkpoint() and load_checkpoint() keep the state of all ranks" in second["first"]
+    assert first["last"].startswith(
+        "refused: the optimizer's state has no entries for '0.weight', '0.bias', '2.weight' "
+    )
+    assert second["first"].startswith(
+        "refused: the optimizer's state has no entries for '4.weight', '4.bias', '6.weigh"
+    )
+    assert second["fewer"].startswith("warned: the optimizer's state has no entries for '2.weight', '2.bias', which")
+    assert first["more"].startswith("warned: the optimizer's state has no entries for '4.weight', '4.bias', which")
+    assert "load_checkpoint(), which keep the state of all ranks" in second["first"]
 
 
 def load_early(rank: int, n: int) -> str:
@@ -118,11 +122,11 @@ def load_early(rank: int, n: int) -> str:
 
 def test_state_that_was_loaded_early_is_looked_at_in_the_first_step() -> None:
     first, second = ranks(2, load_early)
-    assert first == "" and second.startswith("refused: the optimizer's state holds nothing of '4.weight'")
+    assert first == "" and second.startswith("refused: the optimizer's state has no entries for '4.weight'")
 
 
 def make_half() -> tuple[nn.Parameter, nn.Parameter, torch.optim.Optimizer]:
-    """Two weights, of which another rank has the second, and an optimizer with state of the first."""
+    """Return two weights, the second on another rank, and an optimizer with state of the first."""
     watch_loads()
     first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     note_names([("0.weight", first), ("1.weight", second)])
@@ -139,7 +143,7 @@ def test_a_weight_that_came_without_its_state_is_warned_of_once() -> None:
     note_arrival(second)
     optimizer.step()  # it has no gradient yet
     second.grad = torch.ones(2, 2)
-    with pytest.warns(FxsplitWarning, match=r"holds nothing of '1.weight', .* begins at zero again"):
+    with pytest.warns(FxsplitWarning, match=r"has no entries for '1.weight', .* starts again at zero"):
         optimizer.step()
     optimizer.step()
 
@@ -148,7 +152,7 @@ def test_hooks_of_the_users_own_may_complete_the_state() -> None:
     first, _, optimizer = make_half()
     state = optimizer.state_dict()
     lacking = {**state, "state": {1: state["state"][0]}}
-    with pytest.raises(InputError, match=r"holds nothing of '0.weight'"):
+    with pytest.raises(InputError, match=r"has no entries for '0.weight'"):
         optimizer.load_state_dict(lacking)
     assert optimizer.state[first]["momentum_buffer"].tolist() == [[1.0, 1.0]] * 2
     optimizer.register_load_state_dict_pre_hook(lambda _, found: {**found, "state": {0: found["state"][1]}})

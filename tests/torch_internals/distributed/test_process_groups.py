@@ -1,4 +1,4 @@
-"""What process groups of torch do behind its back."""
+"""Private behaviour of torch's process groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.ranks import ranks
 
 
 def hold(tensor: Tensor) -> Tensor:
-    """Return what holds a tensor in C++, as a thread of gloo's does: a graph that has saved it."""
+    """Return an autograd graph that saves a tensor, and so holds it in C++, like a gloo thread."""
     return torch.ones(3, requires_grad=True) * tensor
 
 
@@ -48,7 +48,7 @@ def test_a_tensor_is_remembered_for_as_long_as_a_thread_may_hold_it() -> None:
 
 
 def test_no_more_are_kept_than_a_number() -> None:
-    """Others than threads may hold a tensor: that must not become a list without an end."""
+    """Something other than a gloo thread may hold a tensor for long, so the list must stay bounded."""
     holders = [hold(one) for one in torch.ones(process_groups.MOST_LENT + 9, 3).unbind()]
     for holder in holders:
         lend(holder.grad_fn._saved_other)  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def test_no_more_are_kept_than_a_number() -> None:
 
 
 def make_in_vain(rank: int, n: int) -> tuple[str, str, float, bool]:
-    """Return what is raised where the other rank does not come to make a group, and what the next one is like."""
+    """Try to make a group without the other rank. Returns the error, and the group made next."""
     store, looks = clone_store(), list[int]()
 
     def look() -> None:
@@ -105,7 +105,7 @@ def test_the_connection_to_a_process_that_is_gone_is_closed() -> None:
 
 
 def gather(rank: int, n: int) -> bool:
-    """Return whether what a world gathers is kept after the collective."""
+    """Return whether the tensors of a world's gather are remembered after the collective."""
     from fxsplit.runtime.ranks.world.join import join_world
 
     world = join_world()

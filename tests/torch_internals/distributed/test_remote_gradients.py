@@ -59,7 +59,7 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def part(model: nn.Module, rank: int, world: int) -> tuple[RemoteGradients, list[Tensor]]:
-    """Leave to a rank every so manieth parameter of a model, but the first two to rank 1; return the others' values."""
+    """Deal the parameters of a model to the ranks in turn, the first two to rank 1. Returns all weights."""
     named = [(name, weight, 1 if i < 2 else i % world) for i, (name, weight) in enumerate(model.named_parameters())]
     remote_gradients = RemoteGradients(named, Gather(), rank)
     for i, (_, _, owner) in enumerate(named):
@@ -78,7 +78,7 @@ def give_gradients(weights: list[Tensor], step: int, factor: float = 1.0, *, wit
 
 
 def compare(model: nn.Module, whole: nn.Module) -> None:
-    """Compare the parameters of this rank with those of the unsplit model, bit for bit."""
+    """Compare this rank's parameters with the unsplit model's, bit for bit."""
     for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert is_remote(mine) or torch.equal(mine, other)
 
@@ -87,7 +87,7 @@ def train(rank: int, world: int, dtype: torch.dtype) -> list[str]:
     done = []
     for name, make in OPTIMIZERS.items():
         model, whole = build(dtype), build(dtype)
-        held = make(model.parameters())  # before parameters go away: an optimizer that was made early
+        held = make(model.parameters())  # made before parameters become remote
         remote_gradients, weights = part(model, rank, world)
         other = make(whole.parameters())
         for step in range(STEPS):
@@ -98,7 +98,7 @@ def train(rank: int, world: int, dtype: torch.dtype) -> list[str]:
             for kind in (2.0, float("inf"), 1.0):
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.7, norm_type=kind, foreach=True if step else None)
                 assert torch.equal(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.7, norm_type=kind))
-            # All of these are of one rank, and the others have none of them.
+            # All of these are on one rank; the other ranks have no values of them.
             first = nn.utils.clip_grad_norm_(weights[:2], 0.1)
             assert torch.equal(first, nn.utils.clip_grad_norm_(list(whole.parameters())[:2], 0.1))
             nn.utils.clip_grad_value_(model.parameters(), 0.05)
@@ -137,7 +137,7 @@ def scale(rank: int, world: int) -> list[float]:
                 weight.grad[0] = float("inf") if step == 1 else float("nan")  # type: ignore[index]
             if of is model:
                 remote_gradients.share_present()
-            if step != 3:  # without it, step() looks for what is not finite
+            if step != 3:  # without it, step() checks for infinities and NaN
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(of.parameters(), 1.0)
             scaler.step(optimizer)
@@ -241,8 +241,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     )
     assert largest.startswith("the gradient of '0.weight' is on rank 1, and max() needs its values on this rank")
     assert listed.startswith("the gradient of '0.weight' is on rank 1, and tolist() needs")
-    assert "rank 0 comes for norms of order 2.0, and rank 1 for something else" in norms
-    assert "rank 1 comes for norms of order 3.0, and rank 0" in second[-1] and "'1.weight' is on rank 0" in second[0]
+    assert "rank 0 computes norms of order 2.0, and rank 1 something else" in norms
+    assert "rank 1 computes norms of order 3.0, and rank 0" in second[-1] and "'1.weight' is on rank 0" in second[0]
 
 
 def copy_own(rank: int, world: int) -> str:
@@ -304,7 +304,7 @@ WRONG_NORMS: dict[str, tuple[Any, type[Exception]]] = {
     "twice": (lambda g: torch.linalg.vector_norm(g, 2, (0, 0)), RuntimeError),
     "by no such name": (lambda g: g.norm(order=2), TypeError),
 }
-"""Arguments that torch refuses, and what it raises."""
+"""Arguments that torch refuses, and the errors that it raises."""
 
 
 def take_norms(rank: int, world: int) -> int:
@@ -323,7 +323,7 @@ def take_norms(rank: int, world: int) -> int:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0, msg=name)
             checked += 1
         for name, norm in OTHER_NORMS.items():
-            # On all ranks: one that computed its own would wait for nobody, or others for it.
+            # On all ranks: otherwise one rank would wait for the other ranks for ever.
             with pytest.raises((InputError, ElsewhereError), match=r"the gradient of '\d.weight'"):
                 norm(mine.grad)
                 raise AssertionError(name)
@@ -402,5 +402,5 @@ def take_norms_of_sparse(rank: int, world: int) -> int:
 
 
 def test_norms_of_a_sparse_gradient_are_those_of_torch() -> None:
-    """The rank that has it refused them, and the others waited for it."""
+    """The rank that has it refused its norms, and the other rank waited."""
     assert ranks(2, take_norms_of_sparse) == [len(SPARSE_NORMS)] * 2

@@ -93,7 +93,7 @@ def test_an_accelerator_that_is_not_here_is_named_and_not_touched() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_refuses_a_model_of_which_another_rank_has_a_part() -> None:
-    """Once torch.jit.save() wrote a file with what lay in memory for these weights."""
+    """Before, torch.jit.save() wrote a file with arbitrary memory for these weights."""
     refuse_scripts()
     model, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.BatchNorm1d(3)).eval(), torch.randn(4, 2)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
@@ -109,7 +109,5 @@ def test_torchscript_refuses_a_model_of_which_another_rank_has_a_part() -> None:
 
 def test_what_to_do_with_a_gradient_of_another_rank_is_said() -> None:
     gradient = make_remote(RemoteTensor, torch.ones(3), replace(OWNER, gradient=True))
-    with pytest.raises(
-        ElsewhereError, match=r"sum\(\) needs .* compute anything else on the rank that has it, of p.grad"
-    ):
+    with pytest.raises(ElsewhereError, match=r"sum\(\) needs .* compute anything else on its own rank, from p.grad"):
         gradient.sum()

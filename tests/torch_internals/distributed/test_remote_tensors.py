@@ -1,4 +1,4 @@
-"""Tensors that are away: shapes are known, writing does nothing, and reading says where the values are."""
+"""Remote tensors have shapes, ignore writes, and raise an error on reads that says which rank has the values."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_generators_stay_alike(name: str, shape: tuple[int, int]) -> None:
 BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
     "places": lambda w: torch.multinomial(w.detach().abs(), 2),
     "counts": lambda w: torch.poisson(w.detach().abs()),
-    # What is too large is drawn again.
+    # Draws again if a number is too large.
     "truncated": lambda w: nn.init.trunc_normal_(w),
 }
 

@@ -1,4 +1,4 @@
-"""Corners of models without weights: what stand-ins cannot know is refused, and nothing is lost on the way."""
+"""Corner cases of models without weights: fake tensors refuse unknown values, and no state is lost."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_draw_that_hangs_on_no_input_is_not_frozen(tmp_path: Path) -> None:
 
 
 class HooksItself(nn.Module):
-    """Puts a hook on what it makes, beside a block that only torch.export follows."""
+    """Puts a hook on an intermediate value, next to a block that only torch.export can capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_one_weight_with_two_values_is_refused(tmp_path: Path) -> None:
 
 
 class ChecksInEvaluation(nn.Module):
-    """In evaluation it decides by values, in a submodule, beside a block that only torch.export follows."""
+    """Branches on values in a submodule in evaluation, next to a block that only torch.export can capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def test_a_model_runs_where_its_weights_and_an_input_are(weights: list[str], inp
 
 
 def test_fake_operators_leave_the_traces_of_real_ones() -> None:
-    """A draw changes the generator; an update of running statistics counts as a write, in training alone."""
+    """A draw changes the generator, and an update of running statistics counts as a write, in training only."""
     norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     with make_runnable(norm, [x], True) as (_, (fake,)):
         kept = Snapshot(norm.buffers())

@@ -1,4 +1,4 @@
-"""Operators whose fake kernels refuse what the real ones take: their shapes are found by the real kernel."""
+"""Shapes of operators with a fake kernel stricter than the real one come from the real kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = torch.tensor([2, 3, 6, 8], dtype=torch.int32)
 
 
 class Grouped(nn.Module):
-    """The operator alone."""
+    """A module with only the operator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Exported(Mixture):
 def test_a_mixture_of_experts_without_weights_is_the_model(
     kind: type[Mixture], compiled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two steps of training equal those of the unsplit model, and nothing is logged of the kernel that refuses."""
+    """Two training steps equal the unsplit model's, and torch logs nothing about the fake kernel."""
     torch.manual_seed(0)
     wanted = kind()
     x, target = torch.randn(16, 8), torch.randn(16, 8)
@@ -104,7 +104,7 @@ def test_what_no_kernel_takes_stays_refused() -> None:
 
 
 def test_what_made_up_values_cannot_answer_stays_refused() -> None:
-    """An operator whose result hangs on values, one that writes, sizes that are symbols, and two devices."""
+    """A value-dependent result, an operator that writes, symbolic sizes, and tensors on two devices."""
     shapes, aten, x = RealShapes(), torch.ops.aten, torch.zeros(2, 3)
     symbols = ShapeEnv()
     with FakeTensorMode(shape_env=symbols) as mode:

@@ -1,4 +1,4 @@
-"""Nodes that write in place keep their order, and stay together where the order cannot be kept."""
+"""Nodes that write in place keep their order, and stay together if no order is enough."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ReadsNorm(nn.Module):
         return result
 
 
-# Each microbatch moves the mean, so its rows are not those of the whole batch.
+# Each microbatch moves the mean, so its rows differ from the rows of the whole batch.
 @pytest.mark.filterwarnings("ignore:the rows of output 0 of RunningMean depend on each other")
 @pytest.mark.parametrize("model", [RunningMean, ReadsNorm])
 def test_a_written_buffer_is_read_in_time(model: type[nn.Module]) -> None:
@@ -90,8 +90,8 @@ def test_order_around_a_write_in_place() -> None:
         return before + after
 
     gm, seen = graph_of(forward, vectors())
-    # The writer comes after each reader of what was, and before each reader of what is.
-    # The order of mul and div_ follows.
+    # The writer comes after each reader of the old value, and before each reader of the new one. The order of mul and
+    # div_ follows.
     pairs = [("mul", "mul_"), ("mul_", "sub"), ("mul_", "div_"), ("sub", "div_")]
     assert find_ordered_pairs(gm, seen) == pairs
     assert find_inseparable(gm, seen) == [("add", "mul_"), ("add", "div_")]
@@ -109,7 +109,7 @@ def list_followers(pairs: Iterable[tuple[str, str]], names: Sequence[str]) -> di
 
 
 def list_all_pairs(gm: fx.GraphModule, seen: dict[str, Observation]) -> set[tuple[str, str]]:
-    """Return every reader with every later writer of its memory, and every writer with what reads after it."""
+    """Return all pairs (reader, later writer of its memory) and (writer, later reader)."""
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     reads = {n.name: {o for i in n.all_input_nodes for o in seen[i.name].owners} for n in nodes}
     pairs, writers = set(), dict[str, str]()
@@ -205,7 +205,7 @@ def test_users_of_weights() -> None:
 
 
 def test_readers_of_a_buffer_that_a_module_writes_stay_with_it() -> None:
-    """The batch norm's kernel writes its statistics, and what reads them must not be in a later stage."""
+    """The batch norm kernel writes its statistics, so their readers must not be in a later stage."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

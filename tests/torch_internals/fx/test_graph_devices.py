@@ -36,7 +36,7 @@ class Constants(nn.Module):
 
 @pytest.mark.parametrize("branches", [False, True], ids=["symbolic_trace", "export"])
 def test_constants_follow_their_stage(branches: bool) -> None:
-    """Nothing names the device of the capture any more, so a stage runs elsewhere; the meta device is elsewhere."""
+    """Nothing names the capture's device any more, so a stage can run on another device, here the meta device."""
     model, x = Constants(branches), torch.randn(6, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         torch.testing.assert_close(pipe(x), model(x))

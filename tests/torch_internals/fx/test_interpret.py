@@ -27,7 +27,7 @@ def test_functions_may_write_to_the_lists_they_are_given() -> None:
     node = graph.call_function(append, ([1, 2],), {"options": {"more": [3]}, "pair": ([], 0)})
     graph.output(node)
     gm = fx.GraphModule({}, graph)
-    for _ in range(2):  # what is appended is not there the next time
+    for _ in range(2):  # an appended item is gone in the next run
         assert Interpreter(gm).run() == 3 + 2 + 1
 
 

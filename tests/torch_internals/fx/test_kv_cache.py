@@ -1,4 +1,4 @@
-"""What stages keep from call to call: room that grows, operators that follow the thread, and graphs that hold them."""
+"""KV caches: room that grows, operators that use the thread's cache, and graphs that contain them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_room_is_made_once_where_the_length_is_known() -> None:
 def test_a_total_that_does_not_come_about_is_refused() -> None:
     kv_cache = KVCache()
     kv_cache.extend(3, make_entries(2), 2)
-    with pytest.raises(ValueError, match="slot 3 of the past has 2 entries, and 1 more do not make 5"):
+    with pytest.raises(ValueError, match="slot 3 of the KV cache has 2 entries, and 1 more do not make 5"):
         kv_cache.extend(3, make_entries(1), 5)
 
 

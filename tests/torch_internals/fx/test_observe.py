@@ -1,4 +1,4 @@
-"""Observing a graph: each node's bytes, owners, writes and draws, told by hand for small graphs."""
+"""Observations of small graphs: each node's bytes, owners, writes and draws, worked out by hand."""
 
 from __future__ import annotations
 
@@ -125,21 +125,23 @@ def test_a_tensor_that_is_trained_and_no_parameter_is_refused() -> None:
     with gm.graph.inserting_before(gm.graph.output_node()):
         node = gm.graph.call_function(lambda value: value * foreign, (gm.graph.output_node().args[0],))
     gm.graph.output_node().args = (node,)
-    with pytest.raises(TraceError, match=r"trains a tensor \(float32\[8\]\) that is none of its parameters"):
+    with pytest.raises(TraceError, match=r"trains a tensor \(float32\[8\]\) that is not one of its parameters"):
         observe(gm, [x()])
 
 
 def test_what_a_hook_keeps_of_an_observed_graph_names_the_hook() -> None:
-    """The error spoke of an observed graph, of which no user knows."""
+    """The error mentioned an observed graph, which means nothing to a user."""
     model, kept = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), list[Tensor]()
     model[1].register_forward_hook(lambda module, args, output: kept.append(output))
     observe(trace(model), [x()])
-    with pytest.raises(FxsplitError, match=r"computed while a pipeline was compiled, and a hook .*example_inputs="):
+    with pytest.raises(
+        FxsplitError, match=r"computed while a pipeline was compiled, and that a hook .*example_inputs="
+    ):
         kept[0].sum().backward()
 
 
 def test_tensors_that_are_read_in_another_order_of_memory() -> None:
-    """What comes back from a transpose is transposed, through operators that compute element by element, too."""
+    """A gradient comes back transposed from a transpose, even through element-wise operators."""
 
     class Turns(nn.Module):
         def __init__(self) -> None:
@@ -157,7 +159,7 @@ def test_tensors_that_are_read_in_another_order_of_memory() -> None:
 
 
 def test_who_keeps_a_tensor_and_who_joins_it() -> None:
-    """The output of a convolution that is joined with others gets a part of a gradient, and copies it."""
+    """If a convolution's output is concatenated, its gradient is a part of a larger one, which it copies."""
 
     class Joins(nn.Module):
         def __init__(self) -> None:
@@ -226,7 +228,7 @@ class Forces(nn.Module):
 
 
 def test_a_submodule_that_takes_gradients_by_itself_is_right() -> None:
-    """Its backward was taken for one that a hook had kept, of which there was none."""
+    """Its own backward was mistaken for a backward through a tensor kept by a hook."""
     compare_kept_whole(Forces())
 
 
@@ -267,7 +269,7 @@ def test_every_way_to_take_gradients_is_right_in_a_submodule(how: str) -> None:
     compare_kept_whole(Takes(how))
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # the environment of this test has transformers
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_transformer_asks_for_gradients_of_its_frozen_embedding(whole: bool) -> None:
     """As training of adapters with gradient checkpointing does."""

@@ -1,4 +1,4 @@
-"""Which nodes follow from shapes alone."""
+"""Nodes that depend only on shapes."""
 
 from __future__ import annotations
 

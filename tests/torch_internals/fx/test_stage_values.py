@@ -1,4 +1,4 @@
-"""What nodes of stages make is recorded, by shapes where that will do, and leaves no trace."""
+"""Values of the nodes of stages are recorded, from shapes if possible, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an exported program begins under vmap has an end, also where it fails in between."""
+"""A vmap that an exported program enters is left, even if the program fails inside."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.support.models import FAST
 
 
 def test_statistics_that_begin_to_move_later_move_once() -> None:
-    """Once recomputation moved statistics a second time if the first step had left them where they were."""
+    """Recomputation moved the statistics a second time if the first step had not changed them."""
     found = []
     for recompute in ("never", "always"):
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_merged_statistics_are_those_of_all_values(sizes: list[int]) -> None:
 @pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_noted_statistics_are_those_of_the_layer(momentum: float | None, at_once: bool) -> None:
-    """The layer itself, called in the microbatches' order or once with all rows, says what they must become."""
+    """Compare with the layer itself, called per microbatch in order, or once with all rows."""
     layer = nn.BatchNorm1d(3, momentum=momentum).double()
     alone, noted = copy.deepcopy(layer), DeferredBatchNorm(layer, at_once, {})
     pieces = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]

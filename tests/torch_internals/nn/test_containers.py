@@ -1,4 +1,4 @@
-"""Plain containers out of what models return."""
+"""Conversion of model outputs to plain containers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Output:
 
 @dataclass
 class DictOutput(OrderedDict):  # type: ignore[type-arg]
-    """As transformers' models return: a dataclass that is a dict of its fields, but for those that are None."""
+    """Like outputs of transformers' models: a dataclass that is also a dict of its fields that are not None."""
 
     logits: Any = None
     cache: Any = None

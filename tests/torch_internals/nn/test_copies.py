@@ -1,4 +1,4 @@
-"""Copies of modules that keep what autograd has computed: plain values, and the module's own stay as they are."""
+"""Copies of modules that keep results of autograd: copies are plain values, and the originals do not change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.models import FAST
 
 @dataclass
 class Kept:
-    """What a call leaves."""
+    """Results of a call."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Keeps(nn.Module):
-    """Keeps its activations in a list, a dataclass and an attribute, and computes its weight from another one."""
+    """Keeps its activations in a list, a dataclass and an attribute, and computes its weight from other weights."""
 
     def __init__(self) -> None:
         super().__init__()

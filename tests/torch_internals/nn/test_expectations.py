@@ -41,7 +41,7 @@ def test_rows_do_not_depend_on_draws_and_none_is_made(name: str) -> None:
     call = DRAWS[name]
     found = []
     for rows in (6, 6, 2):
-        torch.manual_seed(0)  # the recurrent one makes its weights anew
+        torch.manual_seed(0)  # the recurrent module recomputes its weights
         with torch.no_grad(), expect_averages():
             if name != "recurrent":
                 torch.set_rng_state(state)

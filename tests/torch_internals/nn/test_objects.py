@@ -111,7 +111,7 @@ def test_what_cannot_be_taken_apart_is_opaque() -> None:
 
 
 def test_constants_are_compared_by_what_they_are() -> None:
-    """An == of a user's own was asked, which may say anything, and 0.0 == -0.0."""
+    """A user's __eq__ was called, which may return anything; and 0.0 == -0.0 is true."""
 
     class Equal:
         def __eq__(self, other: object) -> bool:
@@ -145,4 +145,4 @@ def test_a_block_mask_is_refused_with_what_to_do() -> None:
 
     # It stands for torch's, which takes seconds to import.
     found = take_apart(type("BlockMask", (), {})())
-    assert isinstance(found, Opaque) and "call create_block_mask in the submodule" in found.explain()
+    assert isinstance(found, Opaque) and "call create_block_mask in the attention submodule" in found.explain()

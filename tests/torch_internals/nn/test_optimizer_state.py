@@ -18,7 +18,7 @@ HERE, THERE = torch.device("cpu"), torch.device("meta")
 
 
 def move_after_a_step(make: Callable[..., Optimizer]) -> tuple[nn.Linear, Optimizer]:
-    """Return a model on the meta device with an optimizer whose state is where the model was before: on the CPU."""
+    """Return a model on the meta device, and an optimizer with its state still on the CPU."""
     before, after = nn.Linear(3, 2), nn.Linear(3, 2, device=THERE)
     known, optimizer = make(before.parameters()), make(after.parameters())
     before(torch.randn(4, 3)).sum().backward()
@@ -32,7 +32,7 @@ def move_after_a_step(make: Callable[..., Optimizer]) -> tuple[nn.Linear, Optimi
 
 @pytest.mark.parametrize("make", [Adam, partial(Adam, foreach=True, amsgrad=True), partial(SGD, lr=0.1, momentum=0.9)])
 def test_state_follows_a_parameter_before_the_next_step(make: Callable[..., Optimizer]) -> None:
-    """The first step after a compile failed in the optimizer, whose averages were where the model had been."""
+    """The first step after a compile failed, since the optimizer's averages were still on the old device."""
     model, optimizer = move_after_a_step(make)
     for _ in range(2):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Recurrent modules are a node a layer; weights lie in one piece, and those of now are computed with."""
+"""Recurrent modules become one node per layer; their weights are flattened and always current."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_in_one_piece_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_is_flattened_with_the_weights_that_it_has_now() -> None:
-    """It keeps a list of them, which is of other weights after those of a replica have been put in."""
+    """The layer's list of weights is stale after a replica's weights have been put in."""
     layer, other = nn.LSTM(2, 2), nn.LSTM(2, 2)
     layer._parameters.update(other._parameters)
     flatten_weights([layer])
@@ -50,7 +50,7 @@ def test_a_layer_is_flattened_with_the_weights_that_it_has_now() -> None:
 
 
 class Reads(nn.Module):
-    """A recurrent module of several layers, with a head; `read` says what of the module's results is used."""
+    """A recurrent module with several layers, and a head. `read` selects the result that is used."""
 
     def __init__(self, module: nn.Module, read: str = "output", exported: bool = False) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_dropout_between_layers_is_drawn_for_each_layer() -> None:
 
 
 class Takes(nn.Module):
-    """Returns the output of a recurrent module alone."""
+    """Returns only the output of a recurrent module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_rows_that_are_packed_are_told_where_to_pack() -> None:
 
 
 class Tail(nn.Module):
-    """A module with lengths, and a layer behind it."""
+    """A module that takes lengths, followed by a layer."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()

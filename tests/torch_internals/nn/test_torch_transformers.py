@@ -28,7 +28,7 @@ def make_causal(length: int) -> Tensor:
 
 
 class Encodes(nn.Module):
-    """An encoder whose mask forward() makes, as tutorials do."""
+    """An encoder with a mask made in forward(), as in tutorials."""
 
     def __init__(self, make_mask: Callable[[int], Tensor | None], norm: bool = False, **options: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Encodes(nn.Module):
 
 
 class Decodes(nn.Module):
-    """A decoder whose mask is an argument, as it is for a mask that is made once."""
+    """A decoder with a mask given as an argument, as for a mask that is made once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def draw(rows: int = 4) -> Tensor:
 
 
 def pad(*lengths: int) -> Tensor:
-    """Return a mask that is True where a row of such a length is padded, at the start where the length is negative."""
+    """Return a mask that is True at the padding of rows of these lengths. Negative lengths are padded at the start."""
     places = torch.arange(LENGTH)
     return torch.stack([places >= n if n > 0 else places < LENGTH + n for n in lengths])
 

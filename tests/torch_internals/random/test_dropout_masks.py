@@ -1,4 +1,4 @@
-"""A product with a mask is what dropout makes, to the last bit."""
+"""Multiplying by a mask equals dropout to the last bit."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_an_accelerator_is_initialised_for_a_draw_on_it(monkeypatch: pytest.Monk
 def test_every_generator_is_as_before_a_model_was_observed(
     gpus: tuple[Generator, Generator], module: nn.Module
 ) -> None:
-    """Only those of GPUs with buffers were: a dropout in a transformer moved the caller's generator."""
+    """Only generators of GPUs with buffers were restored, so a transformer's dropout moved the caller's generator."""
     before = read_generators()
     for block in (preserve(module), keep_torch_generators(), keep_generators()):
         with block:
@@ -143,7 +143,7 @@ def test_a_gpu_is_seeded_for_a_draw_and_left_as_it_was(gpus: tuple[Generator, Ge
     for device in ("cuda:0", "cuda:1", "cuda:1"):
         with take_turn(1, 0):
             found.append(wrapped(4, device=torch.device(device)))
-    # The same numbers on each GPU, so that they do not depend on where a stage is.
+    # The same numbers on each GPU, so that they do not depend on a stage's device.
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
     assert read_generators() == before
 
@@ -196,7 +196,7 @@ class Drops(nn.Module):
 
 
 def test_draws_on_accelerators_do_not_depend_on_cut_device_or_recomputation() -> None:
-    """Draws that no tensor told of took other numbers in each run, and in the second run of a recomputation."""
+    """Draws without a tensor argument differed between runs, and between a forward and its recomputation."""
     torch.manual_seed(0)
     base, x = Drops(), torch.randn(16, 8)
     found = []

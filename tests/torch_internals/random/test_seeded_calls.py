@@ -1,4 +1,4 @@
-"""Draws: from a state of its own for each batch, microbatch and node, which leaves the caller's generator alone."""
+"""Draws have their own state per batch, microbatch and node, and leave the caller's generator unchanged."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_draw_is_noticed_beside_blocks_of_other_threads() -> None:
 
 
 def test_a_thread_that_waits_lends_its_draws() -> None:
-    """Blocks of other threads draw meanwhile, and what this thread and the caller draw next is as without them."""
+    """Other threads draw meanwhile, without an effect on the next draws of this thread and of the caller."""
     found: list[Tensor] = []
 
     def draw_there() -> None:
@@ -169,7 +169,7 @@ def test_a_module_that_draws_in_evaluation_draws_for_its_turn(trained: bool) -> 
 
 
 def test_a_dropout_that_is_switched_off_draws_nothing() -> None:
-    """It took a seed from the caller's generator, and what the loop drew for its next batch was other than unsplit."""
+    """It drew a seed from the caller's generator, so the loop's next batch differed from the unsplit model's."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
     with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
         pipe(torch.randn(4, 4))

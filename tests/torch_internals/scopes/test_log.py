@@ -1,4 +1,4 @@
-"""What a package logs is hidden from the user for a block, and for its thread alone."""
+"""Hiding a package's log messages lasts for a block and affects only its thread."""
 
 from __future__ import annotations
 

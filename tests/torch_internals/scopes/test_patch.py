@@ -1,4 +1,4 @@
-"""Patches of torch's methods: of one thread alone, and without effect when the last block ends."""
+"""Patches of torch's methods affect only one thread, and end with the last block."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_method_that_another_library_has_replaced_is_patched_too(monkeypatch: 
 
 
 def test_blocks_of_two_threads_overlap() -> None:
-    """The first to begin is the first to end: neither sees the other's, and nothing is left behind."""
+    """The first block to begin ends first: neither thread sees the other's patch, and none remains."""
     inside, over = threading.Event(), threading.Event()
     heard: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What is changed for a while is changed back, whichever line an interrupt comes at."""
+"""Temporary changes are undone, whichever line an interrupt comes at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of an accelerator's driver, which is made up: its name, its clock, a kernel of a known length."""
+"""Queries to a fake accelerator driver: name, clock rate, a kernel of known length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def missing(device: torch.device) -> int:
-    """What torch does where NVIDIA's library of clocks is not installed."""
+    """Behave like torch without NVIDIA's management library."""
     raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
 
@@ -41,7 +41,7 @@ def test_only_gpus_are_kept_busy() -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_what_is_copied_from_is_not_the_callers(pinned: bool) -> None:
-    """A loader that fills one pinned buffer again and again wrote what the accelerator had not read yet."""
+    """A loader that refills one pinned buffer overwrote values before the accelerator had read them."""
     empty_like, asked = torch.empty_like, []
 
     def make(like: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The made-up accelerator of tests/support behaves as a real one, and notices what would go wrong on one."""
+"""The made-up accelerator of tests/support behaves like a real one, and detects errors that a real one would hide."""
 
 from __future__ import annotations
 

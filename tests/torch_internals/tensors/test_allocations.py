@@ -1,4 +1,4 @@
-"""What a block allocates, also what it frees before it ends."""
+"""Peak memory of a block, including memory that it frees before it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that join, cut and turn tensors: told part by part what they do, the parts make what the functions make."""
+"""Functions that join, cut and transpose tensors: filling in the traced parts gives the function's results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = (4, 6)
 
 
 def fill(make: Callable[[Read], dict[str, Tensor]], sources: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """What `make` makes, filled part by part; None where it is not told in parts."""
+    """Return the results of `make`, filled in part by part, or None if they cannot be traced."""
     kinds = {name: value.to("meta") for name, value in sources.items()}
     made, parts = trace_copies(make, kinds)
     if parts is None or not all(fits(parts[name], kinds, made[name]) for name in made):
@@ -71,7 +71,7 @@ def test_one_source_may_be_parts_of_several_results() -> None:
 
 
 def make_randomly(seed: int, read: Read) -> dict[str, Tensor]:
-    """What a program makes of known operators in any order."""
+    """Return the results of a random program of known operators."""
     draw = random.Random(seed)
     held = read_all(read)
     for _ in range(draw.randrange(1, 7)):
@@ -90,7 +90,7 @@ def make_randomly(seed: int, read: Read) -> dict[str, Tensor]:
 
 
 def test_random_programs() -> None:
-    """Some are not told in parts, as where what was joined is cut."""
+    """Some programs cannot be traced, for example if a concatenated tensor is cut."""
     told = 0
     for seed in range(150):
         sources = {f"s{i}": torch.rand(SHAPE) for i in range(3)}

@@ -1,4 +1,4 @@
-"""Sparse tensors are told, kept and compared by the strided tensors that hold them."""
+"""Sparse tensors are identified, saved and compared by the strided tensors that hold them."""
 
 from __future__ import annotations
 

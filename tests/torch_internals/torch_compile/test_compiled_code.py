@@ -1,4 +1,4 @@
-"""What torch.compile makes of code and modules, and the way back."""
+"""Code and modules made by torch.compile, and the way back to the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.fx changes while it traces: found where the installed torch keeps it, and put back."""
+"""State that torch.fx changes while it traces: found in the installed torch, and restored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_flag_is_where_torch_keeps_it() -> None:
 def test_what_a_trace_that_was_cut_off_has_left_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     own = nn.Module.__call__
     with leave_nothing_of_fx():
-        # The beginning of a trace, whose end never comes.
+        # Begin a trace that never ends.
         patcher = symbolic._Patcher()
         monkeypatch.setattr(symbolic, "CURRENT_PATCHER", patcher)
         patcher.patch_method(nn.Module, "__call__", lambda *args: None, deduplicate=False)

@@ -1,4 +1,4 @@
-"""Code of graphs that comes late: it is what it was, and is generated only where somebody looks at it."""
+"""Code of graphs that is generated late: the same code, and only when something reads it."""
 
 from __future__ import annotations
 

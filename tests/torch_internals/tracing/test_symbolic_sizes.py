@@ -62,7 +62,7 @@ def test_an_exported_program_is_the_same() -> None:
 
 
 def test_views_of_symbolic_sizes_are_not_made_from_memory() -> None:
-    """Half of what exporting a chunked linear attention took went into such views."""
+    """Half of the time to export a chunked linear attention went into such views."""
 
     def list_views() -> list[Any]:
         calls: list[Any] = []
@@ -78,7 +78,7 @@ def test_views_of_symbolic_sizes_are_not_made_from_memory() -> None:
 
 
 def test_an_answer_is_kept_however_many_there_are() -> None:
-    """Torch keeps 256 answers, and so a deep model asked all its questions again in each layer."""
+    """torch keeps 256 answers, so a deep model repeated all checks in each layer."""
 
     def count_looked_up() -> int:
         shapes = ShapeEnv()

@@ -1,4 +1,4 @@
-"""Weights that forward() reads past its attributes: tracing runs operators on them, and once kept the results."""
+"""Weights that forward() reads without its attributes: tracing runs operators on them, and kept the results."""
 
 from __future__ import annotations
 

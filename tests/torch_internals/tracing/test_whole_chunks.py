@@ -1,4 +1,4 @@
-"""The length of the chunks of a padded length: told where it is certain, for every length, and nowhere else."""
+"""The chunk length of a padded length is a number if that is provable for every length, and symbolic otherwise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pad(size: Any, to: int) -> Any:
         (S + Mod(S, 2), 2, True),
         (S, 2, False),
         (sympy.Integer(128), 64, True),
-        (S + T, 1, False),  # of two symbols nothing is asked
+        (S + T, 1, False),  # an expression of two symbols is never simplified
         (pad(S, 5000), 5000, False),  # a period that is too long to look at
         (FloorDiv(S, 2) * 2, 2, False),
         (S**2 + S, 2, False),
@@ -51,7 +51,7 @@ def test_a_multiple_is_one_for_every_value(size: Any, of: int, known: bool) -> N
 
 
 class Chunks(nn.Module):
-    """Pads a length, and cuts it into a number of chunks, whose length torch works out."""
+    """Pads a length, and cuts it into a number of chunks; torch derives the length of the chunks."""
 
     def __init__(self, length: int, padded_to: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def export(model: nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.ones(3, 21, 4),), strict=False, dynamic_shapes=shapes)
 
 
-# Numbers of no other test: torch remembers quotients as long as the process runs, also those made without this.
+# Use numbers of no other test: sympy caches quotients for the life of the process, including unpatched ones.
 @pytest.mark.parametrize(("length", "padded_to"), [(7, 7), (5, 15)])
 def test_chunks_have_a_number_as_their_length(length: int, padded_to: int) -> None:
     model = Chunks(length, padded_to)
@@ -78,7 +78,7 @@ def test_chunks_have_a_number_as_their_length(length: int, padded_to: int) -> No
         program = export(model)
     (made,) = (n.meta["val"] for n in program.graph.nodes if n.target is torch.ops.aten.cumsum.default)
     assert made.shape[2] == length and isinstance(made.shape[2], int)
-    # One chunk alone is another case to torch.
+    # torch specialises on a single chunk.
     for rows, size in ((5, 13), (3, 24), (2, 25), (4, 48)):
         x = torch.randn(rows, size, 4)
         assert torch.equal(program.module()(x), model(x))
