@@ -97,7 +97,7 @@ def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Cost
     """
     if not inference and costs.inference:
         raise InputError(
-            "the profile is of forwards alone, as measured for inference: plan for inference, too (inference=True, or "
+            "the profile has only forwards, as measured for inference: plan for inference, too (inference=True, or "
             "--inference), or measure the model for training"
         )
     if not inference:

@@ -127,5 +127,5 @@ def _check_crossing(plan: Plan, costs: Costs) -> None:
         if len(names) != 1:
             raise NotExportable(
                 f"{len(names)} values cross from stage {number} to stage {number + 1} ({', '.join(names)}), and "
-                "torchtitan hands on one: let each module take what the one before it gives, and fetch all else itself"
+                "torchtitan passes on one: let each module take only the output of the module before it"
             )

@@ -133,7 +133,7 @@ def _check_schedule(program: Program, schedule: Schedule, n_ranks: int) -> None:
     if not schedule.synchronous:
         raise NotExportable(
             f"{name} keeps several versions of weights, and torch's runtime keeps one: compile with schedule='1F1B' or "
-            "another one that steps once a batch"
+            "another schedule that steps once a batch"
         )
     if n_ranks != schedule.n_devices:
         raise NotExportable(

@@ -1,4 +1,4 @@
-"""Releases of libraries that work with pipelines: stated once, and an untried one is named."""
+"""Tried releases of companion libraries are stated once, and an untried release gives a warning."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def test_the_docs_state_the_ranges() -> None:
 @pytest.mark.companions
 @pytest.mark.parametrize("name", TRIED)
 def test_what_is_installed_is_an_end_of_the_range(name: str) -> None:
-    """The long tests run with the first releases, and once more with the last ones."""
+    """The long tests run with the first releases, and once more with the last releases."""
     assert read_release(metadata.version(name)) in TRIED[name]

@@ -1,4 +1,4 @@
-"""What a user does with a pipeline, each thing against the unsplit model."""
+"""A user's calls of a pipeline, each compared with the unsplit model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_step_returns_the_loss_of_the_whole_batch() -> None:
 
 
 class Again(torch.autograd.Function):
-    """Runs a block again in its backward, which adds to the gradients of the block's weights by itself."""
+    """Runs a block again in its backward, and itself adds to the gradients of the block's weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Module) -> Any:
@@ -138,7 +138,7 @@ class Reversible(nn.Module):
 
 @pytest.mark.parametrize("held", [None, 3.0])
 def test_compiling_adds_to_no_gradient(held: float | None) -> None:
-    """Also where a backward of the model's own adds to `.grad` whenever it runs."""
+    """Not even if the model's own backward adds to `.grad` whenever it runs."""
     model = nn.Sequential(nn.Linear(8, 8), Reversible(), nn.Linear(8, 3)).double()
     unsplit, x, y = copy.deepcopy(model), vectors(), torch.ones(8, 3).double()
     for weight in (*model.parameters(), *unsplit.parameters()):
@@ -396,7 +396,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_of_a_model_under_torch_compile_the_module_inside_is_taken() -> None:
-    """It was refused after half a minute, for a class attribute of networkx that torch.compile changes."""
+    """Compiling must not fail on the class attribute of networkx that torch.compile changes."""
     model, x = Mlp().double(), torch.randn(8, 8).double()
     wrapped: Any = torch.compile(torch.compile(model, backend="eager"), backend="eager")
     with (

@@ -51,7 +51,7 @@ def test_model() -> None:
 
 mse = F.mse_loss
 
-untyped_compile: Any = fxsplit.compile  # called with what a type checker would refuse
+untyped_compile: Any = fxsplit.compile  # called with types that a type checker would refuse
 
 device: Any = fxsplit.Device
 
@@ -82,7 +82,7 @@ def vectors(rows: int = 8) -> Tensor:
     ],
 )
 def test_more_bad_input(make: Any, message: str) -> None:
-    """It would be wrong if any of these ran on, or failed far from its cause."""
+    """None of these may be accepted, or fail far from its cause."""
     with pytest.raises(InputError, match=message):
         make()
 
@@ -100,7 +100,7 @@ class Constant(nn.Module):
 
 
 def test_what_is_no_chain_no_path_and_no_model_is_refused_as_such() -> None:
-    # These were a TypeError, a TypeError and a ValueError of Python's own, from deep inside.
+    # Not one of Python's own errors, from deep inside.
     with pytest.raises(FxsplitError, match=r"passes=3: give a Chain, a list of passes, or text"):
         untyped_compile(Mlp(), 2, passes=3)
     with pytest.raises(FxsplitError, match=r"weights=\{\}: give the path of a checkpoint"):

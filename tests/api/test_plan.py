@@ -1,4 +1,4 @@
-"""One road to a plan: plan() on a profile, and the passes of compile() on a graph, give the same plan."""
+"""plan() on a profile, and the passes of compile() on a graph, give the same plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ few = settings(max_examples=15, deadline=None, suppress_health_check=list(Health
 
 
 def describe(plan: Plan | str) -> object:
-    """All that a plan says, the number of states searched included."""
+    """The whole plan as a text, with the number of states searched."""
     if isinstance(plan, str):
         return plan
     return plan.stages, plan.device_names, plan.lower_bound_ms, plan.n_states, plan.schedule, plan.n_microbatches
@@ -57,7 +57,7 @@ def plan_profile(
 def run_passes(
     costs: Costs, machine: Machine, schedule: str, options: Options, pins: dict[str, int], late: bool
 ) -> Plan | str:
-    """The plan of the passes that compile() runs; `late` pins after augment, where nodes have been joined already."""
+    """The plan of the passes that compile() runs; `late` pins after augment, after nodes have been joined."""
     ir = ir_of(costs, *lay_out(machine, schedule))
     fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
 
@@ -123,7 +123,7 @@ def test_the_passes_give_the_plan_of_a_profile(schedule: ScheduleName) -> None:
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "PipeDream-2BW"])
 def test_plan_takes_the_costs_of_every_schedule_that_compile_runs(schedule: ScheduleName) -> None:
-    """LoopedBFS, Interleaved1F1B, ZBVZeroBubble and Chimera were refused by plan(), and run by compile()."""
+    """plan() must not refuse a schedule that compile() runs."""
     torch.manual_seed(0)
     with fxsplit.compile(
         Residual(), 2, example_inputs=torch.randn(8, 3, 8, 8), schedule=schedule, n_microbatches=4, passes=FAST
@@ -154,7 +154,7 @@ def test_numbers_that_a_schedule_is_not_made_for_are_refused() -> None:
 
 
 def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
-    """A plan was made that compile() would not take."""
+    """plan() must not return a plan that compile() refuses."""
     costs = Costs((node("a", ms=9.0),), (), ("a",))
     options = Options(use_all=False, model="replicated")
     assert fxsplit.plan(costs, 2, options=options).stages[0].devices == (0, 1)

@@ -1,4 +1,4 @@
-"""profile(): the costs of a microbatch, and a model that is left as it was."""
+"""profile() returns the costs of a microbatch, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_costs_are_of_the_largest_microbatch(n_microbatches: int, rows: int) -> 
 
 
 def test_a_model_is_left_as_it_was() -> None:
-    """Gradients are measured where the caller has switched them off, and none is left behind."""
+    """Gradients are measured even if the caller has switched them off, and none stays behind."""
     model, x = small()
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():

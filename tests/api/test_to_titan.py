@@ -1,4 +1,4 @@
-"""What is emitted for torchtitan runs in its loop, with the pipeline's gradients; the rest is refused by name."""
+"""An export for torchtitan runs in its loop with the pipeline's gradients; an impossible export is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loss_of(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def take_apart(model: nn.Module, kept: list[str]) -> nn.Module:
-    """Return a copy of a model with these of its parts alone, as torchtitan makes it."""
+    """Return a copy of a model with only these parts, as torchtitan makes it."""
     made = copy.deepcopy(model)
     for name, child in list(made.named_children()):
         if isinstance(child, nn.ModuleDict):
@@ -55,7 +55,7 @@ def take_apart(model: nn.Module, kept: list[str]) -> nn.Module:
 
 
 def set_pipeline(folder: str | Path, **fields: int) -> SimpleNamespace:
-    """Return what the emitted file sets in a config that has these fields."""
+    """Return the fields that the exported file sets in a config that has these fields."""
     parallelism = SimpleNamespace(**fields)
     config = SimpleNamespace(parallelism=parallelism)
     set_in = runpy.run_path(str(Path(folder, "titan.py")))["set_pipeline"]
@@ -83,7 +83,7 @@ def run_as_titan(rank: int, n: int, folder: str) -> dict[str, Tensor]:
 
 
 def emit(folder: Path, schedule: str = "1F1B") -> Emitted:
-    """Write a plan of a transformer over two stages and four microbatches of two rows for torchtitan."""
+    """Export a plan of a transformer over two stages and four microbatches of two rows for torchtitan."""
     plan, costs = plan_of(Titan(), torch.randint(11, (8, 5)), {"layers.1": 0, "layers.2": 1})
     made = emit_titan(plan, costs, generate(schedule, 2, 4))
     made.save(folder)
@@ -105,7 +105,7 @@ def test_the_count_of_microbatches_has_the_name_that_the_config_has(tmp_path: Pa
 
 
 def test_torchtitans_own_parser_takes_what_is_emitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torchtitan is installed; its parser needs tyro besides, and none of its other dependencies."""
+    """Runs only if torchtitan is installed; its parser also needs tyro, and no other dependency."""
     pytest.importorskip("tyro", reason="torchtitan's parser needs tyro")
     config = pytest.importorskip("torchtitan.config", reason="torchtitan is not installed")
     made = emit(tmp_path)
@@ -154,7 +154,7 @@ def plan_of(model: nn.Module, x: Tensor, pins: dict[str, int] | None = None) -> 
 
 
 class Skipping(Titan):
-    """A block reads what the embedding gave."""
+    """A block also reads the output of the embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.embed(x)

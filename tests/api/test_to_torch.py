@@ -1,4 +1,4 @@
-"""torch's own runtime runs the stages, with the pipeline's gradients; what it cannot run is refused by name."""
+"""torch's own runtime runs the stages with the pipeline's gradients; anything that it cannot run is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's
 
 
 class Sizes(nn.Module):
-    """Attention whose rows and lengths are read from the input, and used after the input is gone; a mask of flags."""
+    """Attention that reads rows and lengths from the input, and uses them after the input is gone; a mask of flags."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ ONE, TWO = ["GPipe", "1F1B", "ZB-H1"], ["LoopedBFS", "Interleaved1F1B", "ZBVZero
 def test_gradients_are_those_of_the_pipeline_here(
     n: int, name: str, schedules: list[ScheduleName], tmp_path: Path
 ) -> None:
-    """Two steps, whose gradients add up: with the same plan, and with the names of the model."""
+    """Two steps, and their gradients add up: with the same plan, and with the names of the model."""
     costs = str(tmp_path / "costs.json")
     pipe, *_ = compile_case(name, n, "1F1B")
     pipe.costs.save(costs)
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_pipeline_here(
         here, args, kwargs, target = compile_case(name, n, schedule, costs)
         losses = [here.step(*args, target=target, **kwargs) for _ in range(2)]
         told = [rank[schedule][0] for rank in found]
-        # The rank of the last stage has the loss: the first one where stages go there and back.
+        # The rank of the last stage has the loss: the first rank, if stages go there and back.
         last = (
             here.plan.stages[-1].devices[0]
             if len(here.plan.stages) == n
@@ -168,7 +168,7 @@ class Reading(Mlp):
 
 
 def pin_ends(ir: IR) -> IR:
-    """Put both layers that share a weight into stages of their own."""
+    """Put both layers that share a weight into their own stages."""
     return Pins.add(ir, {"layers.0": 0, "layers.3": 1})
 
 
@@ -189,7 +189,7 @@ def compile_alike(rank: int, folder: str, model: nn.Module, n: int, example: Ten
 
 
 def refuse(rank: int, n: int, folder: str) -> dict[str, str]:
-    """Return what is said of each pipeline that torch's runtime cannot run."""
+    """Return the error for each pipeline that torch's runtime cannot run."""
     x, target = torch.randn(8, 8, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
     loss_fn: Any = weigh_all
     made: dict[str, tuple[nn.Module, dict[str, Any]]] = {
@@ -220,7 +220,7 @@ def refuse(rank: int, n: int, folder: str) -> dict[str, str]:
             pipe.to_torch_stages()
         except InputError as error:
             found["uncompiled"] = str(error)
-    # What only shows once it runs.
+    # Errors that only a run shows.
     model = Mlp(4, classes=8 + 4 * rank).double()
     with fxsplit.compile(model, ["cpu"] * n, example_inputs=x, passes=FAST, loss_fn=loss_fn) as pipe:
         try:
@@ -264,7 +264,7 @@ def sum_silently(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def train_with_losses(rank: int, n: int, costs: str) -> dict[str, Any]:
-    """Return the loss by torch's runtime for several loss functions, or what it says of them."""
+    """Return the loss by torch's runtime for several loss functions, or its error."""
     x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     even, uneven = torch.tensor([1, 0] * 4), torch.tensor([1, 0, 0, 1, 1, 1, 2, 2])
     cases: dict[str, tuple[Any, Tensor]] = {
@@ -281,7 +281,7 @@ def train_with_losses(rank: int, n: int, costs: str) -> dict[str, Any]:
         options: dict[str, Any] = {"n_microbatches": 4, "passes": FAST, "costs": costs, "loss_fn": loss_fn}
         with fxsplit.compile(model, ["cpu"] * n, example_inputs=x, **options) as pipe:
             made = pipe.to_torch_stages()
-            # Only the last stage's rank knows what a loss says; the other one would wait for its gradients.
+            # Only the last stage's rank knows the error of a loss; the other rank would wait for its gradients.
             if name in ("uneven", "sum unsaid"):
                 if rank == n - 1:
                     found[name] = refuse_targets(made.schedule, loss_fn, target)
@@ -293,7 +293,7 @@ def train_with_losses(rank: int, n: int, costs: str) -> dict[str, Any]:
 
 
 def refuse_targets(schedule: Any, loss_fn: Any, target: Tensor) -> str:
-    """Call the loss that torch's runtime calls, for each microbatch; return what it raises."""
+    """Call the loss that torch's runtime calls, for each microbatch; return its error."""
     call = schedule._loss_fn
     outputs = torch.randn(8, 3, dtype=torch.float64)
     try:

@@ -1,4 +1,4 @@
-"""Pipelines over ranks give their stages to torch's runtime too: the same gradients, bit for bit, from one plan."""
+"""Pipelines over ranks also export their stages to torch's runtime: the same gradients, bit for bit, from one plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compare_logits(outputs: Any, target: Tensor) -> Tensor:
 
 
 def step_both(rank: int, n: int, name: str, schedule: str) -> tuple[float, float | None, float, list[str]]:
-    """Return the loss of a step by ranks and by torch's runtime, how far gradients differ, and what is handed on."""
+    """Return the loss of a step by ranks and by torch's runtime, the differences of gradients, and the values sent."""
     loss_fn: Any = weigh_all
     if name == "llama":
         ids = torch.randint(2, 90, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -43,14 +43,14 @@ def step_both(rank: int, n: int, name: str, schedule: str) -> tuple[float, float
         by_ranks = {name: p.grad.clone() for name, p in named}
         pipe.zero_grad()
         other = made.step(*args, target=target, **kwargs)
-        # A stage may have no weights, as one that only passes values on.
+        # A stage may have no weights, and only pass values on.
         apart = max((float((p.grad - by_ranks[name]).abs().max()) for name, p in named), default=0.0)
         handed = [*pipe.stages[1].inputs]
     return loss, None if other is None else float(other), apart, handed
 
 
 class TwoTables(nn.Module):
-    """The second stage has a table of its own, whose output depends on nothing that the first one gives."""
+    """The second stage has its own table, and its output depends on nothing from the first stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def step_divided(rank: int, n: int, name: str) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize(("name", "n"), [("tables", 3), ("sizes", 2)])
 def test_weights_that_no_way_leads_to_from_an_input_get_their_gradients(name: str, n: int) -> None:
-    """torch's divided backward leaves them out without a word, so such stages do theirs at once."""
+    """torch's split backward leaves them out silently, so such stages run an undivided backward."""
     found = [pair for rank in ranks(n, step_divided, name) for pair in rank]
     assert len(found) == len(list(TwoTables().parameters() if name == "tables" else make_case("sizes")[0].parameters()))
     assert all(apart < 1e-15 for _, apart in found), found
@@ -111,7 +111,7 @@ def test_weights_that_no_way_leads_to_from_an_input_get_their_gradients(name: st
     ],
 )
 def test_torch_steps_as_the_ranks_do(name: str, schedule: str) -> None:
-    """Of the Llama sizes cross too, which torch.export makes nodes of."""
+    """Sizes cross between stages of Llama too: torch.export makes nodes of them."""
     if name == "llama":
         pytest.importorskip("transformers")
     found = ranks(2, step_both, name, schedule)

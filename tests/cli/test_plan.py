@@ -302,7 +302,7 @@ def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, t
     keep_forwards(costs).save(tmp_path / "forwards.json")
     assert answer(capsys, *base[:1], str(tmp_path / "forwards.json"), *base[2:])["objective"] == found["objective"]
     assert cli.main(["plan", str(tmp_path / "forwards.json")]) == 2
-    assert "of forwards alone" in capsys.readouterr().err
+    assert "only forwards" in capsys.readouterr().err
     assert cli.main(["explain", profile, "--devices", "2", "--inference"]) == 0
 
 

@@ -349,8 +349,8 @@ def load_checkpoint(
         torch.set_rng_state(values[CPU])
     if identify(found) != written:
         raise InputError(
-            f"{where} was replaced or removed by another thread or process while it was loaded: what is loaded is a "
-            "mixture, load again"
+            f"{where} was replaced or removed by another thread or process while it was loaded, so the loaded values "
+            "are a mixture: load again"
         )
     return Restored(manifest.step, manifest.make_extra(), found)
 

@@ -52,9 +52,9 @@ def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
         return "no optimizer"
     if hasattr(optimizer, "consolidate_state_dict"):
         raise InputError(
-            f"{type(optimizer).__name__} keeps what it knows of a parameter on one of the ranks that have it, and a "
-            "checkpoint is written by one pipeline: save without the optimizer, and its own state_dict() beside, after "
-            "consolidate_state_dict(); or train with the optimizer that is inside"
+            f"{type(optimizer).__name__} keeps the state of a parameter on only one of its ranks, and one pipeline "
+            "writes the checkpoint: save without the optimizer, call consolidate_state_dict() and save its own "
+            "state_dict() separately; or train with the inner optimizer"
         )
     names = name_parameters(model)
     groups = [[names.get(id(weight), "") for weight in group["params"]] for group in optimizer.param_groups]
@@ -102,7 +102,7 @@ def _refuse_other_state(optimizer: Optimizer) -> None:
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else show(key)
             raise InputError(
                 f"{type(optimizer).__name__} keeps {', '.join(map(repr, kept))} under {what}, which is in none of its "
-                "groups, and a checkpoint holds what is kept of parameters: keep it in a group, remove it from "
+                "groups, and a checkpoint holds only the state of parameters: keep it in a group, remove it from "
                 "optimizer.state, or save it as extra="
             )
 
@@ -111,8 +111,8 @@ def _name(names: Mapping[int, str], weight: Tensor) -> str:
     """Return the name of an optimizer's parameter."""
     if id(weight) not in names:
         raise InputError(
-            f"the optimizer has a parameter of shape {tuple(weight.shape)} that the model does not have: save what "
-            "belongs together"
+            f"the optimizer has a parameter of shape {tuple(weight.shape)} that the model does not have: give the "
+            "optimizer of this model"
         )
     return names[id(weight)]
 

@@ -24,7 +24,7 @@ from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.user_lines import warn_user
 
-WHAT = "what gradient hooks have left out"
+WHAT = "residuals of gradient hooks"
 
 
 def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict[str, Tensor]:
@@ -83,9 +83,9 @@ def plan_residuals(
     )
     if residuals is None or compile_group is None:
         if rows and trains:
-            _warn(f"{where} holds {WHAT} of gradients ({hook}), which are not loaded here: gradient_hook={own_hook!r}")
+            _warn(f"{where} holds {WHAT} ({hook}), which are not loaded here: gradient_hook={own_hook!r}")
         elif own_hook is not None and trains:
-            _warn(f"gradient_hook={own_hook!r} starts afresh: checkpoints do not hold what it keeps from step to step")
+            _warn(f"gradient_hook={own_hook!r} starts afresh: checkpoints do not hold its state from step to step")
         return ResidualPlan({})
     kinds, count, data_parallel = reader.kinds, len(rows), compile_group.reduction.data_parallel
     chosen = [data_parallel.row] if count == data_parallel.n_pipelines else sorted(rows)

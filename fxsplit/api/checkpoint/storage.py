@@ -77,7 +77,7 @@ class FolderWriter(StorageWriter):
         index_of: dict[str, MetadataIndex] = {}
         for item in plan.items:
             name, value = item.index.fqn, planner.resolve_data(item)
-            assert isinstance(value, Tensor), "tensors alone are saved"
+            assert isinstance(value, Tensor), "only tensors are saved"
             index_of[name] = item.index
             held["model" if name.startswith(MODEL) else "training"][name] = value.detach()
         results = []

@@ -61,7 +61,7 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
         if not isinstance(value, Tensor):
             raise InputError(
                 f"state_dict() of {type(model).__name__} holds {name!r}, a {type(value).__name__}, and a checkpoint "
-                "holds tensors alone: give what else is to be kept as extra="
+                "holds only tensors: save other values as extra="
             )
         if is_lazy(value) or (filled and value.is_meta):
             raise InputError(f"{name!r} has no values yet: load its weights, or run the model, first")
@@ -69,8 +69,8 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
         if _is_made(value, again.get(name)):
             if name.rpartition(".")[2] != EXTRA_STATE:
                 raise InputError(
-                    f"state_dict() of {type(model).__name__} makes {name!r} anew in each call, so that what is loaded "
-                    "would not reach the model: let it return the parameter or buffer, or give the value as extra="
+                    f"state_dict() of {type(model).__name__} makes a new {name!r} in each call, so a loaded value "
+                    "would not reach the model: let it return the parameter or buffer, or save the value as extra="
                 )
             state.made.add(name)
         first = state.places[name] = first_of.setdefault(id(value), name)

@@ -48,8 +48,8 @@ SEARCH = ("augment", "order", "partition")
 """The passes that search for a plan. Ranks that receive a plan do not run them."""
 
 ALL_ALIKE = (
-    "All pipelines of a mesh compile together, with the same code and options, for one shape on all ranks: where "
-    "batches have other numbers of rows, pipe.eval().compile_for(x) compiles for one shape before the first of them"
+    "All pipelines of a mesh compile together, with the same code and options, for one shape on all ranks: if their "
+    "batches have different numbers of rows, call pipe.eval().compile_for(x) with one shape before the first batch"
 )
 """The advice in an error if ranks of a mesh differ as they compile."""
 
@@ -247,9 +247,9 @@ class CompileGroup:
         if odd:
             rank, name = odd[0]
             warn_user(
-                f"rank {rank} begins with other weights than rank {first}, such as {name!r}, and each stage keeps those"
-                " of its own rank, so that together they are the model of no rank: build the model from one seed on"
-                " all ranks, torch.manual_seed(0), or load the same weights on each"
+                f"rank {rank} begins with other weights than rank {first}, such as {name!r}, and each stage keeps the "
+                "weights of its own rank, so the pipeline is a mixture of both: build the model from one seed on all "
+                "ranks, torch.manual_seed(0), or load the same weights on each"
             )
 
 

@@ -229,8 +229,8 @@ class Compiler:
         if forgotten:
             warn_user(
                 f"{type(self.model).__name__} is called in more than {MOST_WAYS} ways, each of which compiles, and the "
-                f"way ({self._ways[forgotten[0]].describe()}) is forgotten: hand what changes often to forward() as a "
-                "tensor or a number"
+                f"way ({self._ways[forgotten[0]].describe()}) is forgotten: pass values that change often to forward() "
+                "as tensors or numbers"
             )
         for key in [key for key in self._kept if key[1] in forgotten]:
             del self._kept[key]
@@ -409,7 +409,7 @@ class Compiler:
             found = search.find() if group is None else search.find_together(group)
             candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
             if final is None:
-                assert like is not None, "what serves was compiled before"
+                assert like is not None, "a shared program was compiled before"
                 return like.share(self.model, captured)
         if like is None and "kept whole" not in captured[Scope].front_end:  # "kept whole" has had a warning
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
@@ -503,8 +503,8 @@ class Compiler:
         if name is not None:
             then, now = changes[name]
             warn_user(
-                f"compiling again, because {name} changed from {then} to {now}, and forward() reads it: hand what "
-                "changes often to forward() as a tensor"
+                f"compiling again, because {name} changed from {then} to {now}, and forward() reads it: pass a value "
+                "that changes often to forward() as a tensor"
             )
         return name is not None
 

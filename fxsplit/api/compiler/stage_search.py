@@ -96,8 +96,8 @@ class StageSearch:
         return PlanError(
             f"{type(self.model).__name__} was compiled for calls with ({there.describe()}), and a call with "
             f"({here.describe()}) finds no plan that leaves its weights on their stages: {error}. Compile for the "
-            "other way first (example_inputs=), keep in one stage what both read in another order (pin), or compile a "
-            "copy of the model for the other way"
+            "other way first (example_inputs=), pin the modules that the ways call in a different order to one stage "
+            "(fxsplit.Pins), or compile a copy of the model for the other way"
         )
 
     def find_together(self, compile_group: CompileGroup) -> FoundStages:
@@ -120,7 +120,7 @@ class StageSearch:
         compile_group.end(
             error, self.graphs[-1] if self.graphs else "", describe_program(plan, self.options) if plan else ""
         )
-        assert found is not None, "what went wrong was raised"
+        assert found is not None, "an error was raised above"
         compile_group.check_sums(self._get_plan(found), found.candidate.scheduler)
         return found
 
@@ -155,5 +155,5 @@ class StageSearch:
     def _get_plan(self, found: FoundStages) -> Plan:
         if found.final is not None:
             return found.final[Plan]
-        assert self.like is not None, "what serves was compiled before"
+        assert self.like is not None, "a shared program was compiled before"
         return self.like.program.plan

@@ -153,11 +153,11 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
     if mode not in MODES:
         raise InputError(
             f"generate() of a pipeline is greedy or samples, and this call asks for {mode.replace('_', ' ')}, in which "
-            "rows exchange their keys and values: leave out what asks for it, such as num_beams= or assistant_model=, "
-            "or call pipe.model.generate() with the model on one device"
+            "rows exchange their keys and values: leave out its arguments, such as num_beams= or assistant_model=, or "
+            "call pipe.model.generate() with the model on one device"
         )
     if config.use_cache is False:
-        raise InputError("use_cache=False would compute every token of the text anew for each one: leave it out")
+        raise InputError("use_cache=False would compute every earlier token again for each new one: leave it out")
     for name in ("cache_implementation", "prefill_chunk_size"):
         if getattr(config, name, None) is not None:
             raise InputError(
@@ -217,7 +217,7 @@ def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Cache
     if seen.sampled and not seen.length and programs.draw():
         warn_user(
             f"{type(programs.model).__name__} draws random numbers in evaluation too, and stages draw with generators "
-            "of their own: sampled tokens are others than the unsplit model's with the same seed"
+            "of their own: sampled tokens differ from the unsplit model's with the same seed"
         )
     seen.length += ids.shape[1]
     return logits
@@ -241,7 +241,7 @@ def to_whole(numbers: Tensor) -> Tensor:
     """
     whole = numbers.to(torch.int64)
     if numbers.is_floating_point() and not torch.equal(whole.to(numbers.dtype), numbers):
-        raise InputError("attention_mask has entries other than whole numbers: give 1 for what is attended to, or 0")
+        raise InputError("attention_mask has entries other than whole numbers: give 1 for tokens to attend to, else 0")
     return whole
 
 
@@ -250,8 +250,8 @@ def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
     seen = arguments.pop(name, None)
     if not isinstance(seen, CachedTokens):
         raise InputError(
-            "something calls the model beside the loop of generate(), with a cache of its own or none, as "
-            "guidance_scale= does: leave that out"
+            "the model is also called outside of the loop of generate(), with another cache or none, as "
+            "guidance_scale= does: leave such an argument out"
         )
     return seen
 
@@ -261,7 +261,7 @@ def take(arguments: dict[str, Any], name: str) -> Any:
     if arguments.get(name) is None:
         given = " and ".join(sorted(f"{other}=" for other, value in arguments.items() if isinstance(value, Tensor)))
         raise InputError(
-            f"generate() of a pipeline takes text alone, as {name}=, and was given {given or 'none'}: call "
+            f"generate() of a pipeline takes only text, as {name}=, and was given {given or 'none'}: call "
             "pipe.model.generate() with the model on one device"
         )
     return arguments.pop(name)

@@ -145,8 +145,8 @@ class Programs:
         if compiled.captured[Scope].other_shapes(list(longer.values())) is not None:
             self._steps.clear()
             raise TraceError(
-                f"a step of {type(self.model).__name__} with a cache can be exported for one length alone, and every "
-                "token makes another one: call pipe.model.generate() with the model on one device"
+                f"a step of {type(self.model).__name__} with a cache can be exported for only one length, and every "
+                "token changes the length: call pipe.model.generate() with the model on one device"
             )
 
     def _add(self, name: str, make: Callable[[], nn.Module]) -> None:

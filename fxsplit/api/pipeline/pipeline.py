@@ -357,7 +357,7 @@ class Pipeline(Shown, WithExports):
             misspelt = "".join(f", and not {name}=" for name in get_close_matches("target", kwargs, n=1))
             raise InputError(f"step() needs the target of its loss by name: pipe.step(x, target=y){misspelt}")
         if self.compiler.options.inference:
-            raise InputError("step() cannot train what was compiled with inference=True: compile without it")
+            raise InputError("step() cannot train a pipeline compiled with inference=True: compile without it")
         if not torch.is_grad_enabled():
             raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
         self._refuse_own_hooks("step()")
@@ -370,7 +370,7 @@ class Pipeline(Shown, WithExports):
         if batch.program.detached is not None:
             raise InputError(
                 f"step() cannot train this pipeline, which is {batch.program.detached}: compile for training without "
-                "that pass, or call pipe.train() if the pass leaves training alone"
+                "that pass, or call pipe.train() if the pass does nothing in training"
             )
         if any(t.requires_grad for t in batch.tensors):
             raise InputError(

@@ -104,7 +104,10 @@ class Stream(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._turn.mine:
-            raise FxsplitError("the iterable of a stream asks the stream for outputs, which wait for the iterable")
+            raise FxsplitError(
+                "the iterable of a stream takes outputs from the same stream, and each waits for the other: take them "
+                "in the loop over the stream"
+            )
         return self._take_next()
 
     @lose_no_interrupt

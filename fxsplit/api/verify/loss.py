@@ -76,7 +76,7 @@ def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]
         if reached:
             raise InputError(
                 f"loss_fn {name_loss(asked.loss_fn)} reads weights of the model, such as {reached[0]!r}, and verify() "
-                "trains copies, which have others: leave target= out, or take such a term out of loss_fn"
+                "trains copies, which have their own weights: leave target= out, or take such a term out of loss_fn"
             )
 
 

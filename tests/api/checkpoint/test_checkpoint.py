@@ -1,4 +1,4 @@
-"""Checkpoints of training go on where they were: in a pipeline on any number of devices, and in the plain model."""
+"""Training continues from a checkpoint exactly: in a pipeline on any number of devices, and in the plain model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_it_loads_on_any_number_of_devices(saved: tuple[Path, dict[str, Any]], n: int) -> None:
-    """And in the plain model (0)."""
+    """0 devices means the plain model."""
     path, expected = saved
     model, optimizer = build(seed=7)
     objects = [*model.parameters(), *model.buffers()]
@@ -132,7 +132,7 @@ def test_nothing_is_unpickled(saved: tuple[Path, dict[str, Any]], monkeypatch: p
     path, _ = saved
     fxsplit.load_checkpoint(path, *build(seed=2))
     for file in path.iterdir():
-        # A pickle of protocol 2 or later begins so, and torch's own files are zip files.
+        # A pickle of protocol 2 or later starts with these bytes, and torch's own files are zip files.
         assert not file.read_bytes().startswith((b"\x80", b"PK")), file
 
 
@@ -175,7 +175,7 @@ def test_what_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(FileError, match=r"cannot write .*step-2.*No space left on device.*make room"):
         saving.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"] and fxsplit.latest_checkpoint(tmp_path) == before
-    # Who never waited learns of it at the next save.
+    # A caller that never waited gets the error at the next save.
     fxsplit.save_checkpoint(tmp_path, model, optimizer, step=3)
     with pytest.raises(FileError, match="step-3"):
         fxsplit.save_checkpoint(tmp_path, model, optimizer, step=4)
@@ -200,7 +200,7 @@ def save_and_die(rank: int, world: int, folder: Path, when: str) -> None:
 def test_killed_while_saving_the_one_before_is_the_latest(tmp_path: Path, when: str) -> None:
     assert ranks(1, save_and_die, tmp_path, when, dying=[0]) == [-signal.SIGKILL]
     assert fxsplit.latest_checkpoint(tmp_path) == tmp_path / "step-1"
-    assert len([*tmp_path.iterdir()]) == 2  # what was begun
+    assert len([*tmp_path.iterdir()]) == 2  # of the checkpoint that was begun
     model, optimizer = build(seed=6)
     assert fxsplit.load_checkpoint(tmp_path, model, optimizer).step == 1
     fxsplit.save_checkpoint(tmp_path, model, optimizer, step=2).wait()
@@ -239,7 +239,7 @@ def test_a_model_without_weights_is_filled(saved: tuple[Path, dict[str, Any]]) -
 
 
 def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
-    """Its thread would end with the process."""
+    """The end of a process must not end the thread that writes."""
     code = (
         "import torch, fxsplit, time\n"
         "from fxsplit.api.checkpoint import storage\n"
@@ -252,7 +252,7 @@ def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
 
 
 class Kept(nn.Module):
-    """A state of its own, of another size each time, and a buffer that repeats its numbers in memory."""
+    """A model with state of its own, of another size each time, and a buffer that repeats its numbers in memory."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Kept(nn.Module):
 
 
 def test_what_cannot_be_filled_in_place_comes_back(tmp_path: Path) -> None:
-    """A module's own state was left as it was; repeated numbers ended the loading with weights half changed."""
+    """A module's own state is loaded, and repeated numbers do not end a load half-way."""
     model, other = nn.Sequential(Kept(3)), nn.Sequential(Kept(5))
     fxsplit.save_checkpoint(tmp_path, model, step=1).wait()
     fxsplit.load_checkpoint(tmp_path, other)

@@ -1,4 +1,4 @@
-"""What is given as extra= comes back as it was: every scheduler of torch goes on with the same rates."""
+"""extra= comes back unchanged: every scheduler of torch continues with the same learning rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxsplit.errors import InputError
 
 
 class Halve:
-    """A factor that has state of its own, which schedulers save."""
+    """A factor with state of its own, which schedulers save."""
 
     def __init__(self, every: int) -> None:
         self.every = every

@@ -1,4 +1,4 @@
-"""Checkpoints of a mesh of pipelines: weights, optimizer, and what gradient hooks have left out so far."""
+"""Checkpoints of a mesh of pipelines: weights, optimizer, and the residuals of gradient hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Run:
-    """A pipeline of a mesh of so many rows, its model and optimizer."""
+    """A pipeline of a mesh with this number of rows, its model and optimizer."""
 
     def __init__(self, n: int, rows: int, seed: int, hook: Any = "topk{share=0.2}") -> None:
         self.mesh = init_device_mesh("cpu", (rows, n // rows), mesh_dim_names=("dp", "pp"))
@@ -64,7 +64,7 @@ class Run:
         return found
 
     def sum_left(self) -> dict[str, Tensor]:
-        """Return what all pipelines together have left out of the mean of gradients, on this rank."""
+        """Return the sum over all pipelines of the residuals of the mean of gradients, for this rank's parameters."""
         data_parallel = self.pipe.compiler.compile_group.reduction.data_parallel  # type: ignore[union-attr]
         found = {}
         for name, weight in self.model.named_parameters():
@@ -76,7 +76,7 @@ class Run:
 
 TOPK = "topk{share=0.2}"
 Found = tuple[dict[str, str], list[float], dict[str, Tensor]]
-"""Hashes of this rank's state, losses of later steps, and what all pipelines have left out."""
+"""Hashes of this rank's state, losses of later steps, and the residuals of all pipelines."""
 
 
 def train_and_save(rank: int, n: int, folder: Path, hook: str = TOPK, steps: int = 3) -> Found:
@@ -92,11 +92,11 @@ def train_and_save(rank: int, n: int, folder: Path, hook: str = TOPK, steps: int
 
 
 def load(rank: int, n: int, folder: Path, rows: int, hook: str = TOPK, steps: int = 3) -> Found:
-    """Load into a mesh of so many rows, and make three steps."""
+    """Load into a mesh with this number of rows, and make three steps."""
     run = Run(n, rows, seed=5, hook=hook)
     if rows > 1:
         for number in range(7, 7 + steps):
-            run.step(number)  # what was left out before is forgotten
+            run.step(number)  # earlier residuals are replaced
         assert fxsplit.load_checkpoint(folder, run.pipe, run.optimizer).step == steps
     else:
         name = hook.partition("{")[0]
@@ -117,19 +117,19 @@ def test_a_mesh_saves_and_any_other_loads(tmp_path: Path) -> None:
     found = ranks(4, train_and_save, tmp_path)
     saved, left = merge([state for state, _, _ in found]), merge_left([left for _, _, left in found])
     assert len(left) == 12 and sum(bool(value.any()) for value in left.values()) > 9
-    # On the same mesh all goes on bit for bit, what was left out too.
+    # On the same mesh everything continues bit for bit, including residuals.
     again = ranks(4, load, tmp_path, 2)
     assert merge([state for state, _, _ in again]) == saved
     assert [after for _, after, _ in again] == [after for _, after, _ in found]
     assert all(torch.equal(value, left[name]) for name, value in merge_left([kept for _, _, kept in again]).items())
-    # On another number of pipelines nothing is lost: it adds up to the same.
+    # On another number of pipelines the residuals add up to the same values.
     three = ranks(3, load, tmp_path, 3)
     assert merge([state for state, _, _ in three]) == saved
     other = merge_left([kept for _, _, kept in three])
     assert other.keys() == left.keys()
     for name, value in other.items():
         torch.testing.assert_close(value, left[name], rtol=1e-12, atol=1e-15)
-    # And one pipeline on two ranks, and the plain model.
+    # The same on one pipeline of two ranks, and in the plain model.
     assert merge([state for state, _, _ in ranks(2, load, tmp_path, 1)]) == saved
     model = Mlp(6).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -164,9 +164,10 @@ def test_what_hooks_have_left_out_is_kept_on_other_meshes(hook: str, steps: int,
 
 
 def go_on_with_power(rank: int, n: int, folder: Path) -> tuple[float, float, float]:
-    """Save what PowerSGD has left out, load it elsewhere, and sum gradients there until it compresses again.
+    """Save the residuals of PowerSGD, load them on another mesh, and add gradients until the hook compresses again.
 
-    Returns how much was left, how much of it another run has, and how far what it applied and has left is from all.
+    Returns the size of the residuals, the part of them that another run has, and the error of applied and kept
+    gradients together.
     """
     run = Run(n, 2, 0, "powersgd")
     for number in range(5):
@@ -175,7 +176,7 @@ def go_on_with_power(rank: int, n: int, folder: Path) -> tuple[float, float, flo
     dist.barrier()
     left, other = run.sum_left(), Run(n, 2, 5, "powersgd")
     for number in range(3):
-        other.step(number)  # what was left out before is forgotten
+        other.step(number)  # earlier residuals are replaced
     fxsplit.load_checkpoint(folder, other.pipe, other.optimizer)
     same = max(float((value - left[name]).abs().max()) for name, value in other.sum_left().items())
     unsplit = Mlp(6).double()
@@ -203,7 +204,7 @@ def test_what_powersgd_has_left_out_is_not_lost(tmp_path: Path) -> None:
 
 
 class Own:
-    """The state of a hook of the user's, of which nobody else knows what it keeps."""
+    """The state of a user's own hook, which fxsplit cannot save."""
 
     def __init__(self) -> None:
         self.group = None
@@ -228,11 +229,11 @@ def start_afresh(rank: int, n: int, folder: Path) -> str:
 
 def test_what_is_not_kept_is_said_to_start_afresh(tmp_path: Path) -> None:
     for text in ranks(4, start_afresh, tmp_path):
-        assert text == "gradient_hook='add_own' starts afresh: checkpoints do not hold what it keeps from step to step"
+        assert text == "gradient_hook='add_own' starts afresh: checkpoints do not hold its state from step to step"
 
 
 def differ(rank: int, n: int, folder: Path) -> str:
-    """Load on one rank, or in one pipeline, a checkpoint whose manifest says something else in as many bytes."""
+    """Load on one rank, or in one pipeline, a checkpoint with a different manifest of the same size."""
     run = Run(n, 2, 0)
     fxsplit.save_checkpoint(folder, run.pipe, run.optimizer, step=1, extra={"epoch": 1}).wait()
     dist.barrier()
@@ -284,7 +285,7 @@ def save_slowly(rank: int, n: int, folder: Path) -> list[Any]:
 
 
 def test_all_pipelines_wait_for_the_one_that_writes(tmp_path: Path) -> None:
-    """The others had the path of a checkpoint that was not there yet, and never heard that it was not saved."""
+    """The other pipelines must not return the path of a checkpoint before it is there, and must learn of a failure."""
     for rank, (first, failed, last) in enumerate(ranks(4, save_slowly, tmp_path)):
         assert (first, last) == (0, 2)
         assert "the disk is full" in failed and (rank < 2 or f"rank {rank - 2}, which writes the checkpoint" in failed)

@@ -1,4 +1,4 @@
-"""Checkpoints of before kinds and types were noted load as ever; these are written here byte by byte."""
+"""Checkpoints that were written before kinds and types were noted still load; these are written here byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxsplit.errors import InputError
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """Write a safetensors file as the format is described: the length of the header, the header, the numbers."""
+    """Write a safetensors file as the format says: the length of the header, the header, the numbers."""
     header, body = {}, b""
     for name, (dtype, shape, numbers) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(numbers)]}
@@ -30,7 +30,7 @@ def floats(*numbers: float) -> bytes:
 
 
 def write_older(folder: Path, note: bytes = b'{"a": [1, 2]}', buffer: Any = None, **changes: Any) -> Path:
-    """Write step 7 of Linear(2, 1) with SGD of one group, as version 1 of the format began."""
+    """Write step 7 of Linear(2, 1) with SGD of one group, in version 1 of the format."""
     path = folder / "step-7"
     path.mkdir(parents=True)
     write_tensors(
@@ -79,7 +79,7 @@ def test_an_older_checkpoint_loads(tmp_path: Path) -> None:
     assert (group["lr"], group["momentum"], group["pair"]) == (0.125, 0.9, (1, 2))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(9).get_state())
     assert fxsplit.latest_checkpoint(tmp_path) == path
-    # It counts among those that are kept.
+    # It counts towards keep=.
     fxsplit.save_checkpoint(tmp_path, model, optimizer, step=8, keep=2).wait()
     fxsplit.save_checkpoint(tmp_path, model, optimizer, step=9, keep=2).wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-8", "step-9"]

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines over ranks: each rank writes its own, and any number of ranks, or of devices, reads them."""
+"""Checkpoints of pipelines over ranks: each rank writes its own weights, and any number of ranks reads them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def train_and_save(rank: int, n: int, folder: Path) -> dict[str, str]:
 
 
 def merge(parts: list[dict[str, str]]) -> dict[str, str]:
-    """Return the digests of all ranks, which agree where they have the same."""
+    """Return the digests of all ranks. Ranks that have the same tensor must agree."""
     whole: dict[str, str] = {}
     for part in parts:
         assert all(whole.get(name, digest) == digest for name, digest in part.items())
@@ -85,14 +85,14 @@ def test_what_ranks_save_loads_on_any_number(tmp_path: Path, n: int) -> None:
     model, optimizer = build(seed=12)
     assert fxsplit.load_checkpoint(tmp_path, model, optimizer).extra == {"epoch": 1}
     assert hash_state(read(model, optimizer)) == saved
-    # A tensor lies in the file of the rank that has it, under the model's name.
+    # Each tensor is in the file of the rank that has it, under its name in the model.
     path = tmp_path / "step-3"
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == model.state_dict().keys() - {"head.weight"} and len(set(index.values())) > 1
     for name, file in index.items():
         with safe_open(path / file, framework="pt") as opened:
             assert torch.equal(opened.get_tensor(name), model.state_dict()[name])
-    # The index is one that a pipeline, or Hugging Face, reads.
+    # A pipeline, or Hugging Face, can read this index.
     other_model, _ = build(seed=3)
     cut(other_model, 2).load_weights(path)
     assert torch.equal(other_model.words.weight, model.words.weight)
@@ -159,7 +159,7 @@ def load_step_1(rank: int, n: int, folder: Path) -> dict[str, str]:
 
 
 def fail(rank: int, n: int, folder: Path) -> list[str]:
-    """Fail to write on one rank, and to agree on what is saved and loaded."""
+    """Fail to write on one rank, and to agree on a save and a load."""
     model, optimizer = build()
     pipe = fxsplit.compile(model, "world", **OPTIONS)
     step(pipe, optimizer)
@@ -200,7 +200,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def save_parts(rank: int, n: int, folder: Path) -> list[str]:
-    """Save whatever holds weights of which other ranks have some, and is not the pipeline; all or one rank does."""
+    """Save objects, other than the pipeline, that hold weights of other ranks; on all ranks, or on one."""
     model, optimizer = build()
     pipe = fxsplit.compile(model, "world", **OPTIONS)
     step(pipe, optimizer)
@@ -223,7 +223,7 @@ def save_parts(rank: int, n: int, folder: Path) -> list[str]:
     if rank == 0:
         with pytest.raises(ElsewhereError, match="load into the pipeline of the model, on all ranks"):
             fxsplit.load_checkpoint(folder, model, optimizer)
-    # What this rank has all of is saved whole.
+    # A rank that has all weights of a module can save it.
     kept = next(part for part in (model.words, model.blocks[4]) if not any(map(is_remote, part.parameters())))
     path = fxsplit.save_checkpoint(folder / str(rank), kept, step=1).wait()
     assert fxsplit.load_checkpoint(path, kept).step == 1
@@ -240,7 +240,7 @@ def test_what_has_weights_of_other_ranks_is_refused_by_name(tmp_path: Path) -> N
 
 
 class Wrapped(nn.Module):
-    """What keeps a module, as DistributedDataParallel does."""
+    """A wrapper that holds a module, as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Wrapped(nn.Module):
 
 
 def save_by_others(rank: int, n: int, folder: Path) -> list[str]:
-    """Save the model by functions of torch and safetensors, which know nothing of ranks; return what each raises."""
+    """Save the model with functions of torch and safetensors, which do not know about ranks; return their errors."""
     model, optimizer = build()
     pipe = fxsplit.compile(model, "world", **OPTIONS)
     step(pipe, optimizer)
@@ -267,7 +267,7 @@ def save_by_others(rank: int, n: int, folder: Path) -> list[str]:
         lambda: build(seed=3)[0].load_state_dict(model.state_dict()),
         lambda: save_by_torch(model.state_dict(), checkpoint_id=folder / "parts"),
     ):
-        # torch's CheckpointException is no Exception.
+        # torch's CheckpointException does not derive from Exception.
         with pytest.raises(BaseException, match=r"is on rank \d, and .* needs its values on this rank") as caught:
             save()
         found.append(str(caught.value))
@@ -287,7 +287,7 @@ def test_what_others_save_is_whole_or_refused_by_name(tmp_path: Path) -> None:
 
 
 def save_local(rank: int, n: int, folder: Path) -> str:
-    """Give each rank's optimizer the parameters of that rank only: the checkpoint could name those of one."""
+    """Give each rank's optimizer only the parameters of that rank: a checkpoint would miss the rest."""
     model, _ = build()
     pipe = fxsplit.compile(model, "world", **OPTIONS)
     optimizer = torch.optim.AdamW(pipe.local_parameters())
@@ -304,7 +304,7 @@ def test_optimizers_of_other_parameters_are_named(tmp_path: Path) -> None:
 
 
 def load_damaged(rank: int, n: int, folder: Path) -> list[bool]:
-    """Load what is damaged only in what rank 1 has, and see that no rank changes anything."""
+    """Load a checkpoint that is damaged only in the part of rank 1, and check that no rank changes anything."""
     model, optimizer = build(seed=8)
     pipe = fxsplit.compile(model, "world", **OPTIONS)
     step(pipe, optimizer)

@@ -1,4 +1,4 @@
-"""What is no checkpoint, or one of something else, is refused by name before anything changes."""
+"""Damaged or foreign checkpoints are refused by name before anything changes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
 
 
 class Shown(nn.Linear):
-    """Its state_dict() has copies, which load_state_dict() would not write to either."""
+    """Its state_dict() has copies, and load_state_dict() would not write to the originals."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {"kernel": self.weight.detach().clone(), "bias": self.bias}
@@ -138,8 +138,8 @@ class Shown(nn.Linear):
 
 @pytest.mark.parametrize("key", ["all", nn.Parameter(torch.zeros(3))])
 def test_what_would_not_come_back_is_refused_when_it_is_saved(tmp_path: Path, key: Any) -> None:
-    """What an optimizer kept of no parameter of its own was lost, and so was a model's own state_dict(), unsaid."""
-    with pytest.raises(InputError, match="state_dict\\(\\) of Shown makes 'kernel' anew in each call"):
+    """State under keys that are not parameters, or made by state_dict() itself, must not be lost silently."""
+    with pytest.raises(InputError, match="state_dict\\(\\) of Shown makes a new 'kernel' in each call"):
         fxsplit.save_checkpoint(tmp_path, Shown(2, 2), step=1)
     model, optimizer = build()
     optimizer.state[key]["count"] = 3
@@ -159,11 +159,11 @@ def test_a_tensor_that_repeats_its_numbers_takes_no_others(tmp_path: Path) -> No
     assert torch.equal(other.weight, before)
 
 
-# Whatever in a folder is not as it was written is refused before the first write.
+# Anything in a folder that differs from its manifest is refused before the first write.
 
 
 def read_all(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return copies of all that a load may write to."""
+    """Return copies of everything that a load may write to."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     state = {names[id(w)]: kept for w, kept in optimizer.state.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -179,7 +179,7 @@ def is_alike(a: Any, b: Any) -> bool:
 
 
 def refuse(path: Path, message: str, make: Any = None) -> None:
-    """Load into another model whose optimizer has state of its own, and see that nothing changes."""
+    """Load into another model with an optimizer that has state, and check that nothing changes."""
     model, optimizer = build(seed=3, **({"make": make} if make else {}))
     step(model, optimizer)
     before = read_all(model, optimizer)
@@ -189,7 +189,7 @@ def refuse(path: Path, message: str, make: Any = None) -> None:
 
 
 def edit(path: Path, values: dict[str, Tensor | None], *, noted: bool) -> None:
-    """Replace or remove tensors beside the weights; `noted`: let the manifest say so, as if they were written so."""
+    """Replace or remove tensors besides the weights; `noted`: let the manifest list them as if they had been saved."""
     file, manifest = path / "training.safetensors", json.loads((path / "checkpoint.json").read_text())
     found = {name: value for name, value in (load_file(file) | values).items() if value is not None}
     save_file(found, file)

@@ -1,4 +1,4 @@
-"""`schedule="auto"` and `n_microbatches="auto"`: the fastest by simulation, of what fits in memory."""
+"""`schedule="auto"` and `n_microbatches="auto"` take the fastest candidate by simulation that fits in memory."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_numbers_of_microbatches_are_measured_and_kept() -> None:
     with compiled(n_microbatches="auto") as pipe:
         count = pipe.plan.n_microbatches
         assert count in (2, 4, 8, 16) and pipe.plan.rows == 32 // count and pipe.plan.schedule == "1F1B"
-        for rows in (32, 33, 5, 2):  # smaller batches are cut as they are where nothing is chosen
+        for rows in (32, 33, 5, 2):  # without "auto", smaller batches are cut as always
             x = torch.randn(rows, 32)
             loss = pipe.step(x, target=x)
             assert torch.isfinite(loss)
 
 
 def test_microbatches_that_the_model_does_not_run_on_are_left_out() -> None:
-    """Batch norm trains on no single row; a search among 2, 4 and 8 rows was refused because of the last."""
+    """Batch norm does not train on a single row: a search among 2, 4 and 8 rows must stop before it, and not fail."""
     norm = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32))
     x = torch.randn(8, 32)
     with fxsplit.compile(
@@ -111,7 +111,7 @@ def test_only_the_candidate_that_is_taken_warns() -> None:
 
 
 def test_memory_rules_schedules_out() -> None:
-    """GPipe holds every microbatch's activations; where that does not fit, another is taken, or the error says so."""
+    """GPipe holds every microbatch's activations. If they do not fit, "auto" takes another, or the error says so."""
     with compiled(schedule="GPipe", n_microbatches=16) as pipe:
         costs, most = pipe.costs, max(s.memory_bytes for s in pipe.plan.stages)
     with compiled(schedule="1F1B", n_microbatches=16, costs=costs) as pipe:
@@ -135,7 +135,7 @@ def test_bad_input() -> None:
 
 
 def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
-    """Candidates with one number share costs; the choice comes with those of its own microbatch size."""
+    """Candidates with one number share costs; the choice comes with the costs of its own microbatch size."""
     options = CompileOptions(
         machine=fxsplit.Machine.of(["cpu"] * 2), chain=parse_chain(FAST, PASSES), n_microbatches="auto"
     )

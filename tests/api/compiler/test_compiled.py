@@ -1,4 +1,4 @@
-"""Training and evaluation share weights, whatever each mode's graph does with them."""
+"""Training and evaluation share weights, whether or not their graphs are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 class Smaller(nn.Module):
-    """Has fewer nodes in evaluation than devices."""
+    """Has fewer nodes in evaluation than there are devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_weights_stay_where_they_are_however_a_mode_reaches_them(first: bool) ->
 
 
 def test_a_pass_that_depends_on_the_mode_is_run_in_both() -> None:
-    """The program of evaluation, with batch norms folded, served training too: outputs were wrong, statistics stood."""
+    """The program of evaluation, with batch norms folded, must not serve training."""
     model, x = Residual().eval(), torch.randn(8, 3, 8, 8)
     reference = copy.deepcopy(model)
     with fxsplit.compile(
@@ -99,7 +99,7 @@ def note_modes(found: list[str]) -> fxsplit.Pass:
 @pytest.mark.parametrize("first", ["train", "eval"])
 @pytest.mark.parametrize("exported", [False, True])
 def test_the_ir_says_which_mode_it_is_of(first: str, exported: bool) -> None:
-    """A pass could not know the mode: the graph's own flag says training for every exported model."""
+    """A pass must know the mode: the graph's own flag says training for every exported model."""
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     if exported:
         layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
@@ -117,7 +117,7 @@ def test_the_ir_says_which_mode_it_is_of(first: str, exported: bool) -> None:
 
 
 def test_passes_that_ignore_the_mode_are_run_once() -> None:
-    """fxsplit's own, and those that say so; a class derived from one of them does not say so by itself."""
+    """True for fxsplit's own passes, and for passes that say so; a derived class must say so again."""
     found: list[str] = []
     note = note_modes(found)
     note.ignores_mode = True  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_passes_that_ignore_the_mode_are_run_once() -> None:
 
 
 class Dropping(nn.Module):
-    """Its parts may be in different modes."""
+    """A model with parts that may be in different modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Dropping(nn.Module):
 
 
 def test_a_pass_that_asks_a_submodule_for_its_mode_is_run_again_when_that_changes() -> None:
-    """The graph is the same in both modes of the submodule, so the stages made for the other one were kept."""
+    """The graph is the same in both modes of the submodule, but the stages must be made again."""
     found: list[bool] = []
 
     def note(ir: IR) -> IR:
@@ -176,7 +176,7 @@ class ByLength(nn.Module):
 
 
 def test_a_small_batch_may_be_the_first_in_evaluation_or_of_its_length() -> None:
-    """Fewer rows than n_microbatches were cut into fewer only by a program that was there already."""
+    """A batch with fewer rows than n_microbatches is cut into fewer, even if it is the first of its kind."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.0), nn.Tanh(), nn.Linear(6, 3))
     with fxsplit.compile(model, 2, example_inputs=vectors(), n_microbatches=4, passes=FAST) as pipe:

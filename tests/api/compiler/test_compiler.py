@@ -1,4 +1,4 @@
-"""The compiler keeps one program for each mode, and for each shape where that needs its own."""
+"""The compiler keeps one program for each mode, and one for each shape if an exported graph needs it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_modes_with_one_graph_share_a_program_and_others_do_not() -> None:
 
 
 class Reverses(nn.Module):
-    """Calls its layers the other way round in evaluation, so that no cut of one mode suits the other."""
+    """Calls its layers in reverse order in evaluation, so that no cut of one mode suits the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Reverses(nn.Module):
 
 
 def test_a_mode_that_is_planned_anew_measures_what_the_saved_costs_lack() -> None:
-    # The second plan took the costs of training for complete: "the saved profile is of another model, mode ...".
+    # The second plan must not take the costs of training as complete.
     model, x = Reverses(), torch.randn(8, 8)
     costs = fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, passes=FAST).costs
     with fxsplit.compile(model, ["cpu"] * 2, example_inputs=x, passes=FAST, costs=costs) as pipe:
@@ -97,7 +97,7 @@ def test_a_mode_that_is_planned_anew_measures_what_the_saved_costs_lack() -> Non
 
 
 class ByLength(nn.Module):
-    """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
+    """Decides by the length of its sequences, so that torch.export must export it for each length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_programs_are_kept_by_mode_and_shapes(monkeypatch: pytest.MonkeyPatch) -
     assert other is not first and len(captured) == 2
     assert compiler.program("train", three) is other and compiler.program("train", six) is first
     assert len(captured) == 2
-    model.a = nn.Linear(8, 8)  # another model: all that was compiled is forgotten
+    model.a = nn.Linear(8, 8)  # another model: everything compiled is forgotten
     assert compiler.program("train", six) is not first
     assert compiler.program("train", three) is not other and len(captured) == 4
     monkeypatch.setattr(compiling, "MOST_SHAPES", 1)
@@ -131,7 +131,7 @@ def test_programs_are_kept_by_mode_and_shapes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_outdated_mode_takes_its_other_shapes_with_it() -> None:
-    """Only the first program of a mode is looked at, and an attribute may be read for other shapes alone."""
+    """Only the first program of a mode is checked, though forward() may read an attribute only for other shapes."""
     model = ByLength()
     compiler = make(model, n_microbatches=2)
     six, three = call(torch.randn(8, 6, 8)), call(torch.randn(8, 3, 8))
@@ -181,7 +181,7 @@ class Positions(nn.Module):
 def test_an_exported_graph_serves_every_length_that_it_is_right_for(
     fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each length was another export and another profile, and the eighteenth was refused."""
+    """A new length needs no new export and no new profile, if the graph is right for it."""
     captured = count_captures(monkeypatch)
     model = Positions(fixed).double()
     unsplit, first = copy.deepcopy(model), torch.randn(8, 5, 8, dtype=torch.float64)
@@ -213,7 +213,7 @@ class Counting(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::fxsplit.FxsplitWarning")
 def test_compiling_counts_no_calls() -> None:
-    """Profiling left the counter of a submodule that stays whole behind."""
+    """Profiling must restore the counter of a submodule that stays whole."""
     model, x = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 3)), torch.randn(8, 8)
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         assert model[1].calls == 0
@@ -228,7 +228,7 @@ class Doubled(Mlp):
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_another_class_of_a_module_is_another_model(inner: bool) -> None:
-    """As quantizing puts one in its place: the pipeline went on with the forward() of the first class."""
+    """Quantizing, for example, changes the class: the pipeline must run the forward() of the new class."""
     part, x = Mlp(), torch.randn(8, 8)
     model = nn.Sequential(nn.Tanh(), part) if inner else part
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:

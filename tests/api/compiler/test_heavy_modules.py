@@ -1,4 +1,4 @@
-"""A module that no cut can part, and that takes most of the time."""
+"""Warnings of a module that no cut can divide, and that takes most of the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.times import state_times
 
 
 class Recurrent(nn.Module):
-    """Nearly all of its work is in one module of torch's, which stays whole as it has a hook."""
+    """Has nearly all of its work in one module of torch's, which stays whole because of a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_module_that_stands_in_the_way_is_named_unless_it_is_meant() -> None:
-    """The plan said "speed-up 1.09" and nothing else."""
+    """A poor plan must come with its reason."""
     x = torch.randn(8, 16, 8)
     state_times(lstm=20.0)
     with pytest.warns(FxsplitWarning, match=r"submodule 'lstm' \(LSTM\) is one node and takes \d\d% of the time"):
@@ -68,7 +68,7 @@ def encoder() -> nn.Module:
 
 @pytest.mark.parametrize(("build", "devices"), [(encoder, 4), (Attends, 2)])
 def test_torchs_transformers_are_cut_inside(build: Any, devices: int) -> None:
-    """Each was one node: four devices had no plan, and two gained nothing."""
+    """As one node each, they would leave four devices without a plan, and two without a gain."""
     model, x = build().double(), torch.randn(8, 5, 8, dtype=torch.float64)
     unsplit = copy.deepcopy(model)
     with fxsplit.compile(model, devices, loss_fn=F.mse_loss, n_microbatches=4, passes=FAST) as pipe:

@@ -1,4 +1,4 @@
-"""Lowering: which facts the chain starts from, what it leaves, and how a model is captured."""
+"""Lowering: the facts that the chain starts from, its results, and how a model is captured."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_whole_submodules_are_told_to_the_front_end() -> None:
 
 
 class Shared(nn.Module):
-    """One buffer under two paths, of which the stages know one."""
+    """One buffer under two paths; the stages know only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_the_mode_is_the_models() -> None:
 
 
 def test_a_plan_counts_the_recomputation_that_compile_states() -> None:
-    """It was left out: a model that fits when stages recompute was refused, and a plan told too much memory."""
+    """A plan must count recomputation: a model may fit only with it."""
     x, plans = torch.randn(64, 8), {}
     for recompute in ("plan", "never", "except_last", "always"):
         options: dict[str, Any] = {"schedule": "GPipe", "n_microbatches": 4, "passes": FAST}

@@ -1,4 +1,4 @@
-"""The one place that decides how many microbatches a batch is cut into."""
+"""The number of microbatches of a batch is decided in one place."""
 
 from __future__ import annotations
 

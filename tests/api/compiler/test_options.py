@@ -1,4 +1,4 @@
-"""CompileOptions check themselves, and a pipeline to compare with has the same ones."""
+"""CompileOptions check themselves, and a pipeline for a comparison has the same options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sizes follow the rows, stage by stage."""
+"""Which sizes depend on the rows, stage by stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.models import FAST
 
 
 class Folded(nn.Module):
-    """Hands on rows in the last dimension, folded into the first, and their number."""
+    """Passes on rows in the last dimension, folded into the first, and their number."""
 
     def __init__(self) -> None:
         super().__init__()

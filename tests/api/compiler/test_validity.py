@@ -1,4 +1,4 @@
-"""What changes after compiling, in another mode, thread or process: followed or refused, never ignored."""
+"""Changes after compiling, in another mode, thread or process, are followed or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_changed_attribute_is_compiled_again() -> None:
 
 
 class Constant(nn.Module):
-    """Makes a tensor from a number and the mode: tracing makes a constant of it."""
+    """Makes a tensor from a number and the mode: tracing turns it into a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_constants_of_a_graph_follow_mode_and_attributes() -> None:
 
 
 def test_a_replaced_submodule_is_compiled_again() -> None:
-    """It would be wrong if the old submodule went on running."""
+    """The old submodule must not go on running."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     x = vectors()
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
@@ -121,7 +121,7 @@ def double(module, args, out):
 
 
 def test_hooks_of_the_library_of_a_part_are_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a text model under adapters, where another library's module is around the model."""
+    """A text model under adapters, for example, is inside a module of another library, which sets hooks on it."""
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "bodies.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -130,7 +130,7 @@ def test_hooks_of_the_library_of_a_part_are_in_the_graph(tmp_path: Path, monkeyp
     model, x = nn.Sequential(bodies.Body(), nn.Linear(8, 3)), vectors()
     with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=2, passes=FAST) as pipe:
         torch.testing.assert_close(pipe(x), model(x))
-        # That module is none of the library's, and neither are modules around it.
+        # Neither this module nor a module around it is from the library.
         other = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), bodies.Body())
         other[0].register_forward_hook(bodies.double)
     with (
@@ -141,7 +141,7 @@ def test_hooks_of_the_library_of_a_part_are_in_the_graph(tmp_path: Path, monkeyp
 
 
 def test_hooks_that_would_not_run_are_refused() -> None:
-    """It would be wrong if hooks on a submodule that the graph has no node for were silently passed over."""
+    """Hooks on a submodule that the graph has no node for must not be skipped silently."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
     with fxsplit.compile(model, 2, example_inputs=vectors(), loss_fn=mse, passes=FAST) as pipe:
         handle = model[0].register_forward_hook(lambda m, args, out: out * 2)
@@ -155,7 +155,7 @@ def test_hooks_that_would_not_run_are_refused() -> None:
 
 
 def test_hooks_for_all_modules_are_refused() -> None:
-    """Layers ran them, and submodules whose inside is cut did not."""
+    """Layers would run them, but submodules that are cut inside would not."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
     with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
         handle = register_module_forward_hook(lambda m, args, out: out * 2)
@@ -168,7 +168,7 @@ def test_hooks_for_all_modules_are_refused() -> None:
 
 
 def test_a_replaced_parameter_is_used() -> None:
-    """It would be wrong if the graph kept the parameter that it was captured with."""
+    """The graph must not keep the parameter that it was captured with."""
     model = FrozenNorm().train()
     x = vectors()
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
@@ -194,7 +194,7 @@ class Tied(nn.Module):
 
 
 def test_ties_that_change_after_compiling() -> None:
-    """Once weights that were tied when compiled stayed one weight in the graph, and the others too."""
+    """Weights that are untied after compiling must train separately, and weights that are tied must train as one."""
     model, ids = Tied(), torch.randint(0, 10, (8, 3))
     with fxsplit.compile(model, 2, example_inputs=ids, **OPTIONS) as pipe:
         pipe.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -206,7 +206,7 @@ def test_ties_that_change_after_compiling() -> None:
 
 
 def test_a_replaced_tensor_attribute_is_followed() -> None:
-    """Once a tensor attribute that is no buffer kept the value it was captured with."""
+    """A tensor attribute that is not a buffer must not keep its value from the capture."""
 
     class Scaled(Two):
         def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Plain(nn.Module):
 
 
 def test_what_is_read_of_a_model_and_what_has_changed() -> None:
-    """Once every number of a module counted as read, and a counter in the model cost a compile at every call."""
+    """Only numbers that forward() reads count: a counter in the model must not cost a compile at every call."""
     model = Plain()
     with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
         compiled = pipe.compiler.get_compiled("train")
@@ -281,7 +281,7 @@ def test_weights_without_values_are_named() -> None:
 
 
 def test_what_changes_after_it_was_seen_is_found_and_what_changes_back_is_not() -> None:
-    """Between calls that change nothing a model is not read in full, and a change must be found all the same."""
+    """A model is not read in full between calls that change nothing, but a change must still be found."""
     model = Plain()
     with fxsplit.compile(model, 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
         compiled = pipe.compiler.get_compiled("train")

@@ -1,4 +1,4 @@
-"""What generate() of a pipeline cannot do, it says before anything runs, with the value and the next step."""
+"""generate() refuses an unsupported request before anything runs, with the value and the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxsplit.errors import CallError, FxsplitWarning, InputError
 from tests.support.models import FAST, Mlp
 from tests.support.text_models import WORDS, make_prompt, make_text_model
 
-long = pytest.mark.long  # whose environment has transformers
+long = pytest.mark.long  # in an environment with transformers
 
 
 class Writes(nn.Module):
@@ -49,10 +49,10 @@ def test_a_generate_of_the_models_own_runs_it_unsplit() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 3}, "asks for beam search.*leave out what asks for it, such as num_beams="),
+    ({"num_beams": 3}, "asks for beam search.*leave out its arguments, such as num_beams="),
     ({"num_beams": 2, "do_sample": True}, "asks for beam sample"),
     ({"prompt_lookup_num_tokens": 2}, "asks for assisted generation"),
-    ({"use_cache": False}, "use_cache=False would compute every token"),
+    ({"use_cache": False}, "use_cache=False would compute every earlier token"),
     ({"cache_implementation": "static"}, "cache_implementation='static' is for the unsplit model's cache"),
     ({"past_key_values": object()}, "past_key_values= is a cache of the unsplit model"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True asks for"),
@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": torch.zeros(5, 7, dtype=torch.long)}, "token_type_ids= is no argument of a step"),
     (
         {"input_ids": None, "inputs_embeds": torch.randn(5, 7, 32, dtype=torch.float64)},
-        "takes text alone, as input_ids=, and was given .*inputs_embeds=.*: call pipe.model.generate",
+        "takes only text, as input_ids=, and was given .*inputs_embeds=.*: call pipe.model.generate",
     ),
     (
         {"attention_mask": torch.tensor([[0] + [1] * 8] * 5)},
@@ -78,19 +78,19 @@ def test_what_stages_cannot_do_is_refused() -> None:
             with pytest.raises(InputError, match=said):
                 pipe.generate(**{**prompt, "max_new_tokens": 4, **request})
         assert not pipe._programs or not pipe._programs.list_programs(), "nothing was compiled for that"
-        with pytest.raises(InputError, match="beside the loop of generate"):
+        with pytest.raises(InputError, match="outside of the loop of generate"):
             pipe.generate(**prompt, max_new_tokens=4, guidance_scale=1.5)
         pipe.train()
         with pytest.raises(InputError, match=r"in training mode.*call pipe.eval\(\) first"):
             pipe.generate(**prompt, max_new_tokens=4)
         pipe.eval()
-        # What was refused leaves nothing behind.
+        # A refused call leaves nothing behind.
         assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
 
 
 @long
 def test_a_configuration_without_a_cache_is_no_refusal() -> None:
-    """A model that is trained often has use_cache=False there, and its tokens are the same with a cache."""
+    """A model that is trained often has use_cache=False, and its tokens are the same with a cache."""
     model = make_text_model("llama")
     model.config.use_cache = model.generation_config.use_cache = False
     prompt = make_prompt(model)
@@ -102,7 +102,7 @@ def test_a_configuration_without_a_cache_is_no_refusal() -> None:
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.filterwarnings("ignore:a batch of 1 rows is cut into 1")
 def test_tokens_and_masks_of_any_dtype_are_taken(name: str) -> None:
-    """The steps took the dtype of the first call alone, and a first call had to have a row for each microbatch."""
+    """Later calls may have other dtypes than the first call, and the first may have fewer rows than microbatches."""
     model = make_text_model(name)
     prompt = make_prompt(model, 1)
     with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
@@ -111,7 +111,7 @@ def test_tokens_and_masks_of_any_dtype_are_taken(name: str) -> None:
             wanted = model.generate(ids, attention_mask=mask, max_new_tokens=4)
             assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=4), wanted)
             prompt = make_prompt(model, 4)
-        with pytest.raises(InputError, match="other than whole numbers: give 1 for what is attended to, or 0"):
+        with pytest.raises(InputError, match="other than whole numbers: give 1 for tokens to attend to, else 0"):
             pipe.generate(ids, attention_mask=0.5 * mask, max_new_tokens=4)
 
 
@@ -129,13 +129,13 @@ def test_a_model_that_draws_by_itself_is_warned_of_where_tokens_are_drawn() -> N
     prompt = make_prompt(model, 4)
     with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
         assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
-        with pytest.warns(FxsplitWarning, match="Draws draws random numbers in evaluation too.*sampled tokens are"):
+        with pytest.warns(FxsplitWarning, match="Draws draws random numbers in evaluation too.*sampled tokens differ"):
             pipe.generate(**prompt, max_new_tokens=2, do_sample=True)
 
 
 @long
 def test_what_failed_to_compile_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an encoder the second call found the first step without the next one, and raised a KeyError."""
+    """If compiling fails, the next call must not find the first step without the next step."""
     model = make_text_model("t5")
     prompt = make_prompt(model, 4)
     with fxsplit.compile(model, 2, passes=FAST, n_microbatches=2) as pipe:
@@ -196,7 +196,7 @@ def test_a_pipeline_that_nobody_refers_to_ends() -> None:
     pipe = fxsplit.compile(model, 2, passes=FAST, n_microbatches=2)
     pipe.generate(**make_prompt(model, 2), max_new_tokens=2)
     gone = weakref.ref(pipe)
-    # What could not be traced is in errors, whose frames know each other.
+    # Errors hold objects that could not be traced, and their frames refer to each other.
     gc.collect()
     gc.disable()
     try:

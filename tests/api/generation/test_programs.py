@@ -1,4 +1,4 @@
-"""Programs of a generation agree on where weights, and what stages keep, lie."""
+"""All programs of a generation keep weights, keys and values on the same stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, LAYERS = 8, 4
 
 
 class Steps(nn.Module):
-    """Each layer looks back at what it has seen; the first layer's weight may be the last one's too."""
+    """Each layer attends to its earlier inputs; the first layer's weight may also be the last layer's."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ def test_steps_keep_what_they_keep_on_the_same_stages() -> None:
         program = pipe.compiler.program("eval", Call((), EXAMPLE))
         pins = pin_kv_caches(pipe.traced, program)
         stage_of = program.plan.stage_of()
-        # Each layer's node, and nothing else, where the plan has it.
+        # Each layer's node, and nothing else, is pinned to its place in the plan.
         slots = [n.name for n in pipe.traced.gm.graph.nodes if "extend" in n.name]
         assert len(slots) == LAYERS and pins.stages == {name: stage_of[name] for name in slots}
 
 
 def test_another_compiler_is_told_where_to_put_things() -> None:
-    """All of it lies on the last device: no plan of its own would do that."""
+    """Everything is on the last device, which no plan of its own would choose."""
     model = Steps().eval()
     pinned: list[IR] = []
 
@@ -73,7 +73,7 @@ def test_another_compiler_is_told_where_to_put_things() -> None:
 
 
 def test_a_weight_that_is_read_more_often_is_not_pinned() -> None:
-    """An encoder reads the embedding once, and a decoder in its last layer as well."""
+    """An encoder reads the embedding once, and a decoder reads it again in its last layer."""
     with fxsplit.compile(Steps().eval(), 2, example_inputs=EXAMPLE, passes=FAST, inference=True) as pipe:
         program, model = pipe.compiler.program("eval", Call((), EXAMPLE)), pipe.model
         model.tied = True  # type: ignore[assignment]
@@ -100,9 +100,9 @@ def test_the_example_of_a_next_step_is_as_long_as_a_text_may_be() -> None:
     assert made["decoder_attention_mask"].shape == (2, 4) and made["attention_mask"] is mask
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # in an environment with transformers
 def test_a_first_step_has_a_plan_wherever_the_next_step_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks of few layers make more ideals than are enumerated, and pins are followed in the order of devices."""
+    """The masks of few layers make more ideals than are enumerated, and pins follow the order of devices."""
     random = Random(1)
 
     def draw_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:

@@ -43,7 +43,7 @@ def test_arguments_are_those_of_the_class() -> None:
 
 
 def test_the_cache_has_the_name_that_the_model_gives_it() -> None:
-    """transformers renamed it in 5.24, and every call of generate() was refused."""
+    """transformers renamed it in 5.24, and both names must work."""
 
     class Newer(nn.Module):
         def forward(self, input_ids: Tensor, cache: object = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A pipeline is asked what a model is asked: by wrappers, loops and libraries."""
+"""Wrappers, loops and libraries can treat a pipeline as a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows() -> Tensor:
 
 
 def test_signature_and_attributes_are_the_models() -> None:
-    """forward() was `(*args, **kwargs)`: Hugging Face's Trainer dropped every column of its data set."""
+    """Hugging Face's Trainer drops every column of a data set that is not in the signature of forward()."""
     model = Net()
     pipe = fxsplit.compile(model, 2, **OPTIONS)
     assert inspect.signature(pipe.forward) == inspect.signature(model.forward)
@@ -67,7 +67,7 @@ def test_signature_and_attributes_are_the_models() -> None:
 
 
 def test_a_module_around_loads_and_initialises_the_model() -> None:
-    """State besides tensors was an unexpected key, and `apply` never met the model's own class."""
+    """State besides tensors is loaded, and `apply` reaches the model's own class."""
     model, met = Net(), list[type]()
     around = nn.ModuleDict({"net": fxsplit.compile(model, 2, **OPTIONS)})
     state = around.state_dict()
@@ -88,7 +88,7 @@ def test_conversions_reach_the_model() -> None:
 
 
 def test_a_deep_copy_is_a_pipeline_over_a_copy() -> None:
-    """It was refused, and so was every average of weights that a library keeps."""
+    """Libraries that average weights copy the model."""
     model, x = Net(), rows()
     with fxsplit.compile(model, 2, **OPTIONS) as pipe:
         average = AveragedModel(pipe)
@@ -119,10 +119,10 @@ def test_a_pipeline_in_a_pipeline_is_refused() -> None:
         pipe._replicate_for_data_parallel()
 
 
-# torch.compile itself asks for `.grad` of a tensor that has none.
+# torch.compile itself reads `.grad` of a tensor that has none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_compile_leaves_a_pipeline_as_it_is() -> None:
-    """Before the first call it failed inside of torch._dynamo."""
+    """Even before the first call of the pipeline."""
     model, x = Net(), rows()
     unsplit = copy.deepcopy(model)
     with fxsplit.compile(model, 2, **OPTIONS) as pipe:
@@ -135,14 +135,14 @@ def test_torch_compile_leaves_a_pipeline_as_it_is() -> None:
 
 
 class Doubles(TorchFunctionMode):
-    """Changes what some functions compute."""
+    """Changes the results of some functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def test_modes_that_see_operators_of_one_thread_are_refused() -> None:
-    """FlopCounterMode counted what compiling computed, or nothing, or broke the backward."""
+    """FlopCounterMode would count only the work of compiling, or nothing, or break the backward."""
     x = rows()
     with fxsplit.compile(Net(), 2, **OPTIONS) as pipe:
         for mode in (FlopCounterMode(display=False), Doubles()):
@@ -162,7 +162,7 @@ def test_modes_that_see_operators_of_one_thread_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_tracers_and_transforms_are_refused() -> None:
-    """torch.jit.trace kept the outputs of the example as constants: other threads had computed them."""
+    """torch.jit.trace would keep the outputs of the example as constants, as other threads compute them."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(8, 8)
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST) as pipe:
         with pytest.raises(InputError, match=r"torch.jit.trace records this thread.* trace pipe.model"):

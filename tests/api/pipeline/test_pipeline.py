@@ -25,7 +25,7 @@ def vectors(rows: int = 8) -> Tensor:
 
 
 def test_a_small_first_batch_does_not_fix_the_number_of_microbatches() -> None:
-    """It would be wrong if the number that fits the first batch was kept for all later ones."""
+    """Later batches must not keep the number that fits the first batch."""
     calls: list[int] = []
     model = Mlp()
     model.layers[0].register_forward_hook(lambda m, args, out: calls.append(out.shape[0]))
@@ -36,7 +36,7 @@ def test_a_small_first_batch_does_not_fix_the_number_of_microbatches() -> None:
 
 
 def test_first_calls_from_many_threads() -> None:
-    """It would be wrong if threads could compile one pipeline at the same time."""
+    """Threads must not compile one pipeline at the same time."""
     model = Mlp()
     x = vectors()
     results: list[Tensor] = []
@@ -52,7 +52,7 @@ def test_first_calls_from_many_threads() -> None:
 
 
 def test_train_is_the_models_own() -> None:
-    """It would be wrong if train() of the pipeline set flags itself and passed over a model's own train()."""
+    """train() of the pipeline must call a model's own train(), and not set flags itself."""
     model = FrozenNorm().train()
     with fxsplit.compile(model, 2, example_inputs=vectors(), passes=FAST) as pipe:
         assert pipe.train() is pipe and not model.norm.training
@@ -60,7 +60,7 @@ def test_train_is_the_models_own() -> None:
 
 
 def test_step_refuses_an_input_that_wants_a_gradient() -> None:
-    """It would be wrong if step() dropped the input's gradient without a word."""
+    """step() must not drop the input's gradient silently."""
     with (
         fxsplit.compile(Mlp(), 2, loss_fn=mse, passes=FAST) as pipe,
         pytest.raises(InputError, match="wants a gradient, which step"),
@@ -69,7 +69,7 @@ def test_step_refuses_an_input_that_wants_a_gradient() -> None:
 
 
 class Sequences(nn.Module):
-    """Decides by the length of its sequences, which only torch.export follows, for each length anew."""
+    """Decides by the length of its sequences, so that torch.export must export it for each length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
 
 
 def test_other_lengths_of_an_exported_model_are_compiled_on_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same weights where they are; gradients and running statistics are those of the unsplit model."""
+    """Weights stay in place; gradients and running statistics equal the unsplit model's."""
     torch.manual_seed(0)
     model = Sequences().double()
     unsplit = copy.deepcopy(model)
@@ -159,14 +159,14 @@ def compiled(**options: Any) -> fxsplit.Pipeline:
 
 
 def test_arguments_that_do_not_fit_are_a_type_error_too() -> None:
-    """As of any module that is called so."""
+    """Any module raises a TypeError for such a call."""
     with compiled() as pipe, pytest.raises(TypeError, match="the arguments do not fit forward") as caught:
         pipe(x(), x())
     assert isinstance(caught.value, InputError)
 
 
 def test_messages_name_what_is_misspelt_and_stay_short() -> None:
-    """A list of a hundred thousand numbers made a message of 889,026 characters."""
+    """The error must not print a list of a hundred thousand numbers."""
     with compiled(loss_fn=torch.nn.functional.mse_loss) as pipe:
         with pytest.raises(InputError, match=r"pipe\.step\(x, target=y\)$"):
             pipe.step(x(), torch.zeros(8, 3))
@@ -203,7 +203,7 @@ def test_later_batches() -> None:
         with refused(InputError, r"called without any tensor to cut \('text'\)"):
             pipe("text")
         pipe.double()
-        pipe(x().double())  # the model was converted, and takes what it now is
+        pipe(x().double())  # after a conversion the model takes the new dtype
 
 
 def test_step() -> None:
@@ -227,7 +227,7 @@ def test_nothing_compiled_yet() -> None:
 
 
 def test_a_loss_function_may_be_given_another_reduction() -> None:
-    """Once a sum was averaged where the function had said "mean" in the first step."""
+    """The first step's "mean" must not be applied to a later "sum"."""
     model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), nn.MSELoss()
     x, y = torch.randn(8, 8), torch.randn(8, 3)
     with fxsplit.compile(model, 2, loss_fn=loss_fn, n_microbatches=4, passes=FAST) as pipe:

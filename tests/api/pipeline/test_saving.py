@@ -1,4 +1,4 @@
-"""Saves of several threads, pipelines and processes: one after the other, none lost, errors to whom they belong."""
+"""Saves of several threads, pipelines and processes: one after another, none lost, each error in the right thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER = nn.Linear(3, 3)
 
 
 def run_threads(*functions: Callable[[], object]) -> list[BaseException]:
-    """Run functions in threads of their own, and return what they raised."""
+    """Run each function in its own thread, and return the errors."""
     raised: list[BaseException] = []
 
     def accumulator(function: Callable[[], object]) -> None:
@@ -193,7 +193,7 @@ def test_the_end_of_a_process_warns_of_every_save_that_failed(tmp_path: Path) ->
 
 
 def save_often(folder: str, number: int) -> None:
-    """Save steps of one's own, and one that all have."""
+    """Save one thread's own steps, and a step that all threads save."""
     big = nn.Linear(200, 200)
     for i in range(5):
         fxsplit.save_checkpoint(folder, big, step=10 * number + i).wait()

@@ -1,4 +1,4 @@
-"""pipe.stream(): outputs of batch after batch, in order, equal to those of calls, with clean ends."""
+"""pipe.stream(): outputs of batch after batch, in order, equal to the outputs of calls, with clean ends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_first_batch_begins_no_more_than_what_keeps_stages_busy(pipe: fxspli
 
 
 def test_stages_of_two_batches_run_at_the_same_time(pipe: fxsplit.Pipeline) -> None:
-    """While the second stage is in the first batch, the first stage is in the second one."""
+    """While the second stage is in the first batch, the first stage is in the second batch."""
     met = threading.Barrier(2)
     first, second = pipe.stages[0].module, pipe.stages[1].module
     calls = {"first": 0, "second": 0}
@@ -97,7 +97,8 @@ def test_stages_of_two_batches_run_at_the_same_time(pipe: fxsplit.Pipeline) -> N
 
         return hook
 
-    # The third microbatch of the first stage is in the second batch, the second one of the last stage in the first.
+    # The third microbatch of the first stage is in the second batch; the second of the last stage is in the first
+    # batch.
     names = [next(m for m in stage.modules() if isinstance(m, nn.Linear)) for stage in (first, second)]
     handles = [names[0].register_forward_hook(meet("first", 3)), names[1].register_forward_hook(meet("second", 2))]
     batches = make_batches(8, 8)
@@ -202,7 +203,7 @@ def test_a_closed_pipeline_ends_its_streams(pipe: fxsplit.Pipeline) -> None:
 
 
 def test_a_tensor_that_is_filled_again_is_refused(pipe: fxsplit.Pipeline) -> None:
-    """Batches are read ahead, so two of them would be one."""
+    """Batches are read ahead, so two batches would become one."""
     kept = torch.zeros(8, 8)
 
     def fill() -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Ends of a stream, and what changes while it is open: nothing is kept, lost, or computed by halves."""
+"""Ends of a stream, and changes while it is open: nothing is kept, lost, or half computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 
 class Turned(nn.Module):
-    """Its way through forward() depends on the width of an image, so that it is exported for each width."""
+    """Takes a branch of forward() by the width of an image, so that it is exported for each width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def count_batches(model: Turned) -> int:
 
 
 def test_a_compile_waits_for_batches_that_are_under_way() -> None:
-    """It runs the model and puts buffers back, so that the statistics of batches before it were lost."""
+    """A compile runs the model and restores its buffers, so a running batch would lose its statistics."""
     torch.manual_seed(0)
     model, batches = Turned(), [torch.randn(4, 3, width, width) for width in (4, 4, 6, 6, 8, 4)]
     other = copy.deepcopy(model)
@@ -111,7 +111,7 @@ def test_batches_that_are_under_way_end_before_the_model_changes(how: str) -> No
 
 
 def test_batches_wait_for_weights_that_another_thread_loads() -> None:
-    """They ran meanwhile, on some weights of before and some of afterwards."""
+    """A batch must not run on some old and some new weights."""
     model, batches = Mlp().eval(), make_batches(12)
     old, halfway = copy.deepcopy(model), threading.Event()
     new = {name: value + 1 for name, value in model.state_dict().items()}
@@ -123,7 +123,7 @@ def test_batches_wait_for_weights_that_another_thread_loads() -> None:
     with torch.no_grad(), fxsplit.compile(model, 2, example_inputs=batches[0], passes=FAST, n_microbatches=2) as pipe:
         stream = pipe.stream(batches)
         found = [next(stream)]
-        # The other parts before the last one are loaded by then.
+        # The parts before the last are loaded by then.
         list(model.modules())[-1].register_load_state_dict_pre_hook(wait)
         loads = threading.Thread(target=lambda: pipe.load_state_dict(new))
         loads.start()
@@ -138,10 +138,10 @@ def test_batches_wait_for_weights_that_another_thread_loads() -> None:
 
 
 def test_copies_of_weights_follow_a_load_between_batches() -> None:
-    """Those of a tied weight on another device stayed what they were for the rest of the stream."""
+    """The copy of a tied weight on another device must be refreshed during the stream."""
     model = Tied().eval()
     batches = [torch.randint(10, (8, 3)) for _ in range(8)]
-    # To torch, "cpu:0" is another device than "cpu" although the memory is the same.
+    # To torch, "cpu:0" and "cpu" are different devices although the memory is the same.
     devices = [fxsplit.Device("a", torch.device("cpu")), fxsplit.Device("b", torch.device("cpu", 0))]
     with torch.no_grad(), fxsplit.compile(model, devices, inference=True, passes=FAST, n_microbatches=2) as pipe:
         stream = pipe.stream(batches)
@@ -155,7 +155,7 @@ def test_copies_of_weights_follow_a_load_between_batches() -> None:
 
 @pytest.mark.parametrize("layer", [nn.Tanh(), nn.Dropout(0.5)])
 def test_a_stage_that_raises_stop_iteration_is_no_end(layer: nn.Module) -> None:
-    """It was: the loop ended as if there were no more batches."""
+    """The loop must not end as if there were no more batches."""
     model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
 
     def stop(*_: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_stage_that_raises_stop_iteration_is_no_end(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize("end", ["all", "iterable", "stage", "left", "left with an error"])
 def test_nothing_is_kept_until_the_garbage_collector_comes(end: str) -> None:
-    """An error in a variable of its own frame kept stream, pipeline and threads."""
+    """An error in a variable of its own frame would keep stream, pipeline and threads alive."""
     threads = threading.active_count()
     seen: list[weakref.ref[Any]] = []
 
@@ -226,7 +226,7 @@ def test_the_iterable_runs_in_the_modes_of_the_caller(pipe: fxsplit.Pipeline) ->
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_modes_that_the_iterable_yields_in_are_its_own(pipe: fxsplit.Pipeline, ends: bool) -> None:
-    """After the first batches it went on without them, and autocast lost count of its blocks."""
+    """They must last for all batches, and autocast must not lose count of its blocks."""
     found = list[torch.dtype]()
     layer, batches = nn.Linear(8, 8), make_batches(8)
 
@@ -264,7 +264,7 @@ def test_an_iterable_that_asks_its_own_stream_is_refused(pipe: fxsplit.Pipeline)
             return torch.randn(8, 8)
 
     stream = pipe.stream(Asking())
-    with pytest.raises(FxsplitError, match="the iterable of a stream asks the stream"):
+    with pytest.raises(FxsplitError, match="the iterable of a stream takes outputs from the same stream"):
         next(stream)
 
 
@@ -282,7 +282,7 @@ def test_threads_share_a_stream(pipe: fxsplit.Pipeline) -> None:
 
 
 def test_another_thread_closes_a_stream(pipe: fxsplit.Pipeline) -> None:
-    """What it had stopped came out by halves."""
+    """Outputs of a batch that was stopped must not come out half computed."""
     batch = torch.randn(8, 8)
     (wanted,) = run(pipe, [batch])
     for _ in range(20):
@@ -298,7 +298,7 @@ def test_another_thread_closes_a_stream(pipe: fxsplit.Pipeline) -> None:
 
 
 def test_memory_that_torch_does_not_watch_is_copied(pipe: fxsplit.Pipeline) -> None:
-    """Batches are read ahead, and nothing tells that one was written to meanwhile."""
+    """Batches are read ahead, and a later write to such a tensor would go unnoticed."""
     memory = np.zeros((8, 8), dtype=np.float32)
     with torch.inference_mode():
         kept = torch.zeros(8, 8)

@@ -1,4 +1,4 @@
-"""Compressed cuts: what is sent is what is compressed, gradients come straight through, verify measures the error."""
+"""Compressed cuts: plans count the bytes sent, gradients pass straight through, and verify measures the error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_model() -> nn.Sequential:
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZBVZeroBubble"])
 def test_a_step_is_that_of_the_model_with_the_cuts_by_hand(how: Compress, schedule: str) -> None:
-    """Outputs, the loss and all gradients; where stages go there and back, what stays on a device is exact."""
+    """Outputs, the loss and all gradients. If stages go there and back, values that stay on a device are exact."""
     model = make_model()
     unsplit, x, y = copy.deepcopy(model), X.double(), Y.double()
     options: dict[str, Any] = {"schedule": schedule, "n_microbatches": 4, "loss_fn": nn.functional.mse_loss}
@@ -75,7 +75,7 @@ def test_a_step_is_that_of_the_model_with_the_cuts_by_hand(how: Compress, schedu
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 def test_what_is_sent_is_what_the_plan_says(how: Compress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients of all microbatches, counted where they leave the job."""
+    """Values and gradients of all microbatches, counted as they leave the job."""
     sent: list[int] = []
 
     def count(values: Any, about: Any, how: str) -> Any:

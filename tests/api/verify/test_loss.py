@@ -1,4 +1,4 @@
-"""The loss that verify() trains with: the pipeline's own where a target is given, and what is said of it."""
+"""verify() trains with the pipeline's own loss if a target is given, and the result names the loss."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_compressing_changes_is_measured_with_the_loss_of_the_pipeline() ->
 
 @pytest.mark.filterwarnings("ignore:loss_fn is no mean over rows and no sum")
 def test_a_loss_that_microbatches_do_not_make_differs() -> None:
-    """The unsplit model computes it of the whole batch."""
+    """The unsplit model computes it from the whole batch."""
 
     def contrast(outputs: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_gradients_of_the_model_itself_stay_as_they_are() -> None:
-    """Also where the loss reads its weights, which the copies do not share."""
+    """Even if the loss reads the model's weights, which the copies do not share."""
     model = make_net()
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)

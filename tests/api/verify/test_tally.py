@@ -1,4 +1,4 @@
-"""verify() in the dtypes that a model has: rounding is no fault, and a fault as small as rounding is found."""
+"""verify() in a model's own dtypes: rounding is no error, and an error as small as rounding is found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 4}
 
 
 class Blocks(nn.Module):
-    """Has blocks in a coarse dtype between casts that are written out, over a residual stream."""
+    """Has blocks in a coarse dtype between explicit casts, over a residual stream."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Any, Tensor, torch.dtype]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, shape: torch.Size, factor: float, *, every: int = 1) -> None:
-    """Let sums of gradients of a shape be wrong by a factor in every so many microbatches."""
+    """Make the sums of gradients of one shape wrong by a factor, once every few microbatches."""
     add, seen = Sums.add, [0]
 
     def wrong(gradient: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, shape: torch.Size, factor: float, *, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_right_pipeline_is_equal_and_a_wrong_gradient_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient off by a hundredth is less than a rounding of bfloat16, and so is that of one row that is lost."""
+    """A gradient off by a hundredth, or without one row, is off by less than the rounding of bfloat16."""
     torch.manual_seed(0)
     build, x, dtype = CASES[name]
     model = build()
@@ -148,7 +148,7 @@ def test_a_right_pipeline_is_equal_and_a_wrong_gradient_is_found(name: str, monk
 
 
 def test_a_loss_of_coarse_outputs_is_computed_as_the_pipeline_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean over a microbatch rounds otherwise than one over the batch."""
+    """A mean over a microbatch rounds otherwise than a mean over the batch."""
     torch.manual_seed(0)
     x, y = torch.randn(11, 6), torch.arange(11) % 4
     with fxsplit.compile(Router(), ["cpu"] * 2, loss_fn=F.cross_entropy, **OPTIONS) as pipe:

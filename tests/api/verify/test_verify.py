@@ -1,4 +1,4 @@
-"""Verify a pipeline against its model: what is proven, and no false alarms."""
+"""verify() finds a wrong pipeline, and raises no false alarm."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_verify_looks_at_the_model_that_it_is_given() -> None:
 
         Fourier.forward = noting  # type: ignore[method-assign]
         try:
-            # The forward() of here does more than compute, and is warned of.
+            # This forward() does more than compute, so there is a warning.
             with pytest.warns(fxsplit.FxsplitWarning, match="changes closure variable 'seen'"):
                 assert fxsplit.verify(pipe, x).equal
         finally:
@@ -125,7 +125,7 @@ def test_keyword_arguments_besides_are_given_to_the_model() -> None:
 
 
 def test_what_rounding_makes_is_measured() -> None:
-    """Weights off by rounding show how far rounding alone moves each gradient, which no difference may exceed much."""
+    """Weights off by rounding show how far rounding moves each gradient. A larger difference is an error."""
     with fxsplit.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 2, **OPTIONS) as pipe:
         found = fxsplit.verify(pipe, rows())
     gradients = [d for d in found.differences if d.kind == "gradient"]
@@ -133,7 +133,7 @@ def test_what_rounding_makes_is_measured() -> None:
 
 
 class Island(nn.Module):
-    """Computes a gate in float32 whatever its weights are in."""
+    """Computes a gate in float32 for weights of any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Island(nn.Module):
 
 
 def test_a_part_in_float32_whose_gradients_cancel_is_equal() -> None:
-    """What rounding makes is measured in the dtype of that part."""
+    """The effect of rounding is measured in the dtype of that part."""
     torch.manual_seed(0)
     half = torch.randn(2048, 16)
     x = torch.cat([half, half * torch.tensor([1.0] * 8 + [-1.0] * 8)])
@@ -184,7 +184,7 @@ def test_a_part_in_half_precision_is_equal(dtype: torch.dtype) -> None:
 def test_a_wrong_factor_is_found_in_any_dtype(
     dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline whose part is off by more than its rounding is found; rounding in it leaves the rest as it is."""
+    """A pipeline with an error in one part beyond rounding is found; rounding in it leaves the rest as it is."""
     own = Trial.run_pipeline
 
     def run_wrongly(self: Trial, split: Any) -> Outcome:
@@ -212,7 +212,7 @@ class TakesADict(nn.Module):
 
 
 def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
-    """A TypeError of the unsplit model's came out."""
+    """Not the TypeError of the unsplit model."""
     batch = {"image": torch.randn(8, 4)}
     with fxsplit.compile(TakesADict(), 2, example_inputs=(batch,), n_microbatches=2, passes=FAST) as pipe:
         for wrong in (batch, (batch, batch), ()):

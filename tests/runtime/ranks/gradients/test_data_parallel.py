@@ -131,7 +131,7 @@ def differ(rank: int, n: int, how: str) -> str:
         ("row", InputError.__name__, "the mesh has 2 of 4 ranks"),
         ("call", RanksDiffer.__name__, "makes another call than pipeline 0"),
         ("frozen", RanksDiffer.__name__, "and trains the same parameters"),
-        ("rows", RanksDiffer.__name__, "pipe.eval().compile_for(x) compiles for one shape"),
+        ("rows", RanksDiffer.__name__, "pipe.eval().compile_for(x) with one shape"),
     ],
 )
 def test_what_differs_between_pipelines_is_named(how: str, kind: str, message: str) -> None:
