@@ -183,7 +183,7 @@ def _check_weights(program: Program) -> None:
 
 
 def _count_microbatches(compiled: Compiled, options: CompileOptions) -> int:
-    """Return the number of microbatches of the example's batch. Raises NotExportable if they are not equal."""
+    """Return the number of microbatches of the example's batch. Raises NotExportable if their sizes differ."""
     specs = compiled.captured[Example].inputs.specs
     whole = next(s.shape[s.cut.dim] // s.cut.each for s in specs if s.cut.dim is not None)
     n_microbatches = compiled.adapt_candidate(options, whole).n_microbatches

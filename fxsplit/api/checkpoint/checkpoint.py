@@ -1,4 +1,4 @@
-"""Save and load the weights and the optimizer of a training, under the names of the model's state_dict.
+"""Save and load the weights and the optimizer of a training run, under the names of the model's state_dict.
 
 torch.distributed.checkpoint does both. A checkpoint that a pipeline saved, on any number of devices or ranks, loads in
 a pipeline on any other number, and in the plain model.
@@ -108,7 +108,7 @@ def save_checkpoint(
         raise InputError(f"keep={show(keep)}: give how many checkpoints are to stay, such as 3, or None for all")
     if not isinstance(folder, (str, os.PathLike)):
         raise InputError(f"folder={show(folder)}: give the path of a folder")
-    own, told = _get_model(model), _encode_extra(extra)
+    own, encoded = _get_model(model), _encode_extra(extra)
     what = f"saves to {os.fspath(folder)!r}, with {describe_groups(own, optimizer)}"
     path, over_ranks = _make_absolute(folder), _get_compile_group(model) is not None
     # All pipelines of a mesh take part, even if they write nothing: torch needs all ranks to make a process group.
@@ -117,7 +117,7 @@ def save_checkpoint(
         wait_for_saving(model, over_ranks=over_ranks)
         # Batches of a stream may write to buffers.
         with _keep_idle(model):
-            staged, manifest = _stage(model, optimizer, step, told)
+            staged, manifest = _stage(model, optimizer, step, encoded)
             staged |= read_residuals(own, _get_compile_group(model))
         token = make_token() if placement is None else placement.tell(make_token(), "a checkpoint")
         new = NewCheckpoint(path, step, token)

@@ -41,9 +41,9 @@ def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict
             continue
         # As bytes: gloo does not support all dtypes.
         own = residuals.get(weight).detach().contiguous().cpu()
-        told = data_parallel.gather(own.view(-1).view(torch.uint8), WHAT)
+        gathered = data_parallel.gather(own.view(-1).view(torch.uint8), WHAT)
         if data_parallel.row == 0:
-            found |= {f"{RESIDUAL}{row}.{name}": t.view(own.dtype).view(own.shape) for row, t in enumerate(told)}
+            found |= {f"{RESIDUAL}{row}.{name}": t.view(own.dtype).view(own.shape) for row, t in enumerate(gathered)}
     return found
 
 

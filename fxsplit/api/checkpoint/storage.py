@@ -213,9 +213,9 @@ def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | Non
             )
 
 
-def _name_stored_kind(told: Any) -> str:
+def _name_stored_kind(entry: Any) -> str:
     """Return the dtype and the shape from torch's metadata of a tensor."""
-    return name_kind(torch.empty(told.size, dtype=told.properties.dtype, device="meta"))
+    return name_kind(torch.empty(entry.size, dtype=entry.properties.dtype, device="meta"))
 
 
 def _describe(kind: Tensor) -> TensorStorageMetadata:

@@ -19,9 +19,9 @@ CaptureRows = Callable[[Sequence[int]], IR]
 
 
 def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
-    """Return the only candidate for a batch of `rows`, or the one with the shortest simulated step, and its costs.
+    """Return the only candidate for a batch of `rows`, or the one with the shortest simulated step, with its costs.
 
-    The costs are the ones measured for the candidate, or else the user's own. The search ends at microbatches that are
+    The costs were measured for the candidate, or else are the user's own. The search ends at microbatches that are
     too small for the model to run on. Raises NoFit if no candidate's plan fits in memory; the error names the candidate
     that lacks least.
     """

@@ -111,8 +111,8 @@ class SharedPlan:
 
     def apply(self, options: CompileOptions) -> CompileOptions:
         """Return options with a chain that takes this plan, and measures nothing."""
-        # The pass that compresses cuts is added first: it goes before `augment`, which is skipped below, and the
-        # received costs are compared with the costs after it.
+        # The pass that compresses cuts is added first: it goes before `augment`, which is skipped below, and the plan
+        # was made from the costs after it.
         chain = options.compressing
         names = [name_pass(step) for step in chain]
         if "partition" in names:
@@ -231,7 +231,7 @@ class CompileGroup:
             ) from error
 
     def _sum_weights(self, model: torch.nn.Module) -> str:
-        """Return a checksum of the initial weights, which must be equal in all pipelines of a mesh; "" for one."""
+        """Return a checksum of the initial weights, equal in all pipelines of a mesh; "" for a single pipeline."""
         # Later a rank has only the weights of its stages.
         if len(self.world.rows) == 1 or self._has_met or lacks_values(model):
             return ""
@@ -241,9 +241,11 @@ class CompileGroup:
         """Warn if ranks of one pipeline start with different weights: each stage keeps the weights of its own rank."""
         # A rank without values will load them later, as from a checkpoint.
         sums = {} if lacks_values(model) else {name: sum_values(weight) for name, weight in list_named(model)}
-        told = [json.loads(text) for text in self._whole.gather_texts(json.dumps(sums), "the start of a compile")]
-        first = next((rank for rank, sums in enumerate(told) if sums), 0)
-        odd = [(rank, n) for rank, sums in enumerate(told) for n, value in sums.items() if value != told[first].get(n)]
+        found = [json.loads(text) for text in self._whole.gather_texts(json.dumps(sums), "the start of a compile")]
+        first = next((rank for rank, sums in enumerate(found) if sums), 0)
+        odd = [
+            (rank, n) for rank, sums in enumerate(found) for n, value in sums.items() if value != found[first].get(n)
+        ]
         if odd:
             rank, name = odd[0]
             warn_user(
@@ -305,7 +307,7 @@ def make_machine(world: World) -> Machine:
         Agreement(world.whole).meet({"call": "the compile of another pipeline"}, 0)
         found = world.whole.gather(torch.tensor([memory], dtype=torch.float64), "the start")
     memory_of = {rank: float(one) for rank, one in zip(world.whole.ranks, found, strict=True)}
-    told = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]
-    devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(told))
-    links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in told[1:])
+    least_bytes = [min(memory_of[rank] for rank in column) for column in zip(*world.rows, strict=True)]
+    devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(least_bytes))
+    links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in least_bytes[1:])
     return Machine(devices, tuple(links))

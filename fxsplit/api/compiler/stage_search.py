@@ -111,9 +111,9 @@ class StageSearch:
             if compile_group.leads:
                 found = self._lead(compile_group)
             else:
-                told = compile_group.tell(None)
-                assert told is not None, "another rank leads"
-                found = self._follow(told)
+                received = compile_group.tell(None)
+                assert received is not None, "another rank leads"
+                found = self._follow(received)
         except BaseException as raised:
             error = raised
         plan = None if found is None else self._get_plan(found)
@@ -137,15 +137,15 @@ class StageSearch:
         compile_group.tell(find)
         return made[0]
 
-    def _follow(self, told: SharedPlan) -> FoundStages:
+    def _follow(self, received: SharedPlan) -> FoundStages:
         """Return the stages for the plan of the first rank."""
-        captured = self._capture(told.candidate)
-        if told.shared:
-            return FoundStages(told.candidate, captured, None, told.costs, told.moves_weights)
-        options = told.apply(self.options)
-        others = [] if told.moves_weights else self.others
-        final, costs = lower(options, captured, told.candidate, told.costs, others, self.observers)
-        return FoundStages(told.candidate, captured, final, costs, told.moves_weights)
+        captured = self._capture(received.candidate)
+        if received.shared:
+            return FoundStages(received.candidate, captured, None, received.costs, received.moves_weights)
+        options = received.apply(self.options)
+        others = [] if received.moves_weights else self.others
+        final, costs = lower(options, captured, received.candidate, received.costs, others, self.observers)
+        return FoundStages(received.candidate, captured, final, costs, received.moves_weights)
 
     def _capture(self, candidate: Candidate) -> IR:
         captured = self.pin(self.capture_rows(divide_rows(self.rows, candidate.n_microbatches)))

@@ -40,7 +40,7 @@ def list_parameters(model: nn.Module) -> list[str]:
 
 
 def name_cache(model: nn.Module) -> str:
-    """Return the name of the argument, and of the output, that holds the cache of a model of transformers.
+    """Return the name of the argument, and of the output, that holds the cache in a model of transformers.
 
     The name is `cache` since transformers 5.24; earlier it was `past_key_values`.
     """

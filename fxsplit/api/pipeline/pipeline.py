@@ -98,7 +98,7 @@ class Pipeline(Shown, WithExports):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present mode, or of the other mode if only that is compiled; print it."""
+        """The plan of the present mode, or of the other mode if only that is compiled; `print` shows a table."""
         return self._present().program.plan
 
     @property

@@ -92,8 +92,8 @@ class Ranks:
         """Return the squares of all names; each rank has a part of them."""
         if self._compile_group is None:
             return squares
-        told = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)
-        return {name: one for text in told for name, one in json.loads(text).items()}
+        texts = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)
+        return {name: one for text in texts for name, one in json.loads(text).items()}
 
     # The part of the model that this rank's pipeline has
 

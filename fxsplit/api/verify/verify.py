@@ -184,7 +184,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
 
 
 def _find_finest_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating dtype of the model's parameters that rounds least, torch.float32 if there is none."""
+    """Return the floating dtype with the least rounding among the model's parameters; torch.float32 if none has one."""
     floats = [p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     return min({dtype.to_real() for dtype in floats} & TOLERANCE.keys(), key=find_eps, default=torch.float32)
 
