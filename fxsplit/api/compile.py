@@ -167,9 +167,7 @@ def recompile_like(
     options = pipe.compiler.options
     for scheduler in options.schedulers:
         if scheduler.name in ASYNCHRONOUS:
-            raise InputError(
-                f"{scheduler.name} trains another way than the model by itself: verify a pipeline with 1F1B"
-            )
+            raise InputError(f"{scheduler.name} does not train as the model itself does: verify a pipeline with 1F1B")
     # Deferred statistics are those of the whole batch, but the unsplit model runs microbatch by microbatch.
     kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm))
     chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))

@@ -80,7 +80,7 @@ def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group],
             for key, value in optimizer.state.get(weight, {}).items():
                 if not isinstance(key, str) or "." in key:
                     raise InputError(
-                        f"{type(optimizer).__name__} keeps {key!r} of {name!r}: a name without dots is wanted"
+                        f"{type(optimizer).__name__} keeps {key!r} of {name!r}: give it a name without dots"
                     )
                 if isinstance(value, Tensor):
                     check_plain(f"{key} of {name}", value)
@@ -124,7 +124,9 @@ def _to_json(what: str, value: Any) -> Any:
     # Loading makes tuples again for options that are tuples in the optimizer.
     other = next((kind for _, kind in notes if kind != "tuple"), None)
     if other is not None:
-        raise InputError(f"the optimizer has the option {what}={show(value)}, and JSON has no word for a {other} in it")
+        raise InputError(
+            f"the optimizer has the option {what}={show(value)}, and JSON cannot hold a {other}: remove it"
+        )
     return tree
 
 

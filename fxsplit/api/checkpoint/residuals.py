@@ -49,7 +49,7 @@ def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict
 
 @dataclass(frozen=True)
 class ResidualPlan:
-    """The residuals to load: for each parameter of this rank the full names of the tensors to add up and to divide."""
+    """The residuals to load: for each parameter of this rank the full names of the tensors to average."""
 
     names: Mapping[str, list[str]]
     divisor: int = 1
@@ -95,7 +95,8 @@ def plan_residuals(
         for one in full:
             if (kinds[one].dtype, kinds[one].shape) != (weight.dtype, weight.shape):
                 raise InputError(
-                    f"{one!r} in {where} is no gradient of {name!r}: build the model as the checkpoint's was"
+                    f"{one!r} in {where} has another shape or dtype than {name!r}: build the model as the "
+                    "checkpoint's was"
                 )
         names[name] = full
     return ResidualPlan(names, len(chosen))

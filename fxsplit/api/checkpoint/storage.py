@@ -127,7 +127,9 @@ class FolderReader(StorageReader):
             with TensorFile(folder / file) as opened:
                 for name in opened.list_names():
                     if not prefix and not name.startswith((OPTIMIZER, JSON, TYPED, RANDOM, RESIDUAL)):
-                        raise InputError(f"{str(folder / file)!r} holds {name!r}, which is nothing of a checkpoint")
+                        raise InputError(
+                            f"{str(folder / file)!r} holds {name!r}, which is not part of a checkpoint: remove it"
+                        )
                     if prefix + name in self.kinds:
                         raise InputError(
                             f"{str(folder / file)!r} holds {name!r}, and so does {self._file_of[prefix + name]!r}"

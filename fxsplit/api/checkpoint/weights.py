@@ -105,8 +105,8 @@ def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> 
         # Compared as bytes, since NaN equals nothing.
         if not torch.equal(*(part.contiguous().view(torch.uint8) for part in (once, value))):
             raise InputError(
-                f"{name!r} repeats its numbers in the model, as expand() makes it, and does not in {where}: let it "
-                "have memory of its own, as .clone() gives it"
+                f"{name!r} repeats its numbers in the model, as expand() makes it, and does not in {where}: give it "
+                "memory of its own, .clone(), before loading"
             )
 
 

@@ -263,7 +263,7 @@ def _list_lent(model: torch.nn.Module, *, from_shapes: bool) -> dict[str, torch.
 def make_compile_group(world: World | None, options: CompileOptions) -> CompileGroup | None:
     """Return the ranks that compile with these options; None if this process runs everything.
 
-    Raises InputError for options about adding gradients over ranks if gradients are not added over ranks.
+    Raises InputError for gradient_hook= or bucket_bytes= without ranks, and for an asynchronous schedule on a mesh.
     """
     if world is None:
         given = {"gradient_hook": options.gradient_hook, "bucket_bytes": options.bucket_bytes}

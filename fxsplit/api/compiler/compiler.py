@@ -1,4 +1,4 @@
-"""Return the program that runs a call of a model: compile it on the first such call, and keep it.
+"""Compile the program that runs a call of a model, on the first such call, and keep it.
 
 A compile chooses a candidate ("auto"), captures the graph, states the facts, runs the chain of passes and builds the
 program (lowering.py). Then the weights move to the devices of their stages.
@@ -92,7 +92,7 @@ class Compiler:
         self.weights = weights  # read when the first mode is compiled; None after that
         self._from_shapes = from_shapes
         self._kept: dict[tuple[Mode, int, Shapes | None], Compiled] = {}
-        self._ways: dict[int, Inputs] = {}  # by number; a way that is known longer is forgotten first
+        self._ways: dict[int, Inputs] = {}  # by number, the oldest first
         self._n_ways = 0
         self._signature: inspect.Signature | None = None
         # Programs for Python values that have changed since, such as modes of torch. The latest is last.
@@ -364,7 +364,7 @@ class Compiler:
         for name, (then, now) in compiled.validity.find_changes().items():
             raise InputError(
                 f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
-                "outside of forward(), and hand the decision in as an argument"
+                "outside of forward(), and pass the decision as an argument"
             )
         self._keep_first(mode, way, compiled)
         if self.weights is not None:

@@ -157,7 +157,7 @@ class KeepCosts(Observer):
 
     def after(self, name: str, ir: IR) -> None:
         """Keep the latest costs, but no costs with the constraints of one plan."""
-        # The constraints of one plan's cuts were not measured.
+        # After the pass `cut` the costs also have constraints of this plan, which were not measured.
         self._constrained |= name == standard.Cut.name
         if not self._constrained:
             self.found = ir.get(Costs) or self.found

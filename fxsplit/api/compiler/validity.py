@@ -63,7 +63,7 @@ class Validity:
         )
 
     def _read_attributes(self) -> dict[str, str]:
-        """Return path -> present value of module state that the graph depends on without reading it."""
+        """Return path -> value of state such as `training`, which shapes the graph even if forward() never reads it."""
         # A graph holds the behaviour of a module in one mode, even if only a part of the model is in that mode.
         found = {f"{path}.training": str(m.training) for path, m in self._whole}
         # A dropout reads its rate itself. At 0 it returns its input, and not new memory.

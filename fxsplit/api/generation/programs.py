@@ -82,8 +82,8 @@ class Programs:
         """
         if self._compiler.weights is not None:
             raise InputError(
-                "the checkpoint of weights= is read when the pipeline compiles, which it has not yet: give compile() "
-                "example_inputs=, or call the pipeline once, before generate()"
+                "the checkpoint of weights= is read when the pipeline compiles, and it has not compiled yet: give "
+                "compile() example_inputs=, or call the pipeline once, before generate()"
             )
         placed = self._find_placed()
         homes = [] if placed is None else [device for home in placed.homes for device in home]

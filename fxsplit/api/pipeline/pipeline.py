@@ -300,7 +300,7 @@ class Pipeline(Shown, WithExports):
     def trace(
         self, *args: Any, target: Any = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> tuple[Timeline, Timeline]:
-        """Run one training step as `step` does; return two timelines: the predicted one and the measured one.
+        """Run one training step as `step` does; return two timelines: (measured, predicted).
 
         They are for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for Perfetto,
         `draw` for the terminal. The first steps are slower than later ones: trace a later step.
@@ -408,7 +408,7 @@ class Pipeline(Shown, WithExports):
         """Return a call ready to run; compile for it if need be."""
         self._check_open()
         refuse_foreign_modes()
-        # The next line may wait until nothing runs.
+        # A compile in prepare() waits until nothing runs, so a caller inside a running batch would wait for itself.
         if self._engine is not None:
             self._engine.refuse_own_callers()
         return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))

@@ -251,7 +251,7 @@ def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, fir
 
 
 def _copy_uncounted(batch: Batch) -> Batch:
-    """Return the batch with copies of the tensors that count no writes, as a write would go unnoticed."""
+    """Return the batch with copies of tensors that have no count of writes: a write would go unnoticed."""
     copies = {id(t): t.clone() for t in batch.tensors if not are_writes_counted(t)}
     return batch._replace(tensors=[copies.get(id(t), t) for t in batch.tensors])
 

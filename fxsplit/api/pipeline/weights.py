@@ -106,7 +106,7 @@ class WithWeights(Facade):
         # Each tensor goes to the device of its stage, so there must be a plan.
         if self.compiler.get_compiled(get_mode(self.model)) is None:
             raise InputError(
-                "this pipeline compiles on its first call, and its weights have no places yet: compile with "
+                "this pipeline compiles on its first call, and its weights have no devices yet: compile with "
                 "example_inputs=, or give the checkpoint as compile(weights=path)"
             )
         with self.keep_idle():

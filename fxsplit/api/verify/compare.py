@@ -153,7 +153,7 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequenc
 
 
 def limit_difference(tolerance: float, rounding: float, coarse: float = 0.0) -> float:
-    """Return the largest allowed difference. coarse: the rounding of the coarsest dtype, if any."""
+    """Return the largest difference allowed for a measured `rounding` error; `coarse` as in list_differences."""
     return max(tolerance, min(AMPLIFIED * rounding, _find_most(coarse)))
 
 

@@ -121,7 +121,7 @@ class Ranks:
         return self._compile_group is not None and len(self._compile_group.world.rows) > 1
 
     def take_common_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> Call:
-        """Return the first rows of a call, with the least rows of any rank: all ranks compile for one shape."""
+        """Return the first rows of a call, as many as every rank has: all ranks compile for one shape."""
         if self._compile_group is None or not self._are_side_by_side:
             return call
         # The program runs any number of rows, but ranks compare the shapes that they compile with.

@@ -1,7 +1,7 @@
 """verify(): prove on copies in float64 that a pipeline is its model: outputs, every gradient, every buffer.
 
-The pipeline and the model train for two steps on one batch. A difference counts as one if it is larger than the effect
-of rounding the model's weights. If parts of the model compute in a coarser dtype, its rounding is allowed too.
+The pipeline and the model train for two steps on one batch. A difference is an error if it is much larger than the
+effect of rounding the model's weights. If parts of the model compute in a coarser dtype, its rounding is allowed too.
 
   model --copy--> unsplit    on the whole batch             \
           copy--> unsplit    on microbatches                 > outputs, gradients, buffers -> Tally -> Verification

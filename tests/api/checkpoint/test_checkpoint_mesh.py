@@ -100,7 +100,7 @@ def load(rank: int, n: int, folder: Path, rows: int, hook: str = TOPK, steps: in
         assert fxsplit.load_checkpoint(folder, run.pipe, run.optimizer).step == steps
     else:
         name = hook.partition("{")[0]
-        with pytest.warns(FxsplitWarning, match=rf"holds what gradient hooks have left out of gradients \({name}"):
+        with pytest.warns(FxsplitWarning, match=rf"holds residuals of gradient hooks \({name}"):
             fxsplit.load_checkpoint(folder, run.pipe, run.optimizer)
         fxsplit.load_checkpoint(folder, run.pipe)  # without an optimizer no training goes on
     state, left = run.hash(), run.sum_left() if rows > 1 else {}
