@@ -223,10 +223,10 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if len(plans) > 1:
         print_parts([_tabulate(plans)])
+        for line in _explain_end(plans):
+            print(line)
         if arguments.n_microbatches is None:
-            print(
-                "each row has two microbatches a device, so the batch grows with it: --n-microbatches states one number"
-            )
+            print("each row has two microbatches a device, so the batch grows: see --n-microbatches")
         if question.costs_no_transfers(counts[-1]):
             print(UNLIMITED)
         return 0
@@ -255,6 +255,19 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
         for count, plan in plans
     ]
     return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages"), rows)
+
+
+def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
+    """Return, in lines of 80 characters, why the last rows are alike, if they are proven to be the best."""
+    (_, last) = plans[-1]
+    same = [count for count, plan in plans if plan.optimal and plan.bottleneck_ms == last.bottleneck_ms]
+    if len(same) < 2 or not last.optimal:
+        return []
+    slowest = max(last.stages, key=lambda stage: stage.load_ms)
+    return [
+        f"more than {same[0]} devices make no plan faster: the slowest stage stays the same",
+        f"  it is {slowest.place}, with {len(slowest.nodes)} {'node' if len(slowest.nodes) == 1 else 'nodes'}",
+    ]
 
 
 def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:

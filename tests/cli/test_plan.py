@@ -272,6 +272,20 @@ def test_what_a_curve_compares_is_said(capsys: pytest.CaptureFixture[str], profi
         assert (grows in printed, unlimited in printed) == said
 
 
+def test_why_a_curve_is_flat_at_its_end_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rows for 4 to 16 devices were alike, without a word."""
+    chain([1, 1, 1, 1]).save(tmp_path / "even.json")
+    path = str(tmp_path / "even.json")
+    assert cli.main(["plan", path, "--devices", "1..5"]) == 0
+    printed = capsys.readouterr().out
+    found = [answer(capsys, "plan", path, "--devices", str(n))["objective"] for n in (2, 3, 4, 5)]
+    first = 2 + next(i for i, ms in enumerate(found) if ms == found[-1])
+    assert f"more than {first} devices make no plan faster" in printed and "  it is n0, with 1 node" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert cli.main(["plan", path, "--devices", "1..2"]) == 0
+    assert "make no plan faster" not in capsys.readouterr().out
+
+
 def test_nodes_that_were_asked_to_stay_together_are_told(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     """They were said to share a parameter."""
     arguments = ["--devices", "4", "--together", "n0,n1,n2", "--use-all-devices"]

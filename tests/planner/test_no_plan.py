@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.search import search
+from fxsplit.planner.search import dense, search
 from tests.support.graphs import node, workload
 from tests.support.models import FAST, Mlp
 from tests.support.refusals import refused
@@ -48,6 +50,19 @@ def test_out_of_time_is_not_no_plan() -> None:
     assert planner.plan(machine, workload(machine), Options()).bottleneck_ms == 3.0
     with pytest.raises(Exception, match=r"no plan was found within time_limit=1e-09 s: allow more time"):
         planner.plan(machine, workload(machine), Options(time_limit=1e-9))
+
+
+@pytest.mark.parametrize("memory_bytes", [inf, 1e9])
+def test_a_long_chain_has_a_plan_whenever_time_is_up(memory_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with more states than the dense solver takes had none when the limit had passed before the search."""
+    chain = costs(*(node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0 + i % 3) for i in range(40)), outputs=("n39",))
+    machine = Machine.planned(4, 1e6, memory_bytes)
+    best = Planner(chain).plan(machine, workload(machine), Options())
+    for module in (search, dense):
+        monkeypatch.setattr(module, "SMALL", 10)
+    hurried = Planner(chain).plan(machine, workload(machine), Options(time_limit=1e-9))
+    assert len(hurried.stages) == 4 and best.bottleneck_ms <= hurried.bottleneck_ms <= 1.7 * best.bottleneck_ms
+    assert hurried.lower_bound_ms <= best.bottleneck_ms
 
 
 def test_memory_that_is_missing_is_told_under_direct_sends_too(monkeypatch: pytest.MonkeyPatch) -> None:

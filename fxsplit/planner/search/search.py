@@ -70,12 +70,16 @@ def minimise(
         rough = problem.under(upper).test(below, clock)
         return None if rough is None else _by_thresholds(problem, clock, rough, lower)
     rough = best_line(problem, chains)
-    # A line too long for the dense solver is solved by thresholds.
+    # A line too long for the dense solver is solved by thresholds, however short the time is: some plan is to be had.
     if rough is None and len(problem) > len(chains.blocks) + 1:
         order = first_order(chains)
         on_line = problem.restricted(order)
         line = _by_thresholds(on_line, SearchClock(), None, on_line.lower_bound())
         rough = None if line is None else [(order[state], move) for state, move in line.path]
+    elif rough is None:
+        rough = _climb(problem, lower, SearchClock())
+        if rough is None:
+            return None
     return _by_thresholds(problem, clock, rough, lower)
 
 

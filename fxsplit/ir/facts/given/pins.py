@@ -11,6 +11,9 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, GivenFact
 
+SHOWN_NAMES = 5
+"""The number of names in an error about a name that is like none of them."""
+
 
 @dataclass(frozen=True)
 class Pins(GivenFact):
@@ -72,5 +75,9 @@ def suggest_names(costs: Costs, path: str) -> str:
     """Return the end of an error about a name that the graph lacks, with similar names."""
     # A misspelt path is the usual reason. A profile of another tool may have no submodules.
     modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
-    close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3) or modules[:3] or nodes[:3]
-    return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"
+    close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3)
+    if close:
+        return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"
+    known = modules or nodes
+    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
+    return f"no such submodule or node in the graph; there are {', '.join(map(repr, known[:SHOWN_NAMES]))}{more}"

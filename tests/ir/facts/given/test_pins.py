@@ -37,6 +37,7 @@ def test_a_name_is_suggested_once() -> None:
     nodes = [node("stem", []), node("head", ["stem"])]
     costs = Costs(tuple(replace(one, module=one.name) for one in nodes), (), ("head",), rows=1)
     assert suggest_names(costs, "haed").endswith("did you mean 'head'?")
+    assert "did you mean" not in suggest_names(costs, "zzz") and "there are 'head'" in suggest_names(costs, "zzz")
 
 
 def test_pins_are_joined_and_the_later_ones_count() -> None:
