@@ -110,13 +110,13 @@ def build_stage(
     """Return torch's stage `index` of `count`. A stage that does not divide runs its whole backward at once."""
     takes, gives = _lay_out(ends.takes), _lay_out(ends.gives)
     # torch runs the first stage's whole backward in the second half.
-    builder = None if ends.divides or index == 0 else _leave_nothing
+    builder = None if ends.divides or index == 0 else _make_empty_half
     return PipelineStage(
         module, index, count, device, input_args=takes, output_args=gives, group=group, dw_builder=builder
     )
 
 
-def _leave_nothing() -> Callable[[], None]:
+def _make_empty_half() -> Callable[[], None]:
     """Return an empty second half, for a backward that has been run whole."""
     return lambda: None
 

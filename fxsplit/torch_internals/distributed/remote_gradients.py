@@ -338,7 +338,7 @@ def _try_norm(gradient: Tensor, *args: Any, dtype: torch.dtype | None) -> None:
         torch.linalg.vector_norm(bare, *args, dtype=dtype)
 
 
-class _AtTheEnd:
+class _EndCallback:
     """A callback at the end of a backward. Calls `otherwise` if autograd drops it without calling it."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -356,7 +356,7 @@ class _AtTheEnd:
 
 def call_after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Call a function once the running backward has accumulated all gradients, or `otherwise` if the backward fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(function, otherwise))
+    torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(function, otherwise))
 
 
 @cache

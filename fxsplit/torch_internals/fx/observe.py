@@ -277,7 +277,7 @@ def _is_joined(value: Tensor) -> bool:
 
 
 def _has_weights(gm: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node uses parameters, of its module or by reading them."""
+    """Return whether a node computes with parameters: its module has some, or it reads one."""
     if node.op == "call_module" and any(True for _ in gm.get_submodule(str(node.target)).parameters()):
         return True
     fetched = (find_target(gm, i) for i in node.all_input_nodes if i.op == "get_attr")

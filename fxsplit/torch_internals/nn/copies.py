@@ -37,7 +37,7 @@ class _Detaching(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch, outside of this mode."""
+        """Run a torch function, or copy a tensor. This mode is not active meanwhile."""
         if func is not COPY:
             return func(*args, **(kwargs or {}))
         tensor, memo = args

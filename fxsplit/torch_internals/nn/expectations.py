@@ -103,7 +103,7 @@ class _Averages(TorchDispatchMode):
         return drawn.copy_(average) if isinstance(average, Tensor) else drawn.fill_(average)
 
 
-class _RowsAlone(TorchFunctionMode):
+class _RowwiseNorm(TorchFunctionMode):
     """Makes batch norms divide each row by its own root mean square instead of using the batch's statistics."""
 
     def __torch_function__(
@@ -136,5 +136,5 @@ def expect_averages() -> Iterator[None]:
 @contextmanager
 def normalise_rows_alone() -> Iterator[None]:
     """Make batch norms normalise each row by itself inside the block, on this thread."""
-    with enter_function_mode(_RowsAlone()):
+    with enter_function_mode(_RowwiseNorm()):
         yield

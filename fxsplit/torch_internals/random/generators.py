@@ -75,12 +75,12 @@ def find_generators(
     if places <= {CPU} and all(device.type == "cpu" for device in here):
         return [(CPU, torch.default_generator)]
     # Take the CPU's lock first whenever several are taken, so that two threads cannot deadlock.
-    if len(places) != 1 or not draws_where_told(call):
+    if len(places) != 1 or not draws_on_argument_devices(call):
         places |= {CPU, *(place for device in here if (place := find_place(device)))}
     return [(place, get_generator(place)) for place in _sort(places)]
 
 
-def draws_where_told(call: Any) -> bool:
+def draws_on_argument_devices(call: Any) -> bool:
     """Return whether a call draws only on its arguments' devices, as functions and layers of torch do."""
     if not isinstance(call, nn.Module):
         return isinstance(call, str) or getattr(call, "__module__", None) in OWN

@@ -39,7 +39,7 @@ class HostCopy:
 
 
 class PendingCopies(Generic[T]):
-    """Copies under way, the oldest first, each with an object of the caller's."""
+    """A queue of copies under way, the oldest first. The caller attaches an object to each."""
 
     def __init__(self, most: int = MOST_COMING) -> None:
         self._copies: deque[tuple[HostCopy, T]] = deque()

@@ -34,7 +34,7 @@ def divide(difference: float, exact: float) -> float:
 
 
 def divide_all(squares: Squares, number: int = 0) -> float:
-    """Return the relative norm of all differences with index `number`, taken as one vector."""
+    """Return the relative norm of the differences at index `number` of all entries, taken as one vector."""
     return divide(sum(s[number] for s in squares.values()), sum(s[-1] for s in squares.values()))
 
 
