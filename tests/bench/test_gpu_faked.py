@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu import device, green, partitions, speed, timing
 from bench.gpu.chaos import run_chaos
-from bench.gpu.checks import ALL, Check, backends, memory, order, placement, run_check
+from bench.gpu.checks import ALL, Check, backends, equality, memory, order, placement, run_check
 from bench.gpu.graphs import run_graphs
 from bench.gpu.host import run_host
 from bench.gpu.setting import FAST, Setting
@@ -87,7 +87,15 @@ NEEDS_ONE = (
 """Checks that a CPU cannot hold, or not in a moment."""
 
 
-@pytest.mark.parametrize("check", [c for c in ALL if c not in NEEDS_ONE], ids=lambda check: str(check.__name__))
+COMPILES_OFTEN = (memory.peak_beside_the_plan, equality.schedules_equal_the_unsplit_model)
+"""Checks that compile a pipeline for each of several schedules."""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(c, marks=pytest.mark.long if c in COMPILES_OFTEN else ()) for c in ALL if c not in NEEDS_ONE],
+    ids=lambda check: str(check.__name__),
+)
 def test_checks_run_as_on_a_gpu(check: Check, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SIZE", {"width": 8, "heads": 2, "layers": 2, "length": 8})
     monkeypatch.setattr(memory, "predict_gib", lambda pipe: 2**-10)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from bench import networks as zoo
-from fxsplit.api.compiler import compiler
+from fxsplit.api.compiler import compiler, lowering
 from fxsplit.api.verify.compare import Outcome, compare, run_pipeline_step, run_unsplit_step
 from fxsplit.schedule import RUNNABLE
 from fxsplit.schedule.generators.catalogue import ScheduleName
@@ -92,7 +92,7 @@ def capture_once(name: str) -> Iterator[nn.Module]:
 
     What is captured depends on no schedule and on no device.
     """
-    model, capture, kept = case(name)[0], compiler.capture_model, keep_captures(name)
+    model, capture, kept = case(name)[0], lowering.capture_model, keep_captures(name)
     before = copy.deepcopy(dict(model.named_buffers()))
 
     def capture_model(model: nn.Module, options: Any, call: Any, rows: Any, **kwargs: Any) -> fxsplit.IR:
