@@ -92,7 +92,7 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
         if len(cuts) != 1:
             way = "state the dimension that holds them, chunks={'target': 1}"
             if leaf.ndim < 2:
-                way = "pad what has several lengths, as CTC's targets, or compile with n_microbatches=1"
+                way = "pad tensors of several lengths, such as CTC's targets, or compile with n_microbatches=1"
             raise InputError(
                 f"target has shape {tuple(leaf.shape)} and the batch has {rows} rows: give one row of target for "
                 f"each row of the input, or {way}"

@@ -173,7 +173,7 @@ def test_a_loss_inside_the_model() -> None:
             pipe.step(x, target=y)
     with (
         fxsplit.compile(Mlp(), 2, **OPTIONS) as pipe,
-        pytest.raises(InputError, match=r"step\(\) needs a loss, and the model returns none of its own"),
+        pytest.raises(InputError, match=r"step\(\) needs a loss, and the model returned none"),
     ):
         pipe.step(torch.randn(4, 8))
 

@@ -150,7 +150,7 @@ def test_targets_are_cut_where_they_have_the_rows() -> None:
     assert [t["label"].tolist() for t in found] == [[0, 1, 2], [3, 4]] and [t["weight"] for t in found] == [0.5, 0.5]
     with pytest.raises(InputError, match=r"shape \(4,\) and the batch has 5 rows"):
         split_target(torch.arange(4), [3, 2])
-    with pytest.raises(InputError, match=r"shape \(7,\) .* pad what has several lengths, .* n_microbatches=1"):
+    with pytest.raises(InputError, match=r"shape \(7,\) .* pad tensors of several lengths, .* n_microbatches=1"):
         split_target((torch.arange(7), torch.tensor([3, 1, 1, 1, 1])), [3, 2])
     # The labels of CTC may be concatenated, and a batch of one microbatch needs no cut.
     whole = (torch.arange(7), torch.tensor([3, 1, 1, 1, 1]))

@@ -52,7 +52,7 @@ class ThreadBackend:
     @restores_all
     def __init__(self, devices: list[torch.device], intraop_threads: int, names: Sequence[str] = ()) -> None:
         if sys.is_finalizing():
-            raise ClosedError("Python is about to end, and no thread can be started any more")
+            raise ClosedError("Python is exiting, so no worker can start: call the pipeline before the program ends")
         self.streams = [make_stream(device) for device in devices]
         self._devices = devices
         self._names = names or [str(device) for device in devices]
@@ -141,7 +141,7 @@ class ThreadBackend:
         # Also after a failure: the caller may write to weights that queued kernels still read.
         make_caller_wait(self._devices, job.marks)
         if handle.given_up:
-            raise ClosedError("another thread has stopped what was under way")
+            raise ClosedError("another thread has stopped this job: call the pipeline again")
         if (error := job.take_error()) is not None:
             try:
                 raise error

@@ -97,9 +97,9 @@ def take_model_loss(outputs: Any) -> Tensor:
     loss = find_own_loss(outputs)
     if loss is None:
         raise InputError(
-            "step() needs a loss, and the model returns none of its own: give it what it computes one from, such as "
-            "labels=, or compile with loss_fn=, for example "
-            "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
+            "step() needs a loss, and the model returned none: pass the argument from which it computes one, such "
+            "as labels=, or compile with loss_fn=, for example fxsplit.compile(model, 2, "
+            "loss_fn=torch.nn.functional.cross_entropy)"
         )
     return loss if loss.ndim == 0 else loss.reshape(())
 

@@ -108,8 +108,9 @@ class LossMeaning:
                 return False
             if self._side_by_side:
                 raise InputError(
-                    "loss_fn makes other calls of torch than in earlier steps, or with other numbers or weights, and "
-                    "pipelines of a mesh have agreed on what their losses weigh: compile again when it changes"
+                    "loss_fn makes other calls of torch than in earlier steps, or with other numbers or weights, "
+                    "but the pipelines of a mesh have already agreed on the weights of their losses: compile again "
+                    "when loss_fn changes"
                 )
             self._earlier = [c for c, _ in self._heard.values() if isinstance(c, Count)]
             self.count, self.reduction = None, "mean" if self.stated == "batchmean" else self.stated
@@ -222,9 +223,9 @@ class LossMeaning:
             )
         if self._compares:
             warn_user(
-                "the gradient of loss_fn compares rows, although its value does not, as that of a loss divided by a "
-                "detached loss: the pipeline computes it within microbatches, which differs from the whole batch; "
-                "compile with n_microbatches=1 for that"
+                "the gradient of loss_fn compares rows, although its value does not, as in a loss divided by a "
+                "detached loss: the pipeline computes it within microbatches, and so it differs from the whole "
+                "batch's; compile with n_microbatches=1 to compare all rows"
             )
         if self._differs:
             warn_user(

@@ -170,8 +170,8 @@ class RankSession:
         """Make waiting ranks raise: the backward has failed on this rank, outside fxsplit's code."""
         self._world.fail(
             BackwardError(
-                "backward() failed where gradients are added to .grad, as in a gradient hook; its own error there says "
-                "why. Some gradients may have been added: set them to None"
+                "backward() failed while gradients were added to .grad, for example in a gradient hook; the rank's "
+                "own error says why. Some gradients may have been added: set them to None"
             )
         )
 

@@ -93,7 +93,7 @@ class Compilations:
         if full is not None:
             text += (
                 f". Stage {full} has been compiled {limit} times, which is torch's limit "
-                "(torch.compiler.config.recompile_limit): what else it is called for runs uncompiled"
+                "(torch.compiler.config.recompile_limit): calls of further kinds run uncompiled"
             )
         warn_user(text, RecompileWarning)
 

@@ -100,7 +100,7 @@ class WrittenBuffers:
         """
         changed = {n for n, b in after.items() if b._version != versions[n]}
         if late := sorted(changed - before.keys()):
-            raise FxsplitError(f"buffer {late[0]!r} is written now and was not at first: use recompute='never'")
+            raise FxsplitError(f"buffer {late[0]!r} is written now but was not in the first run: use recompute='never'")
         self.names |= changed
         open_ = [name for name in before if name not in self.names]
         there = [name for name in open_ if self._looked and not is_on_host(after[name])]
@@ -121,8 +121,8 @@ class WrittenBuffers:
             self.names.update(late)
             if new:
                 raise FxsplitError(
-                    f"buffer {new[0]!r} is written and was not at first, so that an earlier batch was recomputed with "
-                    "other values, and has wrong gradients: use recompute='never'"
+                    f"buffer {new[0]!r} is written now but was not in the first run, so an earlier batch was "
+                    "recomputed with other values and has wrong gradients: use recompute='never'"
                 )
 
 

@@ -34,9 +34,9 @@ from fxsplit.torch_internals.user_lines import is_users
 from fxsplit.torch_internals.words import is_second_backward
 
 KEPT = (
-    "a backward of your own runs through a tensor that a hook (or an attribute of a module) has kept of a pipeline's "
-    "forward, and such a tensor has gradients within its stage alone: parameters of earlier stages would get none; "
-    "return the tensor as an output of the model and compute the loss from that, or call pipe.model for it"
+    "your own backward runs through a tensor that a hook (or an attribute of a module) has kept from a pipeline's "
+    "forward. Such a tensor has gradients only within its stage, so parameters of earlier stages would get none: "
+    "return the tensor as an output of the model and compute the loss from it, or call pipe.model"
 )
 """The error of a backward from a tensor that user code kept from a stage."""
 

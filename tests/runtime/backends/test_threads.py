@@ -245,7 +245,7 @@ def test_who_waits_for_a_job_that_another_thread_gives_up_is_told() -> None:
         made.begin(handle)
         handle.give_up(grace_s=0.0)
         go.set()
-        with pytest.raises(ClosedError, match="another thread has stopped what was under way"):
+        with pytest.raises(ClosedError, match="another thread has stopped this job"):
             made.finish(handle)
         made.run(Job(2))
 

@@ -219,7 +219,7 @@ def test_a_named_loss_may_have_one_element() -> None:
 )
 def test_what_is_no_loss(outputs: Any) -> None:
     assert find_own_loss(outputs) is None
-    with pytest.raises(InputError, match="returns none of its own"):
+    with pytest.raises(InputError, match="the model returned none"):
         take_model_loss(outputs)
 
 

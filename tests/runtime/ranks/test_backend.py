@@ -153,7 +153,7 @@ def test_a_gradient_hook_that_fails_on_one_rank_fails_on_all(kind: str, call: st
     found = ranks(2, fail_in_hook, kind, call)
     assert found[1][:2] == ("ValueError", "trouble")
     assert found[0][0] == RankError.__name__
-    said = "rank 1 of 2 has raised ValueError" if call == "step" else "failed where gradients are added to .grad"
+    said = "rank 1 of 2 has raised ValueError" if call == "step" else "failed while gradients were added to .grad"
     assert said in found[0][1]
     assert call != "step" or all(kept for _, _, kept in found)
 

@@ -138,7 +138,7 @@ def test_large_buffers_are_copied_once_they_are_known_to_be_written() -> None:
     _, record, _ = run(stage, PACKET, written)
     assert set(record.buffers) == {"inner.count", "inner.fixed"}, "a small one may be written at any time"
     module.writes_large = True
-    with pytest.raises(FxsplitError, match=r"buffer 'inner.large' is written now and was not at first"):
+    with pytest.raises(FxsplitError, match=r"buffer 'inner.large' is written now but was not in the first run"):
         run(stage, PACKET, written)
 
 
@@ -192,7 +192,7 @@ def test_an_accelerator_is_waited_for_in_the_first_run_alone(monkeypatch: pytest
     assert len(compared) == 1 and bool(record.buffers) == (not silent)
     Coming.is_there = True
     if silent:
-        with pytest.raises(FxsplitError, match=r"buffer 'inner.seen' is written and was not at first, so that an earl"):
+        with pytest.raises(FxsplitError, match=r"buffer 'inner.seen' is written now but was not in the first run, so"):
             run(stage, PACKET, written)
     _, record, _ = run(stage, PACKET, written)
     assert list(record.buffers) == ["inner.seen"] and len(compared) == 1

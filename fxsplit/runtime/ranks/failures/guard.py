@@ -168,10 +168,10 @@ class FaultGuard:
         except RankError:
             raise
         except RuntimeError as error:
-            raise RankError(f"the groups of ranks are not made anew: {str(error).splitlines()[0]}") from error
+            raise RankError(f"the groups of ranks cannot be made again: {str(error).splitlines()[0]}") from error
         # A rank that went on at once and failed would leave others waiting to make their groups.
         if self._board.gather(0, limit_s, "made") is None:
-            raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups anew")
+            raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups again")
 
     def check(self) -> None:
         """Raise RankError if a rank has failed in this turn, or a rank that is needed has left."""

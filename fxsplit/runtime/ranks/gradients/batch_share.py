@@ -144,9 +144,9 @@ def weigh_batch_share(own: int, shares: Sequence[BatchShare]) -> float | None:
         return None
     if kind == LossReduction.COMPARED:
         raise InputError(
-            "the loss that the model returns is neither a mean nor a sum of that of its rows, and each pipeline of a "
-            "mesh has rows of its own: call pipe(x) and backward(), in which each pipeline weighs by its rows, or "
-            "return a sum"
+            "the loss that the model returns is neither the mean nor the sum of its rows' losses, and each "
+            "pipeline of a mesh has rows of its own: return a sum, or call pipe(x) and backward(), which weigh "
+            "each pipeline by its rows"
         )
     if kind == LossReduction.WATCHED and len({share.counted for share in shares if share.kind == kind}) > 1:
         kind = LossReduction.OTHER
@@ -157,8 +157,8 @@ def weigh_batch_share(own: int, shares: Sequence[BatchShare]) -> float | None:
         kind = LossReduction.OTHER
     if kind == LossReduction.OTHER:
         raise InputError(
-            "the loss is divided by a count, which pipelines of a mesh have each for themselves, and is more than the "
-            "quotient: return the sum from loss_fn (loss_fn.reduction = 'sum'), and divide by the count of all of them"
+            "the loss uses a count otherwise than as its only divisor, and each pipeline of a mesh has its own count: "
+            "return the sum from loss_fn (loss_fn.reduction = 'sum'), and divide by the count of all pipelines"
         )
     if kind == LossReduction.SUM:
         return 1.0

@@ -72,9 +72,9 @@ class DataParallel:
         odd = next((i for i, ranks in enumerate(pipelines) if ranks[0][0] != told[0][0]), None)
         if odd is not None:
             raise RanksDiffer(
-                f"pipeline {odd} of the mesh makes another call than pipeline 0: every rank makes the same calls in "
-                "the same order, with batches of its own pipeline, and trains the same parameters. So it is with "
-                "save_checkpoint(), and with the first call in a mode, which compiles"
+                f"pipeline {odd} of the mesh makes another call than pipeline 0: every rank must make the same "
+                "calls in the same order, with batches of its own pipeline, and train the same parameters. That "
+                "includes save_checkpoint(), and the first call in a mode, which compiles"
             )
         # The ranks of a pipeline's last stage know most.
         known = [[BatchShare.read(one[1 : len(own)]) for one in ranks] for ranks in pipelines]
@@ -116,8 +116,8 @@ class DataParallel:
         if extra:
             shapes = ", ".join(str(list(leaf.shape)) for leaf in extra)
             raise InputError(
-                f"a loss trains a parameter of its own (of shape {shapes}), which is of no pipeline of the mesh: make "
-                "the parameter one of the model"
+                f"the loss trains a parameter of its own (of shape {shapes}), which the pipelines of a mesh do not "
+                "share: make it a parameter of the model"
             )
         reducer = self._find_reducer()
         for own in reversed(apart) if self.overlaps else ():

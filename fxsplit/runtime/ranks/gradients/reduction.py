@@ -110,8 +110,8 @@ class GradientReduction:
             leaves = replica.list_leaves(trained[stage], 0)
             if sums.totals.keys() - set(leaves):
                 raise InputError(
-                    "a loss trains a parameter of its own, and its stage has replicas on several ranks: make the "
-                    "parameter one of the model"
+                    "the loss trains a parameter of its own, and its stage has replicas on several ranks: make it "
+                    "a parameter of the model"
                 )
             offers = [GradientOffer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
             with self._world.waits_inside(f"the other replicas of stage {stage}, to add gradients"):

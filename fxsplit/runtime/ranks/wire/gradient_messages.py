@@ -28,8 +28,8 @@ class SumsCodec:
                 values += pack_gradient(number, total)
         if sums.totals:
             raise InputError(
-                "a loss trains a parameter of its own, and its stage has replicas on several ranks: make the parameter "
-                "one of the model"
+                "the loss trains a parameter of its own, and its stage has replicas on several ranks: make it a "
+                "parameter of the model"
             )
         return values
 

@@ -116,7 +116,9 @@ class MessageLayout:
             name, shape, strides, wanted = entry
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
-                raise InputError(f"another rank sent {name!r}, which is no dtype here: run one torch on all ranks")
+                raise InputError(
+                    f"another rank sent {name!r}, which is not a dtype here: run the same torch on all ranks"
+                )
             made.append(TensorSlot(TensorLayout(dtype, tuple(shape), tuple(strides)), wanted))
         return cls(made, n_numbers)
 
@@ -143,7 +145,7 @@ class MessageLayout:
                 if template != entry:
                     raise InputError(
                         f"a value between ranks is {value!r}, and was like {entry} in the first batch of this shape: "
-                        "keep in one stage what makes it and what reads it, with fxsplit.leaf(...)"
+                        "keep the code that makes it and reads it in one stage, with fxsplit.leaf(...)"
                     )
         pieces = [flatten(found[i]) for i in self.large]
         if self.block_bytes:
@@ -173,9 +175,9 @@ class MessageLayout:
             return made.copy_(value.detach())
         what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise InputError(
-            f"a stage gives {what} to the next one, and gave {part.dtype} of shape {part.shape} for a batch of the "
-            "same shape: what is carried between ranks must follow from the shapes of the inputs, so keep in one "
-            "stage what depends on their values, with fxsplit.leaf(...)"
+            f"a stage sends {what}, and sent {part.dtype} of shape {part.shape} for an earlier batch of the same "
+            "shape: a shape that is sent between ranks must follow from the shapes of the inputs, so keep in one "
+            "stage the code in which it depends on values, with fxsplit.leaf(...)"
         )
 
     # Receiver
@@ -244,6 +246,7 @@ def _check_tensor(value: Tensor) -> None:
     """Raise InputError for a tensor that has more than elements, such as a subclass or a sparse tensor."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
         raise InputError(
-            f"a tensor of type {type(value).__name__}, {value.layout} is carried from one rank to another, and only "
-            "plain strided ones can be: keep what makes it and what reads it in one stage, with fxsplit.leaf(...)"
+            f"a tensor of type {type(value).__name__}, {value.layout} would be sent from one rank to another, and "
+            "only plain strided tensors can be: keep the code that makes it and reads it in one stage, with "
+            "fxsplit.leaf(...)"
         )

@@ -53,9 +53,9 @@ def part_value(value: Any, numbers: list[int], here: torch.device) -> Template:
         if isinstance(value, named):
             return {name: str(value).removeprefix("torch.")}
     raise InputError(
-        f"a value of type {kind.__name__} is carried from one rank to another, and only tensors, numbers, "
-        "texts, None, dtypes, devices, and tuples, lists and dicts of them can be: keep what makes and what reads it "
-        "in one stage, with fxsplit.leaf(...) around both"
+        f"a value of type {kind.__name__} would be sent from one rank to another, and only tensors, numbers, texts, "
+        "None, dtypes, devices, and tuples, lists and dicts of them can be: keep the code that makes it and reads "
+        "it in one stage, with fxsplit.leaf(...)"
     )
 
 
@@ -78,7 +78,9 @@ def build_value(template: Template, numbers: Iterator[int], here: torch.device) 
         # This is data of another process: accept only an attribute of torch that has exactly this type.
         found = getattr(torch, inside, None)
         if not isinstance(found, NAMED[kind]):
-            raise InputError(f"another rank sent {inside!r}, which is no {kind} here: run one torch on all ranks")
+            raise InputError(
+                f"another rank sent {inside!r}, which is not a {kind} here: run the same torch on all ranks"
+            )
         return found
     parts = [build_value(one, numbers, here) for one in inside]
     if kind == "slice":
@@ -89,7 +91,10 @@ def build_value(template: Template, numbers: Iterator[int], here: torch.device) 
 def _check_int(value: int) -> int:
     """Return an integer. Raises InputError if it does not fit into 64 bits."""
     if not -(2**63) <= value < 2**63:
-        raise InputError(f"the number {value} is carried from one rank to another, and has more than 64 bits")
+        raise InputError(
+            f"the number {value} would be sent from one rank to another, and has more than 64 bits: keep the code that "
+            "makes it and reads it in one stage, with fxsplit.leaf(...)"
+        )
     return int(value)
 
 

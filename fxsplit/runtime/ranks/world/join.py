@@ -69,8 +69,8 @@ def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     n_ranks = sum(map(len, rows))
     if n_ranks != dist.get_world_size():
         raise InputError(
-            f"the mesh has {n_ranks} of {dist.get_world_size()} ranks, and all of them make the groups of a pipeline: "
-            "give the mesh of all, as mesh['dp', 'pp'], in which each row is a pipeline"
+            f"the mesh has {n_ranks} of {dist.get_world_size()} ranks, but all ranks must make the groups of a "
+            "pipeline: give a mesh of all ranks, such as mesh['dp', 'pp'], in which each row is a pipeline"
         )
     own = next((row for row in rows if dist.get_rank() in row), None)
     if own is None:

@@ -300,8 +300,8 @@ class World:
         # Breaking off a wait makes it time out.
         if is_timeout(error) and self._guard.has_broken_off:
             return RankError(
-                f"rank {self.me} does not wait for {what} any more: the wait was broken off, as a rank has failed, or "
-                "Ctrl-C or the limit of the call has ended it"
+                f"rank {self.me} has stopped waiting for {what}: another rank has failed, or Ctrl-C or the time "
+                "limit of the call has ended the wait"
             )
         if is_timeout(error):
             return RankTimeout(f"rank {self.me} has waited {limit_s:g} s for {what}: nothing came")

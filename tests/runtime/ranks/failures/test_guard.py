@@ -77,7 +77,7 @@ def renew_in_vain(rank: int, n: int) -> str:
 def test_all_ranks_raise_what_one_cannot_make() -> None:
     """Ranks that have made their own groups do not wait until a time limit."""
     first, second, third = ranks(3, renew_in_vain, limit_s=20)
-    assert second == "the groups of ranks are not made anew: Connection closed by peer"
+    assert second == "the groups of ranks cannot be made again: Connection closed by peer"
     assert first == third and second in first
 
 

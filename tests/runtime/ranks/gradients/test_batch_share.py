@@ -117,7 +117,10 @@ def test_a_models_own_loss_is_that_of_all_rows_or_refused() -> None:
     for how in ("mean", "count", "chosen"):
         assert max(ranks(4, own_loss, how, 2)) < 1e-12
     for text in ranks(4, own_loss, "other", 2):
-        assert "the loss is divided by a count, which pipelines of a mesh have each for themselves" in str(text)
+        assert (
+            "the loss uses a count otherwise than as its only divisor, and each pipeline of a mesh has its own"
+            in str(text)
+        )
 
 
 @pytest.mark.parametrize("how", ["sum", "mean", "count", "chosen"])
@@ -125,7 +128,7 @@ def test_a_models_own_loss_is_that_of_all_rows_if_each_pipeline_has_one_microbat
     assert max(ranks(2, own_loss, how, 1)) < 1e-12
 
 
-@pytest.mark.parametrize(("how", "text"), [("compared", "neither a mean nor a sum"), ("weighted", "the quotient")])
+@pytest.mark.parametrize(("how", "text"), [("compared", "neither the mean nor the sum"), ("weighted", "only divisor")])
 def test_a_loss_that_pipelines_do_not_make_is_refused_if_each_has_one_microbatch(how: str, text: str) -> None:
     assert all(text in str(found) for found in ranks(2, own_loss, how, 1))
 
@@ -169,13 +172,13 @@ def add_a_further_loss(rank: int, n: int, n_microbatches: int) -> list[float | s
 def test_a_loss_beside_a_count_is_that_of_all_rows_if_all_count_as_many_in_each(n_microbatches: int) -> None:
     """Mixtures of experts were refused over a mesh, whatever labels they got."""
     for worst, said in ranks(2, add_a_further_loss, n_microbatches):
-        assert worst < 1e-12 and "is more than the quotient" in said
+        assert worst < 1e-12 and "otherwise than as its only divisor" in said
 
 
 def test_pipelines_that_know_different_things_of_a_loss_are_refused() -> None:
     """One that found no count was taken for one that counts nothing."""
     shares = [BatchShare(6, 2, LossReduction.COUNTED, 4.0), BatchShare(6, 2, LossReduction.MEAN)]
-    with pytest.raises(InputError, match="the loss is divided by a count"):
+    with pytest.raises(InputError, match="the loss uses a count otherwise"):
         weigh_batch_share(0, shares)
     assert weigh_batch_share(0, [*shares[:1], BatchShare(6, 2), BatchShare(6, 2, LossReduction.COUNTED, 12.0)]) == 0.25
 
@@ -194,9 +197,9 @@ def test_a_portion_weighs_by_what_its_loss_is_divided_by() -> None:
         assert [BatchShare.read(p.to_numbers()) for p in shares] == shares
         found = weigh_batch_share(0, shares)
         assert found == (None if expected is None else pytest.approx(expected, rel=1e-15))
-    with pytest.raises(InputError, match="is more than the quotient"):
+    with pytest.raises(InputError, match="otherwise than as its only divisor"):
         weigh_batch_share(0, [BatchShare(6, 3, LossReduction.OTHER), BatchShare(2, 3, LossReduction.MEAN)])
-    with pytest.raises(InputError, match="is more than the quotient"):
+    with pytest.raises(InputError, match="otherwise than as its only divisor"):
         weigh_batch_share(
             0, [BatchShare(6, 3, LossReduction.WATCHED, 3.0), BatchShare(2, 3, LossReduction.WATCHED, 4.0)]
         )

@@ -130,7 +130,7 @@ def differ(rank: int, n: int, how: str) -> str:
         ("weights", RanksDiffer.__name__, "of checksum"),
         ("row", InputError.__name__, "the mesh has 2 of 4 ranks"),
         ("call", RanksDiffer.__name__, "makes another call than pipeline 0"),
-        ("frozen", RanksDiffer.__name__, "and trains the same parameters"),
+        ("frozen", RanksDiffer.__name__, "and train the same parameters"),
         ("rows", RanksDiffer.__name__, "pipe.eval().compile_for(x) with one shape"),
     ],
 )

@@ -270,7 +270,7 @@ def train_loss(rank: int, n: int) -> str:
 
 def test_a_parameter_of_a_loss_is_of_no_pipeline() -> None:
     """Its gradient was that of one pipeline, and each pipeline came to have another loss."""
-    assert all("a loss trains a parameter of its own (of shape [])" in text for text in ranks(4, train_loss))
+    assert all("the loss trains a parameter of its own (of shape [])" in text for text in ranks(4, train_loss))
 
 
 class Once:

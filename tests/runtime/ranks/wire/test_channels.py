@@ -165,7 +165,9 @@ def send_other_shapes(rank: int, n: int) -> tuple[str, float]:
 
 def test_a_shape_that_follows_from_values_is_refused_by_name_on_all_ranks() -> None:
     found = ranks(2, send_other_shapes)
-    assert all("what is carried between ranks must follow from the shapes of the inputs" in r for r, _ in found), found
+    assert all("a shape that is sent between ranks must follow from the shapes of the inputs" in r for r, _ in found), (
+        found
+    )
 
 
 def read_late(rank: int, n: int) -> list[float]:

@@ -55,9 +55,9 @@ def test_what_cannot_be_sent_is_refused(value: Any, message: str) -> None:
 
 
 def test_names_of_another_torch_are_refused() -> None:
-    with pytest.raises(InputError, match="'load', which is no dtype here"):
+    with pytest.raises(InputError, match="'load', which is not a dtype here"):
         build_value({"dtype": "load"}, iter(()), HERE)
-    with pytest.raises(InputError, match="'load', which is no dtype here"):
+    with pytest.raises(InputError, match="'load', which is not a dtype here"):
         MessageLayout.parse('[0, [["load", [2], [1], false]]]')
 
 
@@ -146,9 +146,9 @@ def test_absent_gradients_are_absent_where_cuts_are_compressed(how: str) -> None
 def test_other_shapes_and_kinds_are_refused() -> None:
     layout = MessageLayout.describe([torch.ones(3)], [True], HERE)
     for other in (torch.ones(4), torch.ones(3, dtype=torch.float64), 3):
-        with pytest.raises(InputError, match="what is carried between ranks"):
+        with pytest.raises(InputError, match="a shape that is sent between ranks"):
             layout.pack([other], HERE)
-    with pytest.raises(InputError, match="only plain strided ones"):
+    with pytest.raises(InputError, match="only plain strided tensors"):
         MessageLayout.describe([torch.eye(3).to_sparse()], [True], HERE)
 
 
