@@ -15,9 +15,7 @@ class DeferredErrors:
         self._coming: PendingCopies[str] = PendingCopies()
 
     def expect(self, wrong: Tensor, message: str) -> None:
-        """Raise InputError with `message` if the flag `wrong` is set: at once if it is on the host, else in a later
-        batch.
-        """
+        """Raise InputError with `message` if the flag `wrong` is set: at once on the host, else in a later batch."""
         if is_on_host(wrong):
             if wrong:
                 raise InputError(message)

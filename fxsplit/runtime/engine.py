@@ -143,9 +143,7 @@ class Engine:
 
     @restores_all
     def forward(self, batch: Batch) -> list[Any]:
-        """Return the outputs of a batch, joined over microbatches. With grad mode on they are part of the autograd
-        graph.
-        """
+        """Return the outputs of a batch, joined over microbatches. In grad mode they have an autograd node."""
         program, tensors, rows, *_ = batch
         program.deferred_errors.raise_arrived()
         # This job runs only forwards. A later backward is a job of its own, and takes over the tape.

@@ -362,9 +362,7 @@ class Batch(NamedTuple):
         return weigh(pieces, rows, whole)
 
     def cut_for_counts(self, rows: Sequence[int], before: int = 0) -> tuple[list[list[Any]], list[Any]]:
-        """Return the inputs that counts read, for pieces of `rows` rows after the first `before`, and for all pieces as
-        one.
-        """
+        """Return the inputs that counts read: for pieces of `rows` rows, after the first `before`, and as a whole."""
         cuts = [spec.cut for spec in self.program.inputs.specs]
         whole = [cut.narrow(t.detach(), before, sum(rows)) for cut, t in zip(cuts, self.tensors, strict=True)]
         columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]

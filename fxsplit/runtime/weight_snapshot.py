@@ -90,9 +90,7 @@ class WeightSnapshot:
         return next((path for path, other in named if other is weight), "a parameter that was replaced")
 
     def _find_written(self, *, read_again: bool) -> str | None:
-        """Return the name of an input that has changed; with `read_again`, only of an input that stage 0 keeps
-        uncopied.
-        """
+        """Return the name of an input that has changed; with `read_again`, only of one that stage 0 keeps uncopied."""
         # If the graph writes to its inputs, or stage 0 is on another device, stage 0 keeps copies.
         home = [self._program.machine.torch_devices()[d] for d in self._program.homes[0]]
         kept = [one for one in self._inputs if not self._program.writes_inputs and one[1].device in home]

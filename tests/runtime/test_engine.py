@@ -119,9 +119,7 @@ def test_a_backward_given_up_on_changes_no_gradient() -> None:
 
 @pytest.mark.parametrize("cut", [ChunkSpec(0), ChunkSpec(None)])
 def test_an_input_gets_its_gradient_on_its_own_device(cut: ChunkSpec) -> None:
-    """Once an input on another device than the first stage got a gradient on the stage's device, which autograd
-    refuses.
-    """
+    """Once an input on another device than stage 0 got a gradient on the stage's device, which autograd refuses."""
     like = [torch.empty(2, 3, device="meta")] * 2
     for pieces in ([torch.ones(2, 3)] * 2, [None, torch.ones(2, 3)], [torch.ones(2, 3), None]):
         joined = join_gradients(pieces, like, cut)

@@ -46,7 +46,7 @@ def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Seq
     half = len(values) // 2
     found = []
     for value, rest in zip(values[:half], values[half:], strict=True):
-        # The item of a missing gradient may still arrive: an empty tensor cannot be sent as None.
+        # The item of a missing gradient may still arrive: an empty tensor has no bytes to mark it as missing.
         if rest is None or value is None:
             found.append(value)
         elif value.dtype is torch.int8:

@@ -49,7 +49,7 @@ class Forwards:
     def run(
         self, replica: Replica, action: Action, packet: Packet
     ) -> tuple[SavedForBackward | ForwardRecord, tuple[Any, ...]]:
-        """Run a stage forward on a microbatch's packet. Returns the start of its backward, and the outputs."""
+        """Run a stage forward on a microbatch's packet. Returns the graph or record for its backward, and outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
         if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
             around = partial(self._surround, replica, m)

@@ -13,7 +13,7 @@ from fxsplit.runtime.stage.run import Packet, SavedForBackward
 from fxsplit.torch_internals.fx.kv_cache import KVCaches
 
 Tape = dict[tuple[int, int], SavedForBackward | ForwardRecord]
-"""The starts of the backwards, written by a forward pass, by stage and microbatch."""
+"""The graph or record from which each backward starts, by stage and microbatch; a forward pass writes it."""
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
 """The gradients of the last stage's outputs, by microbatch."""
@@ -28,7 +28,8 @@ class JobInputs:
     keep_outputs: whether to keep the last stage's outputs.
     seeds: the gradients that the last stage's backwards start from.
     trained: each stage's leaves that want a gradient.
-    tape: the starts of backwards. Forwards write it; a job of only backwards gets the tape of its forwards.
+    tape: the graphs or records from which backwards start. Forwards write it; a job of only backwards gets the tape of
+        its forwards.
     kv_caches: attention keys and values of each microbatch, kept from job to job (None: no cache).
     """
 

@@ -122,7 +122,7 @@ class Job:
         return error
 
     def total(self, add: Callable[[int, int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
-        """Return one sum of all stages' gradients, with the sums of replicas as the model's own weights'.
+        """Add up the gradients of all stages and replicas, by the model's own weights.
 
         A loss may depend on weights of any stage. The job holds no sums afterwards. `add` may change the shares of a
         stage's replica, for example to add parts of other processes.
@@ -145,16 +145,12 @@ class Job:
 
     @restores_all
     def run(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
-        """Run a device's actions in order. `ready` are tokens of the caller's work. The first failure stops all
-        devices.
-        """
+        """Run a device's actions in order, up to the first failure. `ready` are tokens of the caller's work."""
         # Two threads cannot enter one context at a time, so each worker has a copy.
         self._context.variables.copy().run(self._run_actions, device, stream, ready)
 
     def fail(self, error: BaseException) -> None:
-        """Keep a worker's error and stop the job. Errors of a job that is stopped already are consequences, and are
-        dropped.
-        """
+        """Keep a worker's error and stop the job. Later errors are consequences, and are dropped."""
         # No lock, since an interrupt could leave it locked. If two workers fail at once, the first error counts.
         if not self._stopped:
             self._errors.append(error)
@@ -219,9 +215,7 @@ class Job:
             self._mark_end(device, stream)
 
     def _mark_end(self, device: int, stream: DeviceStream) -> None:
-        """Record a token for a device's work, even of a failed job: kernels may still read memory that the caller
-        writes.
-        """
+        """Record a token for a device's work, even after a failure: kernels may still read the caller's memory."""
         # A device that has broken down refuses this too. `fail` drops this error if an earlier one exists.
         try:
             self.marks[device] = stream.mark()
@@ -333,7 +327,7 @@ class Job:
     def _restore(
         self, action: Action, gradients: Sequence[Tensor | None]
     ) -> tuple[SavedForBackward, Sequence[Tensor | None]]:
-        """Return the start of a backward, and its gradients. A stage that recomputes runs forward again."""
+        """Return the graph of a backward, and its gradients. A stage that recomputes runs forward again."""
         saved = self.job_inputs.tape[action.stage, action.microbatch]
         if isinstance(saved, SavedForBackward):
             return saved, gradients

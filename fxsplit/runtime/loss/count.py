@@ -28,9 +28,7 @@ class _Mean(NamedTuple):
 
 
 def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | CountWatch | None:
-    """Return the divisor of a loss that averages over its target's labels; a CountWatch if the loss does more than
-    that.
-    """
+    """Return the divisor of a loss that averages over its target's labels, a CountWatch if it does more, or None."""
     note = _NoteMeans()
     with expect_averages(), enter_function_mode(note):
         loss = loss_fn(outputs, *target)

@@ -105,9 +105,7 @@ def take_model_loss(outputs: Any) -> Tensor:
 
 
 def sum_squares(outputs: Any, target: Any = None) -> Tensor:
-    """Return the sum of squares of all float outputs. All of them get a gradient, so a check with this loss misses
-    none.
-    """
+    """Return the sum of squares of all float outputs. All of them get a gradient, so a check with it misses none."""
     leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
     return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
 

@@ -204,9 +204,7 @@ class LossMeaning:
             yield compute
 
     def end_step(self) -> None:
-        """Warn, once, if the loss of the batch does not follow from its microbatches, or if a call changes other
-        objects.
-        """
+        """Warn, once, if the batch's loss does not follow from its microbatches, or a call changes other objects."""
         if not self.is_open:
             return
         self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1

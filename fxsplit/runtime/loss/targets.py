@@ -16,8 +16,7 @@ from fxsplit.torch_internals.tensors.host_copies import is_on_host
 
 
 class Targets:
-    """The target of each microbatch, as it was `given`: a tensor, or tensors in containers. `whole` is the batch's
-    target.
+    """The target of each microbatch, as `given`: a tensor, or tensors in containers. `whole` is the batch's target.
 
     If a target has tensors both on an accelerator and in host memory, the latter stay: a loss such as CTC needs lengths
     on the host.

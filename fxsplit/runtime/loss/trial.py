@@ -112,9 +112,7 @@ class LossTrial:
         sizes: tuple[int, int],
         losses: Sequence[Tensor] = (),
     ) -> Counts:
-        """Return the counts that weigh two pieces' losses rightly in the whole's. `losses` are the whole's and the
-        pieces'.
-        """
+        """Return the counts that weigh two pieces' losses rightly in the whole's. `losses` has all three losses."""
         if not counts:
             return counts
         whole, *pieces = losses or map(self._compute, parts)

@@ -63,9 +63,7 @@ class ForwardRecord:
     head: SavedForBackward | None = None
 
     def recompute(self, stage: Stage, writes: bool) -> SavedForBackward:
-        """Run the stage forward again with the inputs of the first run. `writes`: the stage writes to its inputs in
-        place.
-        """
+        """Run the stage forward again with the inputs of the first run. `writes`: it writes to its inputs in place."""
         # Autograd saves a buffer as the object itself, and its memory is put back after the run: so save copies.
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
         with self.context.enter(), self.surroundings(own), _restore_buffers(stage, self.buffers), note_nothing():
@@ -92,8 +90,7 @@ class WrittenBuffers:
         return {name: buffers[name].clone() for name in likely}
 
     def note(self, before: dict[str, Tensor], versions: dict[str, int], after: dict[str, Tensor]) -> None:
-        """Record which buffers a forward has written. `before` has copies of some buffers, `versions` the version of
-        each.
+        """Record which buffers a forward has written. `before` has copies of some, `versions` the versions of all.
 
         Raises FxsplitError if a large buffer is written that the first run did not write: it was not copied in time. If
         the comparison is still pending on an accelerator, a later call raises.
@@ -111,9 +108,7 @@ class WrittenBuffers:
         self._looked = True
 
     def _read_arrived(self) -> None:
-        """Read the comparisons that have arrived. Raises FxsplitError if a buffer differs that was not known to be
-        written.
-        """
+        """Read the comparisons that have arrived. Raises FxsplitError if one shows a write that was not known."""
         for differences, names in self._coming.take_arrived():
             late = [name for name, differs in zip(names, differences.tolist(), strict=True) if differs]
             new = [name for name in late if name not in self.names]

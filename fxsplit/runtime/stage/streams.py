@@ -152,9 +152,7 @@ class AcceleratorStream(DeviceStream):
         return found
 
     def _find_copy_streams(self, to: torch.device) -> list[torch.Stream]:
-        """Return the streams for copies to a device: one on that device, if it is an accelerator, and one on this
-        device.
-        """
+        """Return the streams for copies to a device: one there, if it is an accelerator, and one on this device."""
         if to not in self._copy_streams:
             ends = [to, self.device] if accelerators.is_accelerator(to) else [self.device]
             self._copy_streams[to] = [accelerators.make_stream(device) for device in ends]

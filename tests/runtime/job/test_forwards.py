@@ -1,6 +1,4 @@
-"""Forwards of a job: the activations that they keep, and random draws that depend on the microbatch and not on the
-order.
-"""
+"""Forwards of a job: the activations that they keep, and random draws that follow the microbatch, not the order."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ def test_no_more_is_held_than_simulated(schedule: str, devices: int, monkeypatch
 
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_a_traced_step_is_a_step(schedule: str) -> None:
-    """The gradients are the same, and every action is recorded once, in the order of the schedule, like the
-    prediction's.
-    """
+    """Gradients are the same, and every action is recorded once in the schedule's order, as in the prediction."""
     model, x = deep(), torch.randn(8, 8)
     options: Any = {"passes": FAST, "loss_fn": mean_square, "schedule": schedule, "n_microbatches": 4}
     with fxsplit.compile(model, ["cpu"] * 2, **options) as pipe:

@@ -157,8 +157,7 @@ def test_a_program_that_ends_in_a_step_ends_the_others(what: str, code: int, sai
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "code"), [("SIGSEGV", -signal.SIGSEGV), ("exit3", 3), ("_exit0", 0)])
 def test_a_launcher_ends_all_ranks_and_says_how_one_has_ended(what: str, code: int, tmp_path: Path) -> None:
-    """The launcher names the rank that ended first, and its exit code; the other rank prints the error that it
-    received.
+    """The launcher names the rank that ended first, and its exit code; the other rank prints the error it received.
 
     To the launcher, a rank that exits with 0 has succeeded. A rank that exits with another number takes a moment to
     end.

@@ -96,9 +96,7 @@ def make_tied(name: str) -> Any:
 
 
 def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
-    """Run three steps with an optimizer between them, and compare each with threads and the unsplit model on the whole
-    batch.
-    """
+    """Run three steps with an optimizer, and compare each with threads and the unsplit model on the whole batch."""
     model = make_tied(name).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

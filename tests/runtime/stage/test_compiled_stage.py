@@ -1,5 +1,4 @@
-"""Compiled stages: compiled once for all numbers of rows, equal to the unsplit model, with a warning for each
-recompile.
+"""Compiled stages: once for all numbers of rows, equal to the unsplit model, with a warning for each recompile.
 
 Warnings are errors in this file, so a test that does not expect a warning has seen none.
 """

@@ -194,9 +194,7 @@ def test_unknown_policy() -> None:
 
 
 def statistics(model: nn.Module, batches: list[Tensor], n_microbatches: int) -> dict[str, Tensor]:
-    """Compute the statistics of deferred batch norm from its definition: hooks collect each layer's input of a whole
-    batch.
-    """
+    """Compute deferred batch norm's statistics from the definition: hooks collect each layer's inputs of a batch."""
     seen: dict[str, list[Tensor]] = {}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     norms = {name: m for name, m in layers.items() if m.track_running_stats}

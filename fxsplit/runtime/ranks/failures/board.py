@@ -94,9 +94,7 @@ class FaultBoard:
         self._finished.clear()
 
     def wait_until_seen(self, limit_s: float) -> bool:
-        """Wait until all other ranks have read this turn's failure, for at most `limit_s` seconds. Returns whether they
-        have.
-        """
+        """Wait at most `limit_s` seconds until all other ranks have read the failure; return whether they have."""
         keys = [self._key(f"seen/{rank}") for rank in range(self.n_ranks) if rank != self.me]
         return look_until(lambda: self._store.check(keys), limit_s)
 

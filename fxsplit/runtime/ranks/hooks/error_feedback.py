@@ -59,7 +59,7 @@ class ErrorFeedback:
         self._left[id(parameter)] = parameter, left.reshape(-1)
 
     def clear(self) -> None:
-        """Forget all errors."""
+        """Forget all compression errors."""
         self._left.clear()
         self._next.clear()
 

@@ -52,7 +52,7 @@ class PowerErrors:
         self._ahead[id(parameter)] = parameter, left.reshape(-1)
 
     def clear(self) -> None:
-        """Forget all errors."""
+        """Forget all compression errors."""
         self._errors.clear()
         self._ahead.clear()
 

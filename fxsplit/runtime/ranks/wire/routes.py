@@ -23,8 +23,7 @@ class Route(NamedTuple):
 
 
 def list_messages(schedule: Schedule, device: int) -> Iterator[tuple[str, Action, int]]:
-    """Yield a device's messages in order, as ("send" or "receive", the action that the message is for, the other
-    device).
+    """Yield a device's messages in order, as ("send" or "receive", the action it is for, the other device).
 
     Messages of a device to itself are left out.
     """

@@ -112,9 +112,7 @@ def add_slowly(state: Any, bucket: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*NAMED, "user's"])
 def test_training_on_uneven_shares_comes_to_the_whole_batchs_weights(name: str) -> None:
-    """Exact for means. Compressing hooks come as near in the end, also PowerSGD after its first steps, in several
-    buckets.
-    """
+    """Exact for means. Compression comes as near in the end, also PowerSGD after its first steps in many buckets."""
     rows = 24
     torch.manual_seed(1)
     x, weights = torch.randn(rows, 20, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
