@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.ir.graph import Fact as Fact
     from fxsplit.ir.graph import Pass as Pass
     from fxsplit.passes.leaf import leaf as leaf
-    from fxsplit.torch_internals.fake.fake_weights import without_weights as without_weights
+    from fxsplit.torch_internals.fake.without_weights import without_weights as without_weights
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOME = {
     "save_checkpoint": "api.checkpoint.checkpoint",
     "load_checkpoint": "api.checkpoint.checkpoint",
     "latest_checkpoint": "api.checkpoint.checkpoint",
-    "without_weights": "torch_internals.fake.fake_weights",
+    "without_weights": "torch_internals.fake.without_weights",
     "leaf": "passes.leaf",
     "Replicate": "ir.facts.capture.chunks",
     "Pipeline": "api.pipeline.pipeline",

@@ -28,7 +28,7 @@ from fxsplit.ir.facts.capture.python_state import NumberPlace, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.system.imports import import_whole
 from fxsplit.system.progress import phase
-from fxsplit.torch_internals.fake.fake_weights import lacks_values
+from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after

@@ -20,7 +20,8 @@ from fxsplit.frontend.layer_drop import NeverDropped
 from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import has_values, make_runnable, make_up_weights
+from fxsplit.torch_internals.fake.runnable import make_runnable, make_up_weights
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.torch_transformers import ask_no_values, take_masks_as_given
 from fxsplit.torch_internals.thread_modes import enter_function_mode

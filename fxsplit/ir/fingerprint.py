@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.autograd.leaves import list_gradient_hooks
-from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.nn.containers import HOOKS
 

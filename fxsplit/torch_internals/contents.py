@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_BYTES = 2**20

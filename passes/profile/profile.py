@@ -18,9 +18,8 @@ from fxsplit.ir.facts.capture.effects import Effects, observe_effects
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.costs.costs import HARDWARE, Costs, InputCost, NodeCost, TiedParameter, name_operator
 from fxsplit.ir.facts.costs.forwards import keep_forwards
-from fxsplit.ir.facts.costs.known import KnownCosts, Observed
+from fxsplit.ir.facts.costs.known import KnownCosts, Measured, Observed
 from fxsplit.ir.facts.costs.loss import Loss
-from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.stages import list_weights

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile.clock import WorkTime, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (

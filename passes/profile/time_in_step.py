@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, Clock, WorkTime, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.weigh import OperatorMemory

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.torch_internals.autograd.split import Branch, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.tensors.allocations import count_allocations
 from fxsplit.torch_internals.tensors.layouts import list_parts

@@ -48,7 +48,7 @@ INNER: dict[str, list[set[str]]] = {
         {"nn", "probes", "torch_pipelining", "tracing"},
         {"contents"},
     ],
-    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "detached", "lattice", "price", "stages"}, {"plan"}],
+    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "stages"}, {"plan"}],
     "schedule": [
         {"action"},
         {"schedule"},

@@ -15,7 +15,7 @@ import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.frontend.capture import capture
 from fxsplit.passes import Profile
-from fxsplit.torch_internals.fake.fake_weights import make_runnable
+from fxsplit.torch_internals.fake.runnable import make_runnable
 from tests.support.models import FAST
 
 mse = F.mse_loss

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile import profile
 from fxsplit.passes.profile.time_in_step import NodeTimes
 

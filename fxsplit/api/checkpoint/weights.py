@@ -17,8 +17,8 @@ from fxsplit.api.checkpoint.storage import MODEL
 from fxsplit.errors import ElsewhereError, InputError
 from fxsplit.formats.weights.save_safetensors import NAMES
 from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, exchange, is_remote
-from fxsplit.torch_internals.fake.fake_weights import dress_like
 from fxsplit.torch_internals.fx.interpret import get_storage_id
+from fxsplit.torch_internals.tensors.dress import dress_like
 
 EXTRA_STATE = "_extra_state"
 """The name in torch's state_dict() for the result of a module's get_extra_state()."""

@@ -28,10 +28,9 @@ from fxsplit.api.compiler.compiled import OTHER_MODE, Compiled, get_mode, read_v
 from fxsplit.api.compiler.heavy_modules import warn_of_heavy_module
 from fxsplit.api.compiler.lowering import build_program, capture_model, read_stated
 from fxsplit.api.compiler.microbatch_count import AUTO
-from fxsplit.api.compiler.module_watch import ModuleWatch
 from fxsplit.api.compiler.options import CompileOptions
 from fxsplit.api.compiler.stage_search import Pin, StageSearch
-from fxsplit.api.compiler.validity import Validity
+from fxsplit.api.compiler.validity import ModuleWatch, Validity
 from fxsplit.errors import InputError, NoFit, UnsteadyProfileWarning
 from fxsplit.formats.weights.checkpoint_names import Extra
 from fxsplit.formats.weights.safetensors_files import WeightFiles

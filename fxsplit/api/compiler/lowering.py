@@ -25,17 +25,16 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.known import KnownCosts
 from fxsplit.ir.facts.costs.loss import Loss
-from fxsplit.ir.facts.detached import Detached
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.stages import Ref, Stages, list_weights
+from fxsplit.ir.facts.stages import Detached, Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.manager import Observer, run_chain
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.compiled_stage import Compiling
 from fxsplit.system.progress_bar import show_phase
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import lacks_values
+from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.fx.dependences import list_node_weights
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 

@@ -15,7 +15,7 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.runtime.stage.compiled_stage import RowDims
-from fxsplit.torch_internals.fake.fake_weights import make_runnable
+from fxsplit.torch_internals.fake.runnable import make_runnable
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled

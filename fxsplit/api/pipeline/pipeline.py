@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn, overload
+from functools import wraps
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from fxsplit.api.generation.programs import Programs
 from fxsplit.api.pipeline.exports import WithExports
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
 from fxsplit.api.pipeline.stream import Stream, check_has_batches
-from fxsplit.api.pipeline.together import act_together
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.capture.call import Call
@@ -64,8 +64,28 @@ from fxsplit.torch_internals.nn.containers import HOOKS
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
-from fxsplit.torch_internals.torch_compile.uncompiled import leave_uncompiled
+from fxsplit.torch_internals.torch_compile.runs_uncompiled import leave_uncompiled
 from fxsplit.torch_internals.user_lines import warn_user
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def act_together(method: Callable[P, R]) -> Callable[P, R]:
+    """Return the method so that it loses no interrupt, and every rank raises the first error of any rank."""
+
+    @wraps(method)
+    def acting(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipeline: Any = args[0]
+        compile_group = pipeline.compiler.compile_group
+        if compile_group is None:
+            return method(*args, **kwargs)
+        # A step limits its time, with all its waiting for other ranks.
+        timeout_s: Any = kwargs.get("timeout_s")
+        with compile_group.world.watch(timeout_s, firm=timeout_s is not None):
+            return method(*args, **kwargs)
+
+    return lose_no_interrupt(acting)
 
 
 class Pipeline(Shown, WithExports):

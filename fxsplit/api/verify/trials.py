@@ -37,7 +37,7 @@ from fxsplit.runtime.ranks.gradients.batch_share import (
     find_own_batch_share,
 )
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.fake.snapshot import Snapshot
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.nn.expectations import normalise_rows_alone
 

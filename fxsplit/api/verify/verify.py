@@ -25,9 +25,8 @@ from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiler.compile_group import GradientHook
 from fxsplit.api.compiler.compiled import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
+from fxsplit.api.verify.approximations import Compression, HookEffect, measure_compression, measure_hook
 from fxsplit.api.verify.compare import limit_difference
-from fxsplit.api.verify.compression import Compression, measure_compression
-from fxsplit.api.verify.hook_effect import HookEffect, measure_hook
 from fxsplit.api.verify.loss import RefusedDtype, TrainingRequest, choose_objective, refuse_gradients
 from fxsplit.api.verify.ranks import Ranks
 from fxsplit.api.verify.tally import Tally
@@ -39,7 +38,7 @@ from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
-from fxsplit.torch_internals.fake.fake_weights import are_together
+from fxsplit.torch_internals.fake.runnable import are_together
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.random.generators import keep_torch_generators
 from fxsplit.torch_internals.random.no_dropout import disable_dropout

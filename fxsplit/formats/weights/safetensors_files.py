@@ -26,8 +26,8 @@ from fxsplit.system.files import explain_unreadable
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals.distributed.remote_tensors import exchange, is_remote
-from fxsplit.torch_internals.fake.fake_weights import dress_like, fill_like
 from fxsplit.torch_internals.tensors.copy_trace import CopiedPart, Parts, fits, trace_copies
+from fxsplit.torch_internals.tensors.dress import dress_like, fill_like
 
 INDEX = ".index.json"
 

@@ -18,7 +18,7 @@ from fxsplit.frontend.check.run import Runner, run_code
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_hooks
-from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.scopes.undo import restore_after
 

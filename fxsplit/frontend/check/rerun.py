@@ -20,7 +20,7 @@ from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import make_runnable
+from fxsplit.torch_internals.fake.runnable import make_runnable
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, preserve
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.nn.containers import rebuild

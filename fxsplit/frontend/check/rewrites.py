@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from fxsplit.errors import BrokenFact, ChainError
 from fxsplit.frontend.check.rerun import compare_graphs
-from fxsplit.ir.facts.detached import Detached
-from fxsplit.ir.facts.stages import list_weights
+from fxsplit.ir.facts.stages import Detached, list_weights
 from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
 

@@ -39,7 +39,8 @@ from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
-from fxsplit.torch_internals.fake.fake_weights import Snapshot, has_values, keep_values
+from fxsplit.torch_internals.fake.snapshot import Snapshot, keep_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 from fxsplit.torch_internals.nn.containers import drop_foreign_fields, rebuild, to_plain_outputs

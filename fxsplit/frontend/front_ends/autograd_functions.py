@@ -121,7 +121,7 @@ def _make_call_of_tensors(cls: Any, leaves: list[Any], structure: pytree.TreeSpe
         args, kwargs = pytree.tree_unflatten(filled, structure)
         return tuple(pytree.tree_leaves(cls.apply(*args, **kwargs)))
 
-    call.held = held  # tells calls with other arguments apart
+    call.held = held  # type: ignore[attr-defined]  # tells calls with other arguments apart
     return _name_after(cls, call)
 
 

@@ -13,7 +13,7 @@ from fxsplit.frontend.meanings.rows import cut_pieces
 from fxsplit.frontend.meanings.trial import list_outputs, take_batch, try_out
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.agreement import is_close
-from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.fake.snapshot import Snapshot
 from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 
 

@@ -34,7 +34,7 @@ from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, is_weigh
 from fxsplit.ir.facts.capture.counts import DIFFERS, Count, CountWatch, share_rows
 from fxsplit.ir.facts.capture.output_kinds import Kind, OutputKind
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.user_lines import warn_user
 
 TRIES = 3

@@ -19,7 +19,7 @@ from fxsplit.frontend.meanings.rows import add_rows, cut_pieces, tell_rows_apart
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments, restore_model
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import has_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.copies import copy_module

@@ -25,7 +25,8 @@ from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, list_kinds
 from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.chunks import ChunkSpec
-from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
+from fxsplit.torch_internals.fake.snapshot import keep_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 
 

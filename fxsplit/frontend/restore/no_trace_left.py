@@ -16,7 +16,7 @@ from fxsplit.errors import TraceError
 from fxsplit.frontend.restore.asides import keep_notes
 from fxsplit.frontend.restore.items import CONTAINERS, copy_items, has_items, list_items, merge_items, put_items_back
 from fxsplit.frontend.restore.owners import find_foreign, is_imported, is_namespace
-from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.fake.snapshot import Snapshot
 from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.random.generators import keep_generators
 from fxsplit.torch_internals.scopes.undo import restore_after

@@ -20,7 +20,7 @@ from fxsplit.frontend.watch.watch import SeenPlace, Watch
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.python_state import Cached
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import keep_values
+from fxsplit.torch_internals.fake.snapshot import keep_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.random.generators import keep_generators

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxsplit.frontend.watch.changes import list_lasting
 from fxsplit.frontend.watch.watch import SeenPlace, Watch
-from fxsplit.torch_internals.fake.fake_weights import Snapshot
+from fxsplit.torch_internals.fake.snapshot import Snapshot
 
 
 class CallWatch:

@@ -11,7 +11,8 @@ from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.frontend.watch.caches import check_caches
 from fxsplit.frontend.watch.watch import SeenPlace, Watch
 from fxsplit.ir.facts.capture.python_state import Cached, same
-from fxsplit.torch_internals.fake.fake_weights import has_values, keep_values
+from fxsplit.torch_internals.fake.snapshot import keep_values
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 
 

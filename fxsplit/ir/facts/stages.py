@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
-from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.containers import rebuild
@@ -159,3 +159,20 @@ def _verify_ends(stage: Stage, number: int) -> None:
 def list_weights(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module, each once."""
     return [*module.parameters(), *module.buffers()]
+
+
+@dataclass(frozen=True)
+class Detached(GivenFact):
+    """The pass called `step` has computed its own weights from the model's `weight`, which the graph no longer reads.
+
+    Folding a batch norm into a convolution does this. The model's weight then gets no gradient. If it is trained or
+    loaded, the graph changes only after the chain has run again.
+    """
+
+    step: str
+    weight: str
+
+    made_by: ClassVar[str] = "a pass of yours"
+
+    def __str__(self) -> str:
+        return f"only for evaluation, as pass {self.step} has made weights of its own ({self.weight})"

@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxsplit.torch_internals.autograd.leaves import mute
-from fxsplit.torch_internals.fake.fake_weights import is_fake, keep_values
+from fxsplit.torch_internals.fake.snapshot import keep_values
+from fxsplit.torch_internals.fake.values import is_fake
 from fxsplit.torch_internals.random.generators import keep_torch_generators
 from fxsplit.torch_internals.tensors.layouts import list_parts
 

@@ -15,7 +15,8 @@ from torch import Tensor, UntypedStorage, fx, nn
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import find_leaves
-from fxsplit.torch_internals.fake.fake_weights import Snapshot, make_runnable
+from fxsplit.torch_internals.fake.runnable import make_runnable
+from fxsplit.torch_internals.fake.snapshot import Snapshot
 from fxsplit.torch_internals.fx.graph_devices import name_other_device
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
 from fxsplit.torch_internals.random.seeded_calls import can_draw, notice_draws

@@ -8,7 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.torch_internals.fake.fake_weights import has_values, lacks_values, make_runnable
+from fxsplit.torch_internals.fake.runnable import make_runnable
+from fxsplit.torch_internals.fake.values import has_values
+from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.fx.interpret import Interpreter, preserve
 
 Values = list[Mapping[fx.Node, Any]]

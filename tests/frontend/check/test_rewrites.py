@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit import DEFAULT, IR, Plan
 from fxsplit.errors import BrokenFact, ChainError, FxsplitWarning, InputError
-from fxsplit.ir.facts.detached import Detached
-from fxsplit.ir.facts.stages import Stages
+from fxsplit.ir.facts.stages import Detached, Stages
 from fxsplit.passes import Emit
 from tests.support.models import Residual
 from tests.support.own_passes import copied, fold_conv_bn, fold_in_evaluation, swap

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 import fxsplit
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile.clock import MOST_SWEEPS, PORTION, Clock, make_clock
 from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import Sweep, time_nodes

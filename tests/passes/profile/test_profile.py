@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile.time_in_step import HALVED, Sweep
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.system.progress import listen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.ir.facts.costs.measured import Measured
+from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.passes.profile.clock import Clock, WorkTime
 from fxsplit.passes.profile.time_in_step import (
     Sweep,

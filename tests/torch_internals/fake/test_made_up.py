@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.torch_internals.fake import made_up
-from fxsplit.torch_internals.fake.fake_weights import has_values, make_up_weights
 from fxsplit.torch_internals.fake.made_up import MadeUp, make_up, make_values
+from fxsplit.torch_internals.fake.runnable import make_up_weights
+from fxsplit.torch_internals.fake.values import has_values
 
 
 def make_empty(build: Any) -> nn.Module:

@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.fake.fake_weights import make_runnable
 from fxsplit.torch_internals.fake.real_shapes import RealShapes
+from fxsplit.torch_internals.fake.runnable import make_runnable
 from tests.support.mixtures import N_EXPERTS, Mixture
 from tests.support.models import FAST
 

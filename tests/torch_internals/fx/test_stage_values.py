@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxsplit.torch_internals.fake.fake_weights import is_fake, without_weights
+from fxsplit.torch_internals.fake.values import is_fake
+from fxsplit.torch_internals.fake.without_weights import without_weights
 from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
 
 

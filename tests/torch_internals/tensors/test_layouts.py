@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxsplit.torch_internals.fake.fake_weights import keep_values
+from fxsplit.torch_internals.fake.snapshot import keep_values
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.tensors.layouts import count_bytes, list_parts
 

@@ -38,8 +38,8 @@ from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
-from fxsplit.torch_internals.fake.fake_weights import is_fake
 from fxsplit.torch_internals.fake.real_shapes import ask_in_bfloat16
+from fxsplit.torch_internals.fake.values import is_fake
 from fxsplit.torch_internals.fx.graph_devices import move_constants
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.recurrent import run_layers_apart

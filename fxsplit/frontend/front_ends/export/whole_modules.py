@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.fake_weights import is_fake
+from fxsplit.torch_internals.fake.values import is_fake
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import register_dataclasses
 from fxsplit.torch_internals.scopes.undo import restore_after

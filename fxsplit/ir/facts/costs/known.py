@@ -9,8 +9,25 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from fxsplit.ir.facts.costs.costs import Costs, NodeCost
-from fxsplit.ir.facts.costs.measured import Measured
 from fxsplit.ir.graph import GivenFact
+
+
+class Measured(NamedTuple):
+    """The measurement of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
+
+    forward_ms: float
+    backward_ms: float
+    weight_ms: float
+    spread_ms: float | None
+    forward_launch_ms: float = 0.0
+    backward_launch_ms: float = 0.0
+    forward_peak_bytes: float | None = None
+    backward_peak_bytes: float = 0.0
+    halved_peak_bytes: float = 0.0
+    late_peak_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+    lent_bytes: float = 0.0
+
 
 _SIZES = re.compile(r"\[[\d, ]*\]")
 _CHOOSES = re.compile(r"\b(bool|u?int\d+)\[")

@@ -14,16 +14,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
-from fxsplit.torch_internals.fake.fake_weights import (
-    Snapshot,
-    are_together,
-    fill_like,
-    has_values,
-    is_fake,
-    keep_values,
-    lacks_values,
-    make_runnable,
-)
+from fxsplit.torch_internals.fake.runnable import are_together, make_runnable
+from fxsplit.torch_internals.fake.snapshot import Snapshot, keep_values
+from fxsplit.torch_internals.fake.values import has_values, is_fake
+from fxsplit.torch_internals.fake.without_weights import lacks_values
+from fxsplit.torch_internals.tensors.dress import fill_like
 from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -100,7 +95,7 @@ class HooksItself(nn.Module):
 
 def test_hooks_that_a_graph_would_lose_are_refused() -> None:
     for model in (HooksItself(), empty(HooksItself)):
-        with pytest.raises(TraceError, match=r"test_fake_weights.py:\d+.*puts a hook on a tensor"):
+        with pytest.raises(TraceError, match=r"test_runnable.py:\d+.*puts a hook on a tensor"):
             fxsplit.compile(model, 2, example_inputs=torch.randn(4, 8), **OPTIONS)
 
 
