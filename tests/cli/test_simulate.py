@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from fxsplit.schedule.generators.catalogue import count_devices
 from fxsplit.schedule.of_plan import read_times
 from fxsplit.schedule.simulation.memory import Footprint, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.figures import format_bytes
 from tests.cli.test_plan import chain
 
 
@@ -292,6 +294,58 @@ def test_a_drawing() -> None:
         "F forward  I input gradient",
         "W weight gradient  . idle",
     ]
+
+
+def read_rows(printed: str, first: str) -> list[list[str]]:
+    """Return the cells of the table whose first head is `first`; two spaces part its columns."""
+    lines = printed.splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith(first)) + 1
+    rows = [re.split(r"\s{2,}", line) for line in lines[begin : begin + 2]]
+    assert all(len(row) == len(re.split(r"\s{2,}", lines[begin - 1])) for row in rows)
+    return rows
+
+
+def test_every_printed_figure_follows_from_the_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A chain of six nodes of 1 ms forward and 2 ms backward, on two devices with 1e6 bytes a second between them."""
+    sent, rate = [4000, 3000, 2000, 1000, 2000, 3000], 1e6
+    path = tmp_path / "chain.json"
+    chain(sent, kept_bytes=10_000, parameter_bytes=7_000, buffer_bytes=1_000).save(path)
+    options = [str(path), "--devices", "2", "--bandwidth", "1e6", "--n-microbatches", "4"]
+    # A device computes its nodes and is busy while values and gradients cross the cut; the best cut by trying all.
+    loads = {cut: max(cut, 6 - cut) * 3 + 2 * 1e3 * sent[cut - 1] / rate for cut in range(1, 6)}
+    cut = min(loads, key=lambda at: loads[at])
+    assert cli.main(["plan", *options]) == 0
+    printed = capsys.readouterr().out
+    crossing, cut_bytes = 2 * 1e3 * sent[cut - 1] / rate, format_bytes(sent[cut - 1])
+    weights = [4 * 7_000 * n + 1_000 * n for n in (cut, 6 - cut)]  # with gradients and two moments of the optimizer
+    # The first device holds two microbatches; besides what it keeps there are the value and the gradient of the cut.
+    first = weights[0] + 2 * 10_000 * cut + 2 * sent[cut - 1]
+    for row, nodes, place in zip(read_rows(printed, "stage  device"), (cut, 6 - cut), range(2), strict=True):
+        assert row[:2] == [str(place), f"device{place}"]
+        assert [float(cell) for cell in row[2:5]] == [nodes, 2 * nodes, crossing]
+        assert row[5:7] == (["0 B", cut_bytes], [cut_bytes, format_bytes(sent[-1])])[place]
+    assert read_rows(printed, "stage  device")[0][7] == format_bytes(first)
+    assert f"bottleneck {loads[cut]:.3f} ms, lower bound {loads[cut]:.3f} ms, optimal among 7 states" in printed
+    assert f"steady-state speed-up {18 / loads[cut]:.2f} over one device" in printed
+    assert "1F1B, 4 microbatches of 1 rows" in printed
+    assert cli.main(["simulate", *options]) == 0
+    printed = capsys.readouterr().out
+    # Both devices compute four microbatches, and wait for the first value and for the last gradient.
+    step_ms = 4 * loads[cut] + loads[cut]
+    idle = 100 * (1 - 4 * loads[cut] / step_ms)
+    for row, place in zip(read_rows(printed, "device   "), range(2), strict=True):
+        assert row[:4] == [f"device{place}", str(place), f"{idle:.1f} %", str(2 - place)] and row[5:] == ["1", "0"]
+    assert read_rows(printed, "device   ")[0][4] == format_bytes(first)
+    assert f"1F1B, 4 microbatches: {step_ms:.3f} ms, bubble {idle:.1f} %" in printed
+
+
+def test_a_timeline_tells_what_its_spans_add_up_to() -> None:
+    timeline = Timeline.of(simulate(generate("1F1B", 2, 3), Times.unit(2)), ("a", "b"))
+    for row, spans in zip(read_rows(str(timeline), "device  "), timeline.spans, strict=True):
+        busy = sum(span.end_ms - span.begin_ms for span in spans)
+        length = max(span.end_ms for each in timeline.spans for span in each)
+        assert row[1:4] == [str(len(spans)), f"{busy:.3f}", f"{100 * (1 - busy / length):.1f} %"]
+        assert busy == 3 * 1 + 3 * 2, "three forwards and three backwards, which take twice as long"
 
 
 def test_it_needs_no_torch() -> None:
