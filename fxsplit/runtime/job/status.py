@@ -13,10 +13,12 @@ NO_WORKERS = "no workers yet: they start with the first batch"
 class WorkerStatus:
     """One worker's state: its number, its device, and its present action.
 
-    stage, microbatch: None if it is idle; microbatch is None also for an action without one. operation: such as
-        "forward", or "idle". node: the node that the stage is running, with the user's line; empty if none is known.
-        waits: whether it waits for a message of another worker. seconds: the time since the action began, including
-        waits.
+    operation: the kind of action, such as "forward", or "idle".
+    stage: None if the worker is idle.
+    microbatch: None if the worker is idle, or its action has no microbatch.
+    node: the node that the stage is running, with the user's line; empty if none is known.
+    waits: whether it waits for a message of another worker.
+    seconds: the time since the action began, including waits.
     """
 
     worker: int

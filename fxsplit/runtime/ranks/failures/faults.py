@@ -24,8 +24,10 @@ MOST_CHARACTERS = 20_000
 class Fault:
     """An exception that a rank has raised.
 
-    rank: the rank's number in the pipeline. kinds: the exception's types as "module:name", the most derived first;
-        empty if the rank has left without an exception. text: its message.
+    rank: the rank's number in the pipeline.
+    kinds: the exception's types as "module:name", the most derived first; empty if the rank has left without an
+        exception.
+    text: its message.
     """
 
     rank: int

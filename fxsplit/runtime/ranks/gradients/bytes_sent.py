@@ -6,8 +6,10 @@ from __future__ import annotations
 class BytesSent:
     """The bytes of gradients that one rank has sent since the pipeline was compiled.
 
-    steps: how often gradients were added up. whole_bytes: the size of the whole gradients. sent_bytes: the bytes sent
-        instead (None: a user's hook does not say). The bytes given to a collective count, however it distributes them.
+    steps: how often gradients were added up.
+    whole_bytes: the size of the whole gradients.
+    sent_bytes: the bytes sent instead (None: a user's hook does not say). The bytes given to a collective count,
+        however it distributes them.
     """
 
     def __init__(self, hook: str = "allreduce") -> None:

@@ -34,9 +34,9 @@ _NAMED = re.compile(r"(?P<name>\w+)(?:\{(?P<options>[^{}]*)\})?")
 class Hook:
     """A hook for the ranks of one group, with its state.
 
-    state: None is replaced by the group. overlaps: the hook only begins a collective, so several buckets may be in
-        flight while stages run. count: returns the bytes sent for a bucket, from the state and the whole buffer (None:
-        unknown).
+    state: None is replaced by the group.
+    overlaps: whether the hook only begins a collective, so that several buckets may be in flight while stages run.
+    count: returns the bytes sent for a bucket, from the state and the whole buffer (None: unknown).
     """
 
     function: Callable[[Any, Any], Any]
@@ -82,10 +82,10 @@ class Hook:
 class HookChoice:
     """The hook that the user chose. It makes a hook for each group of ranks.
 
-    keeps: whether the hook has a state from step to step, such as compression errors. feeds_back: whether it is a named
-        hook that adds these errors to the next step's gradients.
     option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
         in torch's DDP. Raises InputError for anything else.
+    keeps: whether the hook has a state from step to step, such as compression errors.
+    feeds_back: whether it is a named hook that adds these errors to the next step's gradients.
     """
 
     def __init__(self, option: object = None) -> None:

@@ -47,9 +47,9 @@ _numbers = count()
 class World:
     """The ranks of one pipeline. This rank is number `me`, and runs the schedule's device of that number.
 
-    ranks: their numbers in torch's default group, in the order of the pipeline. rows: the ranks of all pipelines of a
-        mesh; each rank makes the groups of all rows. whole: the world of all ranks of the mesh; an error of one of them
-        is raised by all.
+    ranks: their numbers in torch's default group, in the order of the pipeline.
+    rows: the ranks of all pipelines of a mesh; each rank makes the groups of all rows.
+    whole: the world of all ranks of the mesh; an error of one of them is raised by all.
     """
 
     def __init__(
