@@ -26,8 +26,8 @@ TOLERANCE = 1e-5
 """The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
 
 LOST = (
-    "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, as "
-    "checkpoint(use_reentrant=True), an autograd.Function or a backward hook has its own; keep the module that has it "
+    "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, such as "
+    "that of checkpoint(use_reentrant=True), an autograd.Function or a backward hook; keep the module that defines it "
     "whole, fxsplit.leaf('its.path')"
 )
 

@@ -35,7 +35,7 @@ class Runner(Interpreter):
             path = find_submodule(n) or "its.path"
             raise TraceError(
                 f"node {n.name!r}{find_line(n)} of the graph does not run, although the model does "
-                f"({summarize(error)}): keep the module that it is from whole, fxsplit.leaf({path!r})",
+                f"({summarize(error)}): keep the module around it whole, fxsplit.leaf({path!r})",
                 submodule=find_submodule(n),
             ) from error
         if n.op != "placeholder":
@@ -58,7 +58,7 @@ def run_code(here: Runnable) -> None:
         except Exception as error:
             raise TraceError(
                 f"the code of the graph of {here.name} does not run, although its nodes do ({summarize(error)}): an "
-                "argument of a call in forward() prints as something that is no Python; pass plain numbers, texts and "
+                "argument of a call in forward() has a repr that is not Python code; pass plain numbers, texts and "
                 "tensors, or wrap the function that is called with torch.fx.wrap"
             ) from error
 
@@ -68,8 +68,8 @@ def _refuse_sparse(node: fx.Node, value: Any) -> None:
     sparse = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.layout is not torch.strided)
     if (found := next(sparse, None)) is not None:
         raise TraceError(
-            f"node {node.name!r} of the graph is a {found.layout} tensor, and stages hand on strided ones: make it, or "
-            "keep it, and use it in one submodule, which then stays whole",
+            f"node {node.name!r} of the graph is a {found.layout} tensor, and stages only hand on strided ones: make "
+            "or keep it, and use it, in one submodule, which then stays whole",
             submodule=find_submodule(node),
         )
 

@@ -239,8 +239,8 @@ ADVICE = {
 OBJECT = "Return the tensors in it, and make such an object of them outside of forward()"
 DISTRIBUTIONS = f"{TORCH}distributions{os.sep}"
 VALIDATES = (
-    "A torch.distributions object looks at the values that it is made of: give it validate_args=False, and return "
-    "tensors, of which it can be made again outside of forward()"
+    "A torch.distributions object looks at the values of its arguments: give it validate_args=False, and return "
+    "tensors, so that it can be made again outside of forward()"
 )
 
 PACKS = f"{TORCH}nn{os.sep}utils{os.sep}rnn.py"

@@ -226,7 +226,7 @@ class _Trial:
         if self._subject.from_shapes:
             return self._refuse(name, run, f"it may be a mean or a sum{self._say_failed}")
         if self._subject.made_up and not _is_finite(whole):
-            return self._refuse(name, run, "on made-up weights it is not finite, which tells neither a mean nor a sum")
+            return self._refuse(name, run, "on made-up weights it is not finite, so a mean cannot be told from a sum")
         kinds = list_kinds(whole, pieces, run.rows)
         if not kinds:
             closer, loose = self._look_closer(run)
@@ -255,7 +255,7 @@ class _Trial:
         way = describe_counting(self._here) or ALONE
         if "aux_loss" in name:
             way += ", or leave it out (Hugging Face: output_router_logits=False)"
-        return OutputKind("unjoined", why=f"{found}: {reason}, so that microbatches do not make it; {way}")
+        return OutputKind("unjoined", why=f"{found}: {reason}, so it cannot be made from microbatches; {way}")
 
     @property
     def _say_failed(self) -> str:

@@ -146,7 +146,7 @@ def _verify_ends(stage: Stage, number: int) -> None:
     if stage.index != number:
         raise BrokenFact(f"stage {number} says that it is stage {stage.index}")
     if stage.compiled is not None:
-        raise BrokenFact(f"stage {number} has a function beside its module: compile stages with stage_backend=")
+        raise BrokenFact(f"stage {number} has a function in addition to its module: compile stages with stage_backend=")
     takes = tuple(n.name for n in stage.module.graph.nodes if n.op == "placeholder")
     if takes != stage.inputs:
         raise BrokenFact(f"stage {number} says that it takes {stage.inputs}, and its module takes {takes}")

@@ -50,7 +50,7 @@ def test_a_graph_that_computes_something_else_is_refused(at: str, mode: str) -> 
     # If the costs are kept, their check fails first; otherwise the run on the example finds it.
     message = (
         r"after pass 'swap-function': (the graph computes something else on the example than before: output 0 differs"
-        r"|node 'relu' is call_function:tanh, and its costs are of call_function:relu)"
+        r"|node 'relu' is call_function:tanh, and its costs are for call_function:relu)"
     )
     for keep in (True, False):
         with pytest.raises(BrokenFact, match=message):

@@ -327,7 +327,7 @@ class Costs(Shown, Fact):
         for node in ir.gm.graph.nodes:
             cost, reads = self.by_name.get(node.name), [n.name for n in node.all_input_nodes]
             if cost is not None and name_operator(node) != cost.op:
-                raise BrokenFact(f"node {node.name!r} is {name_operator(node)}, and its costs are of {cost.op}")
+                raise BrokenFact(f"node {node.name!r} is {name_operator(node)}, and its costs are for {cost.op}")
             if cost is not None and set(reads) != set(cost.inputs):
                 raise BrokenFact(f"node {node.name!r} reads {reads}, and the costs say {list(cost.inputs)}")
             if node.op == "output" and set(reads) != set(self.outputs):
