@@ -26,7 +26,7 @@ def test_costs_are_of_the_largest_microbatch(n_microbatches: int, rows: int) -> 
 
 
 def test_a_model_is_left_as_it_was() -> None:
-    """Gradients are measured even if the caller has switched them off, and none stays behind."""
+    """Gradients are measured even if the caller has switched them off, and none is kept."""
     model, x = small()
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():

@@ -18,7 +18,7 @@ from fxsplit.torch_internals.tensors.squares import divide_all, find_worst, squa
 class HookEffect:
     """The error of summed gradients: |found - exact| / |exact|, as norms over all elements.
 
-    worst: the error of the parameter with the largest relative error in its gradient; `worst_name` is its name.
+    worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
     left: the norm of the gradients that the hook keeps for later steps, over |exact|; None if the hook keeps nothing.
     lost: the error that later steps will not correct: |found + left - exact| / |exact|.
     loss: the loss of the step, in words.
@@ -79,8 +79,8 @@ def _name_left(pipe: Pipeline, left: Mapping[Tensor, Tensor] | None) -> dict[str
 class Compression:
     """The error of outputs and gradients: |found - exact| / |exact|, as norms over all elements.
 
-    `worst` is the error of the parameter with the largest relative error in its gradient, and `worst_name` its name.
-    `loss` describes the loss of the step.
+    worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
+    loss: the loss of the step, in words.
     """
 
     how: str

@@ -89,7 +89,7 @@ class Ranks:
         return merged
 
     def merge_squares(self, squares: Squares) -> Squares:
-        """Return the squares of all names; each rank has a part of them."""
+        """Return the squares of all tensors by name, gathered from the ranks, which have some each."""
         if self._compile_group is None:
             return squares
         texts = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)

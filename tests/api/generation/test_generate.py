@@ -84,7 +84,7 @@ def test_what_stages_cannot_do_is_refused() -> None:
         with pytest.raises(InputError, match=r"in training mode.*call pipe.eval\(\) first"):
             pipe.generate(**prompt, max_new_tokens=4)
         pipe.eval()
-        # A refused call leaves nothing behind.
+        # A refused call changes nothing.
         assert torch.equal(pipe.generate(**prompt, max_new_tokens=4), model.generate(**prompt, max_new_tokens=4))
 
 
