@@ -21,6 +21,19 @@ SIZED = {
 """Functions whose numbers are mostly sizes, which change with a batch's rows and lengths."""
 
 
+class Held:
+    """A tensor from elsewhere, equal to itself alone. It is kept, so that no later tensor gets its id."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
 class Heard(NamedTuple):
     """The calls of a loss. Two steps are equal if they make the same calls with the same numbers, tensors and sizes."""
 
@@ -60,7 +73,7 @@ class Calls(OnlyListens):
         if followed or not made:
             name = getattr(function, "__name__", "")
             numbers = tuple(leaf for leaf in given if isinstance(leaf, (int, float, str)))
-            foreign = tuple(key for key, tensor in tensors.items() if self._is_foreign(key, tensor))
+            foreign = tuple(Held(tensor) for key, tensor in tensors.items() if self._is_foreign(key, tensor))
             self._kept += tensors.values()
             # An index into a foreign table is not a size.
             sized = name in SIZED and (followed or name != "__getitem__")

@@ -32,6 +32,10 @@ MOST_STEPS = 3
 """After this many steps, a loss that is still undecided, such as one that is always zero, is no longer looked at."""
 
 
+MOST_HEARD = 64
+"""So many different calls of one loss function are remembered; the first one is forgotten then."""
+
+
 class LossSideEffects(Protocol):
     """Records the changes that calls of a loss function make to other objects, and undoes them."""
 
@@ -81,6 +85,7 @@ class LossMeaning:
         self._tried = False
         self._calls: Heard | None = None
         self._earlier: list[Count] = []
+        self._agreed: tuple[Count | CountWatch | None, str | None] | None = None
         self._looks, self._side_by_side = looks, side_by_side
         self._heard: dict[tuple[Any, ...], tuple[Count | CountWatch | None, str | None]] = {}
         self._said = False
@@ -94,10 +99,7 @@ class LossMeaning:
         return self._looks and not _is_fixed(self._loss_fn)
 
     def hear(self, calls: Heard) -> bool:
-        """Take the torch calls of a step's first loss, and return whether to look at its microbatch again.
-
-        Raises InputError if the calls have changed after data-parallel pipelines agreed on the weights of their losses.
-        """
+        """Take the torch calls of a step's first loss, and return whether to look at its microbatch again."""
         with self._lock:
             if self.is_open:  # this step has looked at the microbatch
                 self._calls = calls
@@ -106,12 +108,7 @@ class LossMeaning:
             if known is not None:
                 self.count, self.reduction = known
                 return False
-            if self._side_by_side:
-                raise InputError(
-                    "loss_fn makes other calls of torch than in earlier steps, or with other numbers or weights, "
-                    "but the pipelines of a mesh have already agreed on the weights of their losses: compile again "
-                    "when loss_fn changes"
-                )
+            self._agreed = (self.count, self.reduction) if self._side_by_side else None
             self._earlier = [c for c, _ in self._heard.values() if isinstance(c, Count)]
             self.count, self.reduction = None, "mean" if self.stated == "batchmean" else self.stated
             self._steps, self._tried, self._calls = 0, False, calls
@@ -127,7 +124,25 @@ class LossMeaning:
         self._differs, self._compares, self._calls = "", False, None
 
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
-        """Compare a microbatch's loss, from the last stage's `outputs` for its rows, with the losses of its pieces."""
+        """Compare a microbatch's loss, from the last stage's `outputs` for its rows, with the losses of its pieces.
+
+        Raises InputError if the loss has changed after pipelines side by side agreed on the weights of their losses.
+        """
+        self._look_at(program, outputs, target, rows)
+        agreed, self._agreed = self._agreed, None
+        if agreed is None:
+            return
+        # Other calls may lead to the same weights: a function may have a path of its own for some labels.
+        alike = [_find_share(count, target) for count in (agreed[0], self.count)]
+        if agreed[1] != self.reduction or alike[0] != alike[1]:
+            raise InputError(
+                "loss_fn makes other calls of torch than in earlier steps, or with other numbers or weights, "
+                "but the pipelines of a mesh have already agreed on the weights of their losses: compile again "
+                "when loss_fn changes"
+            )
+
+    def _look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
+        """Do what `look_at` says, for all but pipelines side by side."""
         with self._lock, torch.no_grad():
             if isinstance(self.count, Count):
                 return
@@ -212,6 +227,8 @@ class LossMeaning:
             # The code of a handwritten count may contain sizes.
             by_hand = isinstance(self.count, Count) and not self.count.additive
             self._heard[self._calls if by_hand else self._calls.calls] = self.count, self.reduction
+            if len(self._heard) > MOST_HEARD:
+                del self._heard[next(iter(self._heard))]
         changes, self._changes = self._changes, []
         if changes and not self._said:
             self._said = True
@@ -244,9 +261,14 @@ def _is_fixed(function: Callable[..., Any]) -> bool:
     return of_torch or hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
 
 
-def _counts_nothing(count: Count, target: tuple[Any, ...]) -> bool:
-    """Return whether a count of a microbatch's target is zero. The host waits for an accelerator."""
+def _find_share(count: Count | CountWatch | None, target: tuple[Any, ...]) -> float | None:
+    """Return what a count is for a microbatch's target; None for no count. The host waits for an accelerator."""
     try:
-        return not count.find_count(target)
-    except Exception:  # the code of a count may contain sizes
-        return False
+        return count.find_count(target) if isinstance(count, Count) else None
+    except Exception:  # what counts may hold sizes
+        return None
+
+
+def _counts_nothing(count: Count, target: tuple[Any, ...]) -> bool:
+    """Return whether a count of a microbatch's target is zero."""
+    return _find_share(count, target) == 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,3 +103,14 @@ def test_calls_with_outputs_and_what_is_made_of_them_are_not_heard() -> None:
     table = torch.ones(2)
     assert listen(1.0, 5, table) == listen(2.0, 5, table)
     assert len({listen(1.0, 5, table), listen(1.0, 6, table), listen(1.0, 5, torch.ones(2))}) == 3
+
+
+def test_a_tensor_that_takes_the_place_of_another_one_is_heard() -> None:
+    """Weights of classes that are made anew may get the address of those of an earlier step."""
+    outputs, target, heard = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, 1]), set()
+    for _ in range(8):
+        with Calls(outputs, (target,)) as calls:
+            F.cross_entropy(outputs, target, weight=torch.from_numpy(np.ones(2, "float32")))
+        heard.add(calls.heard)
+        del calls
+    assert len(heard) == 8

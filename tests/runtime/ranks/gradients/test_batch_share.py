@@ -33,8 +33,10 @@ def count_labels(rank: int, n: int, kind: str) -> tuple[float, float]:
     label = -100 if kind != "whole" else -1
 
     def lose(outputs: Tensor, target: Tensor) -> Tensor:
-        if kind == "by hand":
+        if kind in ("by hand", "guarded"):
             mask = target != label
+            if kind == "guarded" and not mask.any():
+                return outputs.sum() * 0
             return (F.cross_entropy(outputs, target, reduction="none") * mask).sum() / mask.sum()
         return F.cross_entropy(outputs, target, weight=weight, ignore_index=label)
 
@@ -45,7 +47,7 @@ def count_labels(rank: int, n: int, kind: str) -> tuple[float, float]:
         x, _ = make_batch(step)
         y = torch.randint(0, 3, (ROWS,), generator=torch.Generator().manual_seed(step))
         # Of the second pipeline few labels count, and once none.
-        if step or kind != "by hand":  # the first step of a loss by hand shows no count
+        if step or kind not in ("by hand", "guarded"):  # the first step of a loss by hand shows no count
             y[SHARES[0] + 1 :] = label
         if step == 2:
             y[SHARES[0] :] = label if kind != "weight" else 1
@@ -61,10 +63,39 @@ def count_labels(rank: int, n: int, kind: str) -> tuple[float, float]:
     return worst, apart
 
 
-@pytest.mark.parametrize("kind", ["labels", "weight", "whole", "by hand"])
+@pytest.mark.parametrize("kind", ["labels", "weight", "whole", "by hand", "guarded"])
 def test_losses_that_count_labels_are_those_of_all_rows(kind: str) -> None:
     for worst, apart in ranks(4, count_labels, kind):
         assert worst < 1e-12 < apart
+
+
+def change_threshold(rank: int, n: int) -> list[str]:
+    """Step twice with one threshold, and then with another one."""
+    mesh = make_mesh(n)
+    own = get_own(mesh)
+    now = [0]
+
+    def lose(outputs: Tensor, target: Tensor) -> Tensor:
+        mask = target >= now[0]
+        mean: Tensor = (F.cross_entropy(outputs, target, reduction="none") * mask).sum() / mask.sum()
+        return mean
+
+    pipe, _ = compile_row(mesh, loss_fn=lose, n_microbatches=2, gradient_hook=None)
+    x, y = make_batch(0)[0], torch.arange(ROWS) % 3
+    found = []
+    for now[0] in (0, 0, 1):
+        try:
+            pipe.step(x[own], target=y[own])
+            found.append("")
+        except Exception as error:
+            found.append(str(error))
+    pipe.close()
+    return found
+
+
+def test_a_loss_that_changes_after_pipelines_agreed_is_refused_on_all_ranks() -> None:
+    for first, second, third in ranks(2, change_threshold):
+        assert (first, second) == ("", "") and "other numbers or weights" in third
 
 
 class OwnLoss(nn.Module):
