@@ -226,14 +226,15 @@ class LossTrial:
         trained = [output for output in outputs if output.is_floating_point() or output.is_complex()]
         for output in trained:
             output.requires_grad_()
-        # Clones: a function may write to its arguments.
-        loss = self._call([*(o.clone() for o in outputs), *map(_widen, part[self._n_outputs :])])
+        loss = self._call([*outputs, *map(_widen, part[self._n_outputs :])])
         found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
         made = [(o, next(found) if o.requires_grad else None) for o in outputs]
         return [torch.zeros_like(o) if g is None else g for o, g in made]
 
     def _call(self, part: Sequence[Any]) -> Tensor:
         """Return the loss of a list of outputs followed by the target."""
+        # Clones: a function may write to its arguments, which other calls get too, or parts of them.
+        part = [value.clone() if isinstance(value, Tensor) else value for value in part]
         made = self._program.build_result(part[: self._n_outputs])
         loss: Tensor = self._loss_fn(made, *self._take_target(part))
         return loss

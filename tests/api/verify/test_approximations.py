@@ -130,12 +130,12 @@ def test_verify_proves_exact_cuts_and_measures_compressed_ones(capsys: pytest.Ca
 
 def test_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     chain = "profile{repeats=1},cut{compress=int8},augment,order,partition,emit"
-    assert cli.main(["verify", "tests.api.verify.test_compression:make_pair", "--passes", chain]) == 0
+    assert cli.main(["verify", "tests.api.verify.test_approximations:make_pair", "--passes", chain]) == 0
     assert "cuts compressed (int8): outputs off by" in capsys.readouterr().out
-    assert cli.main(["verify", "tests.api.verify.test_compression:make_pair", "--passes", chain, "--json"]) == 0
+    assert cli.main(["verify", "tests.api.verify.test_approximations:make_pair", "--passes", chain, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["compression"]
     assert told["how"] == "int8" and 0 < told["gradient"] < 0.1
-    assert cli.main(["verify", "tests.api.verify.test_compression:make_pair", "--json"]) == 0
+    assert cli.main(["verify", "tests.api.verify.test_approximations:make_pair", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compression"] is None
 
 

@@ -295,5 +295,5 @@ def test_the_command_under_a_launcher(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("option", [["--pipelines", "2"], ["--gradient-hook", "fp16"]])
 def test_options_of_the_command_for_ranks_alone(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "tests.api.verify.test_compression:make_pair", *option]) == 2
+    assert main(["verify", "tests.api.verify.test_approximations:make_pair", *option]) == 2
     assert f"{option[0]} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify" in capsys.readouterr().err
