@@ -73,7 +73,7 @@ def call_picky(h: Tensor) -> Any:
     ("then", "line", "reason"),
     [
         (decide, "return h * 2 if h.sum", "data-dependent"),
-        (call_shapeless, "shapeless", "operator fxsplit_stopped.shapeless.default has no kernel that computes only shapes"),
+        (call_shapeless, "shapeless", "fxsplit_stopped.shapeless.default has no kernel that computes only shapes"),
         (call_picky, "picky", "in operator fxsplit_stopped.picky.default: picky wants bfloat16"),
     ],
 )
