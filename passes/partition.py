@@ -1,6 +1,8 @@
 """partition: cut the state sequence into stages with the smallest bottleneck; learns Plan.
 
-The last pass of planning: `emit` then builds a module for each stage.
+An *ideal* is a set of nodes that contains every node they read. `augment` has found the ideals (Antichains), and
+`order` has put them in sequence as *states*, with sums of times and bytes (States). A stage lies between two states.
+This is the last pass of planning: `emit` then builds a module for each stage.
 """
 
 from __future__ import annotations

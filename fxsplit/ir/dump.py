@@ -138,7 +138,7 @@ _unmatched: set[str] = set()
 def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfter]:
     """Return the observers: a DumpTo if a `folder` is given, and a PrintAfter if FXSPLIT_PRINT_AFTER names passes.
 
-    A name in the variable that this chain lacks may belong to another pipeline, so it is only a warning, once a name.
+    A name that is no pass of this chain gets a warning, once: it may be a pass of another pipeline's chain.
     """
     observers: list[DumpTo | PrintAfter] = []
     if folder is not None:

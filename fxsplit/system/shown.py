@@ -1,4 +1,4 @@
-"""Shown: results as tables, the same in print(), in notebooks and on the command line.
+"""The base class of results that show themselves as tables, in print(), in notebooks and on the command line.
 
 A result defines its tables and lines, and a one-line summary:
 

@@ -43,8 +43,8 @@ class FoundStages:
 class StageSearch:
     """A model in its present mode, to be compiled for a call with `rows` rows.
 
-    like: the record of an earlier compile, for the other mode, other shapes or another way of calling the model.
-    same_way: whether `like` is for calls of the same way.
+    like: the record of an earlier compile, for the other mode, for other shapes, or for calls with other arguments.
+    same_way: whether `like` is for calls with the same arguments, up to their shapes.
     others: all existing programs; their weights stay on their stages.
     moves_weights: whether `like` and `others` are of no use, so that every weight may move.
     graphs: texts of the captured graphs, which ranks compare.

@@ -174,7 +174,11 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
 
 
 def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
-    """Return the model's outputs, and leave the model as it was. Raises RefusedDtype if the model does not run."""
+    """Return the model's outputs, and leave the model as it was.
+
+    Raises RefusedDtype if the model fails, so that the caller tries another dtype. With `finite`, outputs that contain
+    NaN or infinity count as a failure.
+    """
     try:
         with torch.no_grad(), preserve(model):
             # A new seed each time, or random draws would be equal in all runs. preserve() restores the generator.

@@ -30,7 +30,7 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         caches = [seen for seen in filled if seen not in found and not seen.library]
         if caches:
             for seen in found:
-                seen.put_back((), lambda then, now: False)
+                seen.put_back((), lambda then, now: False)  # no entry stays
             check_caches(here, watch, restore, {seen: filled[seen] for seen in caches})
     watch.put_back()
     # Made once and used from then on, like a function under torch.compile: otherwise the next call would make another

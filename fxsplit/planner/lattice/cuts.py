@@ -100,7 +100,7 @@ class _Network:
 
     @classmethod
     def of(cls, costs: Costs, blocks: Blocks) -> _Network:
-        """Build the network of a graph."""
+        """Build the flow network whose minimum cut is the ideal with the fewest live bytes."""
         net = cls(len(blocks))
         for b, before in enumerate(blocks.before):
             net.arcs += [(b, a, inf) for a in before]

@@ -171,7 +171,10 @@ class VersionedReplica(Replica):
         self._key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
-        """Move the model's weights to other memory. Weights that share memory go on sharing it."""
+        """Copy the weights to new memory on the same device, so that the old memory can be kept as a version.
+
+        Weights that share memory go on sharing it.
+        """
         # The caller's stream allocated the old memory, and this worker's stream may still be reading it.
         hand_over(self._weights)
         moved: dict[int, UntypedStorage] = {}

@@ -155,7 +155,9 @@ class PythonState(GivenFact):
         return replace(self, reads=reads, followed=tuple(followed), stuck=stuck)
 
     def read_numbers(self, arguments: Mapping[str, Any]) -> tuple[float, ...]:
-        """Return the present numbers that are inputs of the graph; `arguments` has the arguments of a call."""
+        """Return the current value of each Python number that is an input of the graph.
+
+        `arguments` maps the names of a call's arguments to their values."""
         return tuple(arguments[n.place.key[1]] if n.is_argument else n.place.read() for n in self.followed)
 
     def __str__(self) -> str:
