@@ -59,8 +59,8 @@ def irs_before(name: str) -> dict[str, IR]:
 
 
 def order_for(name: str, devices: int) -> IR:
-    """Return the IR before `partition` for so many devices, and for 1F1B on them."""
-    # What compile() would learn from its arguments. Ideals follow from the machine, so they are found again.
+    """Return the IR before `partition`, for 1F1B on `devices` devices."""
+    # The facts that compile() would learn from its arguments. Ideals depend on the machine, so they are found again.
     peaks = {k: find_schedule("1F1B")(k, MICROBATCHES).peak_in_flight() for k in range(1, devices + 1)}
     facts = fxsplit.Machine.of(["cpu"] * devices), Workload("1F1B", MICROBATCHES, peaks)
     return run_chain(irs_before(name)["augment"].learn(*facts), [Augment(), Order()])

@@ -1,7 +1,7 @@
-"""How fast outputs come without gradients: a stream of batches beside calls, and beside the bound of the slowest stage.
+"""Measure how fast outputs come without gradients: a stream of batches, single calls, and the slowest stage's bound.
 
-Two devices with one thread each, 20 batches, repetitions interleaved, medians. *bound* is the slower of both stages on
-all microbatches, while the other one runs too: cores of one machine share its memory.
+Two devices with one thread each, 20 batches, repetitions interleaved, medians. *bound* is the time that the slower
+stage takes for all microbatches while the other stage runs too, because cores of one machine share its memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stages:
         ]
 
     def run(self) -> tuple[float, float]:
-        """Return the seconds of the slower stage, and those of this process's CPU time."""
+        """Return the seconds of the slower stage, and the CPU seconds of this process."""
         found: list[tuple[float, float]] = [(0.0, 0.0)] * 2
 
         def work(number: int) -> None:
@@ -57,7 +57,7 @@ class Stages:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stream(benchmark: BenchmarkFixture, case: Case) -> None:
-    """All batches of a stream, of calls, of the unsplit model on one thread, and of the stages alone."""
+    """Time all batches as a stream, as single calls, through the unsplit model on one thread, and stage by stage."""
     model, x, _ = build(case)
     model.eval()
     batches = [x.clone() for _ in range(BATCHES)]
@@ -74,7 +74,7 @@ def test_stream(benchmark: BenchmarkFixture, case: Case) -> None:
         benchmark.pedantic(lambda: list(pipe.stream(batches)), rounds=1)
     pipe.close()
     benchmark.group = "inference"
-    # Of each round, since what else the machine does falls on neighbours in time.
+    # A ratio for each round: other load on the machine falls on runs that are neighbours in time.
     shares = [a / b for a, b in zip(seconds["stages alone"], seconds["stream"], strict=True)]
     benchmark.extra_info.update(
         inference=str(case),

@@ -1,4 +1,4 @@
-"""How long planning takes, beside the paper's own dynamic programme where that stands.
+"""Measure how long planning takes, and compare it with the paper's own dynamic programme if its files are here.
 
 Run `make bench`. One thread, kernels warm. Profiles of other tools are read from the folder FXSPLIT_PROFILES, which
 holds `dnn_partitioning/*.json` (github.com/msr-fiddle/dnn-partitioning) and `pipedream/*.txt`
@@ -97,7 +97,7 @@ def lattice(name: str) -> tuple[Costs, Antichains, States]:
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-    """Model B on a traced network, at 10 GB/s; fewer devices where there are fewer blocks."""
+    """Plan under model B on a traced network, at 10 GB/s, with at most as many devices as blocks."""
     costs, chains, _ = lattice(name)
     machine = Machine.planned(devices, 1e10)
     options = Options(use_all=devices <= len(chains.blocks))
@@ -126,7 +126,7 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
         assert found is not None
         return max(problem.loads(found.path))
 
-    # A comparison of times means something only where both find the same optimum.
+    # Comparing the times makes sense only if both searches find the same optimum.
     assert benchmark.pedantic(search, rounds=choose(20, 1), warmup_rounds=1) == pytest.approx(peer, rel=1e-9)
     plan = partition(Task(costs, *lay_out(machine), PIPEDREAM), chains, states)
     note(benchmark, f"{name}, {devices} devices, beside all pairs", plan, peer_s=peer_s)
@@ -134,7 +134,7 @@ def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) 
 
 def test_transformer(benchmark: BenchmarkFixture) -> None:
     """Layers traced operator by operator, 16 devices at 25 GB/s: blocks, states and solution."""
-    # A graph of thousands of nodes, whose lattice is far larger than those of the other networks.
+    # A graph of thousands of nodes, with a far larger lattice than the other networks have.
     costs = transformer(LAYERS)
     machine = Machine.planned(16, 25e9)
 
@@ -146,7 +146,7 @@ def test_transformer(benchmark: BenchmarkFixture) -> None:
 
 
 def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
-    """The same transformer if only so many ideals may be looked at: min cuts, one order along them, and a gap."""
+    """Plan the same transformer with a cap on its ideals: min cuts, one order along them, and a gap."""
     costs = transformer(LAYERS)
     machine = Machine.planned(16, 25e9)
 

@@ -1,7 +1,7 @@
-"""How fast pipelines run: fxsplit beside torch.distributed.pipelining, torchgpipe and the unsplit model, in one run.
+"""Measure how fast pipelines run: fxsplit, torch.distributed.pipelining, torchgpipe and the unsplit model in one run.
 
 Run `make bench`. Two devices with one thread each, the same stage modules for all, repetitions interleaved, medians.
-*bound* is what the simulator allows once the measured times of actions are put in.
+*bound* is the simulator's step time, computed from the measured times of actions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def take_turns(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the seconds of wall clock and of CPU time of each run in each round, by name.
 
-    Runs take turns, so that what else the machine does falls on all of them. `prepare` comes before each run.
+    Runs take turns, so that other load on the machine falls on all of them. `prepare` is called before each run.
     """
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -114,7 +114,7 @@ def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> flo
         for row in trace.spans:
             for action, begin, end in row:
                 taken.setdefault(action, []).append(end - begin)
-    # Only `of` is asked for computing, and two stages are all that is checked of the lists.
+    # simulate() only calls `of` for durations, and only checks that the lists have two stages.
     times = TracedTimes([0.0, 0.0], [0.0, 0.0])
     times.by_action.update({action: median(each) for action, each in taken.items()})
     return simulate(generate(pipe.plan.schedule, 2, n_microbatches), times).step_ms
@@ -143,7 +143,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     machine = ["cpu"] * 2
     pipe = fxsplit.compile(model, machine, loss_fn=F.cross_entropy, n_microbatches=n, example_inputs=x)
     pipe.costs.save(tmp_path / "costs.json")
-    # Copies, so that nobody adds to the gradients of another one.
+    # Copies, so that no run adds to the gradients of another run.
     unsplit = copy.deepcopy(model)
     stages = [copy.deepcopy(s.module) for s in pipe.stages.stages]
     loop = looped(unsplit, x, y, n)
@@ -189,7 +189,7 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
 
 
 def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """Stages with next to nothing in them: what is left is the runtime's own, per action."""
+    """Measure the runtime's own time for an action, on stages with next to nothing to compute."""
     case = Case("empty", 64, 64)
     model, x, y = build(case)
     n = case.n_microbatches
@@ -220,7 +220,7 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", SHORT[-2:], ids=str)
 def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `find_unshared` spares: a step's processor time, and that with a copy of each leaf's first gradient."""
+    """Measure the processor time that `find_unshared` saves: a step with it, and with a copy of each first gradient."""
     model, x, y = build(case)
     find = grad_sums.find_unshared
     copied: list[int] = []
@@ -247,7 +247,7 @@ def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.Mon
 
 
 def test_hearing(benchmark: BenchmarkFixture) -> None:
-    """What a public function takes more for not losing a Ctrl-C."""
+    """Measure how much longer a public function takes because it does not lose a Ctrl-C."""
     calls = choose(1000, 1)
 
     def work(number: int) -> int:
@@ -273,7 +273,7 @@ def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
     measured: dict[str, list[float]] = {name: [] for name in RUNNABLE}
     with ExitStack() as stack:
         for name in RUNNABLE:
-            # All schedules are predicted by the same measured costs, those of the first.
+            # Every schedule is predicted from the same measured costs: the costs of the first pipeline.
             costs = next((pipe.costs for pipe in pipes.values()), None)
             pipe = fxsplit.compile(model, ["cpu"] * 2, schedule=name, costs=costs, **options)
             pipes[name] = stack.enter_context(pipe)

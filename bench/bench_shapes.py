@@ -1,7 +1,7 @@
-"""What models without weights are told to cost, one operator at a time, beside what they are measured to cost.
+"""Compare the costs that models without weights are given, operator by operator, with measured costs.
 
-*regret* is how much slower the bottleneck of the plan from shapes is than that of the best plan, both by the measured
-costs.
+*regret* says how much slower the bottleneck of the plan from shapes is than the bottleneck of the best plan, both by
+the measured costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS, DEVICES = choose(3, 1), 4
 
 def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
     """Return the time of the slowest stage by these costs."""
-    # The stages of one plan, priced by the costs of the other: what the plan would take in truth.
+    # Price the stages of one plan with the costs of the other: this is the time that the plan would really take.
     nodes = ([costs.by_name[name] for name in stage.nodes] for stage in plan.stages)
     return max(sum(n.forward_ms + n.backward_ms for n in stage) for stage in nodes)
 
@@ -32,7 +32,7 @@ def test_from_shapes(benchmark: BenchmarkFixture, network: str) -> None:
     model, x, _ = build(Case(network, 8, 1))
     with fxsplit.without_weights():
         empty, _, _ = build(Case(network, 8, 1))
-    # Costs from shapes are those of one thread.
+    # Costs from shapes assume one thread.
     torch.set_num_threads(1)
     measured, told, regrets = [], [], []
     for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
-"""Time how long a checkpoint that is written while training goes on blocks it, beside one that is waited for.
+"""Time how long a checkpoint blocks training: one that is written in the background, and one that is waited for.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 -m bench.checkpoints --width 1024 --layers 8 --rounds 6
 
-Three ways take turns, so that they meet the same load: steps without a checkpoint, with one that is written meanwhile,
-and with one that is waited for. Without a launcher the pipeline has two CPU devices.
+Three ways take turns, so that they meet the same load: steps without a checkpoint, with one that is written in the
+background, and with one that is waited for. Without a launcher the pipeline has two CPU devices.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
                 optimizer.step()
             turns[way].append(1e3 * (time.perf_counter() - begin))
             if saving is not None:
-                # What is left of it is no part of the turn behind.
+                # The rest of the write must not count in the next turn.
                 saving.wait()
                 if way == "meanwhile":
                     written.append(1e3 * (time.perf_counter() - begin))

@@ -1,4 +1,4 @@
-"""What a compile takes beside torch.export, or beside a batch forward and backward, and how much memory it needs.
+"""Compare the time of a compile with torch.export, or with a batch forward and backward, and measure its memory.
 
 Run `python -m bench.compile_time`; `--full` for the sizes of the table in bench/README.md. Every figure comes from a
 fresh process that has loaded all code before, as the first compile of a process does. Seconds are of processor time on
@@ -36,7 +36,7 @@ from fxsplit.system.progress import listen
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 EXPORTS, EXTRA_S, BATCHES = 2.5, 2.0, 4.0
-"""A compile may take so many exports, or so many batches and seconds, and the profile."""
+"""Limits of a compile, besides its profile: so much times an export, or so much times a batch and some seconds."""
 LONG_S = 2.0
 """A batch that takes longer is not run twice."""
 TOKENS = 1000
@@ -46,9 +46,9 @@ Made = tuple[nn.Module, Inputs]
 
 
 class Case(NamedTuple):
-    """A model to compile: what makes it and a batch for it, and on how many devices it is to run.
+    """A model to compile: the function that makes it with a batch, and its number of devices.
 
-    exported: whether symbolic tracing cannot follow it, and torch.export can.
+    exported: whether torch.export captures it, because symbolic tracing cannot.
     """
 
     make: Callable[[], Made]
@@ -78,7 +78,7 @@ class ByLength(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return what the model returns."""
+        """Return the model's output."""
         return cast(Tensor, self.model(tokens if tokens.shape[1] > 1 else tokens.repeat(1, 2)))
 
 
@@ -120,7 +120,7 @@ def make_bert(layers: int, width: int) -> Made:
 
 
 def make_images(name: str, side: int) -> Made:
-    """Return a network of torchvision's, and eight images of so many pixels along a side."""
+    """Return a network of torchvision's, and eight images with `side` pixels along each side."""
     return torchvision_model(name), {"x": torch.randn(8, 3, side, side)}
 
 
@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _print_row(name: str, case: Case, *, phases: bool) -> None:
-    """Print the row of a model, each part of which runs in a process of its own."""
+    """Print the row of a model; each part of the row runs in its own process."""
     parts = ("static", "free", "compile") if case.exported else ("batch", "compile")
     found: dict[str, Any] = {}
     for part in parts:
@@ -184,9 +184,9 @@ def _print_row(name: str, case: Case, *, phases: bool) -> None:
 
 
 def _run_apart(part: str, name: str) -> dict[str, Any]:
-    """Return what a part of a row finds in a new process; what that one prints of errors comes here."""
+    """Measure a part of a row in a new process and return its figures; the process's errors appear here."""
     command = [sys.executable, "-m", "bench.compile_time", "--part", part, name]
-    # Its own folder is not on its path where only the tests' is.
+    # The new process does not have this checkout on its path if only the tests' path has it.
     folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -213,7 +213,7 @@ def _load_code() -> None:
 
 
 def _time_export(model: nn.Module, inputs: Inputs, *, free: bool) -> float:
-    """Return the seconds of torch.export; `free`: for any number of rows, and for other lengths where that may be."""
+    """Return the seconds of torch.export; `free` exports for any number of rows, and for other lengths if possible."""
     device = next(model.parameters()).device
     given = {name: t.to(device) for name, t in inputs.items()}
     first, *others = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
@@ -226,7 +226,7 @@ def _time_export(model: nn.Module, inputs: Inputs, *, free: bool) -> float:
 
 
 def _time_batch(model: nn.Module, inputs: Inputs) -> float:
-    """Return the seconds of one batch forward and backward, after another one where that does not take long."""
+    """Return the seconds of one batch forward and backward; a short batch has a warm-up."""
     for turn in range(2):
         begin = time.process_time()
         model(**inputs).sum().backward()
@@ -266,7 +266,8 @@ def _time_compile(model: nn.Module, inputs: Inputs, devices: int) -> dict[str, A
 
 def find_largest(costs: Costs) -> float:
     """Return the bytes of the largest operator: its weights, the values that it reads and makes, and all gradients."""
-    # Where a node fetches a weight for another one, its value is the weight, and its gradient that of the weight.
+    # A get_attr node fetches a weight for another node: its value is the weight, and its gradient the weight's
+    # gradient.
     made = {i.name: i.output_bytes + i.gradient_bytes for i in costs.inputs}
     made |= {n.name: n.output_bytes + n.gradient_bytes for n in costs.nodes}
     called = (n for n in costs.nodes if not n.signature.startswith("get_attr"))
@@ -275,11 +276,11 @@ def find_largest(costs: Costs) -> float:
 
 @contextmanager
 def _measure_peak() -> Iterator[list[float]]:
-    """Yield a list that gets the peak of the process's memory in the block, above what there was before, in MB."""
+    """Yield a list that receives how far the process's memory rises in the block, in MB."""
     found: list[float] = []
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
-        reset.write_text("5", encoding="ascii")  # the peak begins anew, at what is in memory now
+        reset.write_text("5", encoding="ascii")  # restarts the peak at the present use of memory
     before = _read_memory("VmRSS")
     yield found
     found.append(_read_memory("VmHWM") - before)

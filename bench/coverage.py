@@ -1,8 +1,8 @@
-"""Which models people have fxsplit takes: trained on two CPU devices, and compared with the unsplit model in float64.
+"""Train popular models on two CPU devices, compare them with the unsplit model in float64, and list how far each comes.
 
 python -m bench.coverage --suite torchvision --suite timm --suite hugging_face    # prints one table for bench/README.md
 
-Needs torchvision, timm and transformers beside fxsplit; no weights are fetched.
+Needs torchvision, timm and transformers as well as fxsplit; no weights are fetched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUITES = {
     "timm": ("timm_models", "TIMM"),
     "hugging_face": ("hugging_face", "HUGGING_FACE"),
 }
-# Twice the size in float64, and a copy of it beside.
+# float64 takes twice the memory, and so does the copy.
 LARGE = 3e8
 """Parameters from which on a model is not copied into float64: on 24 GB there would be no room for it."""
 STEPS = ("traced", "planned", "run", "equal")
@@ -62,7 +62,7 @@ class Row:
 def measure_model(
     name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], n_microbatches: int = 2
 ) -> Row:
-    """Compile, train two steps, compare; with whole batches where rows depend on each other."""
+    """Compile, train two steps and compare; use whole batches if rows depend on each other."""
     # Each line that is passed is a step of how far the model came; an error keeps the last one.
     begin = time.perf_counter()
     reached, front_end, nodes = "", "", 0
@@ -81,7 +81,7 @@ def measure_model(
             reached = "equal" if equal else "run"
             reason = "" if equal else f"differs in {name_of}"
             return Row(name, reached, front_end, nodes, largest, dtype, reason, time.perf_counter() - begin)
-    except Exception as error:  # a table of what happens must go on
+    except Exception as error:  # a failure is a row of the table
         # The error itself says that rows depend on each other, and proposes one microbatch.
         if n_microbatches > 1 and "n_microbatches=1" in str(error):
             return measure_model(name, model, args, kwargs, n_microbatches=1)
@@ -102,7 +102,7 @@ def one_step(pipe: fxsplit.Pipeline, model: torch.nn.Module, args: tuple[Any, ..
 
 
 def _last(text: str) -> str:
-    """Return the begin of a message, where the last front end tells why, on one line."""
+    """Return the start of a message, in which the last front end gives its reason, on one line."""
     line = " ".join(text.split(". Before that, ")[0].split())
     return line.replace("|", "/")[:200]
 

@@ -1,15 +1,15 @@
-"""Interrupt fxsplit everywhere, and count what is not right afterwards: `python -m bench.faults KIND`.
+"""Interrupt fxsplit everywhere, and count the faults that follow: `python -m bench.faults KIND`.
 
 lines: an exception at every line (or every `--stride`-th) that steps, calls, compiles and profiles execute in fxsplit.
 dropped: the same with exceptions that Python drops, as they come in a finaliser.
 first: the same in the first compile of a process, each in a process of its own (every tenth line by default).
 signals: real SIGINTs at random moments of first compiles, profiles, steps and commands.
 ranks: Ctrl-C on a training over three ranks and on their launcher, `--count` times (default: 5).
-left: one of two or three ranks leaves, in a drawn way and moment, and the others go on calling, `--count` times (5).
+left: one of two or three ranks leaves, at random, and the other ranks go on calling, `--count` times (5).
 
-Prints the counts. The exit code is 1 where any fault was found. `lost`: the interrupt did not arrive, or as another
-error. `changed`: model or torch are not what they were. `poisoned`: what comes next is wrong or fails. `hung`: it took
-longer than two seconds, a rank too (a first compile: thirty, since it waits for what is being imported; under `first`,
+Prints the counts. The exit code is 1 if any fault was found. `lost`: the interrupt did not arrive, or came as another
+error. `changed`: the model or torch is not as before. `poisoned`: the next call is wrong or fails. `hung`: a call took
+longer than two seconds, on a rank too (a first compile: thirty, since it waits for running imports; under `first`,
 thirty more than the first compile without an interrupt took).
 """
 
@@ -49,7 +49,7 @@ KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
 WATCHDOG_S = 120
 FIRST_S = 30.0
 CALL_S = 5.0
-"""What a call may take where a rank has left, on a busy machine; that rank naps for up to a second before."""
+"""The limit in seconds of a call after a rank has left, on a busy machine; the rank naps for up to a second first."""
 Count = Counter[str]
 
 
@@ -80,7 +80,7 @@ def interrupt_lines(
     seconds: float,
     kind: type[BaseException],
 ) -> None:
-    """Interrupt scenes at the lines that `choose` returns, for at most so many seconds a scene."""
+    """Interrupt scenes at the lines that `choose` returns, each scene for at most `seconds` seconds."""
     for name in names:
         scene = make_scene(name)
         # Lines of the first run are not run again.
@@ -99,7 +99,7 @@ def interrupt_lines(
 
 
 def run_in_fork(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a process of its own, or None where it takes too long."""
+    """Run `work` in a process of its own and return its result, or None if it takes too long."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -152,7 +152,7 @@ def interrupt_first(counts: Count, stride: int, count: int | None, seed: int) ->
 
 
 def check_again(begin: float, slow_s: float = FIRST_S) -> list[str]:
-    """Return what is wrong with the second compile of a process whose first one was interrupted, since `begin`."""
+    """Return the faults of a second compile, after the first compile of the process was interrupted since `begin`."""
     faults = [f"hung for {s:.1f} s" for s in (time.monotonic() - begin,) if s > slow_s]
     scene = make_scene("compile")
     set_gradients(scene)
@@ -172,9 +172,9 @@ def report(counts: Count, name: str, result: Any) -> None:
 
 
 def interrupt_after(seconds: float, work: Callable[[], object]) -> tuple[BaseException | None, float]:
-    """Run `work` and send this process a SIGINT after so many seconds; return what was raised, and how long it took.
+    """Run `work` and send this process a SIGINT after `seconds` seconds; return the error, and how long it took.
 
-    The time is that from the signal to the error.
+    The time counts from the signal to the error.
     """
     sent: list[float] = []
 
@@ -237,7 +237,7 @@ def send_signals(counts: Count, names: list[str], count: int, seed: int) -> None
 
 
 def hit_first(seconds: float) -> list[str]:
-    """Send a signal to a first compile; return when, and what is wrong afterwards."""
+    """Send a signal to a first compile; return when it was sent, and the faults afterwards."""
     error, took = interrupt_after(seconds, compile_and_step)
     faults = [] if error is None or isinstance(error, KeyboardInterrupt) else [f"lost: {type(error).__name__}: {error}"]
     return [f"{seconds:.2f} s", *faults, *check_again(time.monotonic() - took)]
@@ -306,7 +306,7 @@ def end_ranks(counts: Count, n: int, count: int) -> None:
 
 
 def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
-    """Let a rank leave `count` times; every call of the others is to say so at once."""
+    """Let a rank leave `count` times; every call of the other ranks must raise an error at once."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in range(count):
@@ -333,7 +333,7 @@ def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
         for one in found:
             for place, (call, seconds, text) in enumerate(one["calls"]):
                 faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > CALL_S)
-                # An error that ends a program may be told in a call, and once more as that program ends.
+                # An error that ends a program may be raised by a call, and once more as the program ends.
                 named = text.startswith("RankError") and f"rank {one['leaver']} " in text
                 # It may have nothing of the step in which it is to leave, and leaves after that.
                 well = place == 0 and not text and one["place"] != "between"
@@ -352,7 +352,7 @@ def time_once(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """Run what is asked for, and print the counts."""
+    """Run the chosen kind of interrupts, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["lines", "dropped", "first", "signals", "ranks", "left"])
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
@@ -372,7 +372,7 @@ def main() -> int:
         )
         interrupt_lines(counts, given.scenes or SCENES, choose, given.seconds, kind)
     elif given.what == "first":
-        assert callable(fxsplit.compile)  # loads the compiler, whose imports no interrupt reaches
+        assert callable(fxsplit.compile)  # loads the compiler, because no interrupt reaches its imports
         interrupt_first(counts, given.stride or 10, given.count, given.seed)
     elif given.what == "ranks":
         end_ranks(counts, 3, given.count or 5)

@@ -1,7 +1,7 @@
-"""Tokens a second: the unsplit model, accelerate's device_map and a pipeline, side by side in one run.
+"""Measure tokens a second: the unsplit model, accelerate's device_map and a pipeline, in one run.
 
-`python -m bench.generation_speed` needs transformers, and accelerate for its row. All run on the same CPU, each stage
-with one intra-op thread, and the unsplit model with one and with as many as there are stages.
+`python -m bench.generation_speed` needs transformers, and accelerate for its row. All run on the same CPU. Each stage
+has one intra-op thread; the unsplit model runs with one thread, and with one for each stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 
 
 def make_model(name: str, width: int, layers: int) -> Any:
-    """Return a GPT-2, or a Llama whose heads share keys and values in pairs, with random weights."""
+    """Return a GPT-2, or a Llama with one key and value head for two query heads, with random weights."""
     declare_detection_operators()
     hub: Any = import_module("transformers")
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def main() -> None:
     ways[f"pipeline of {given.stages} stages"] = pipe.generate, 1
     times: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, torch.Tensor] = {}
-    # In turns, so that a busy minute is nobody's alone. The first turn compiles, and does not count.
+    # The ways take turns, so that a busy minute slows all of them. The first turn compiles, and does not count.
     for turn in range(given.repeats + 1):
         for name, (generate, threads) in ways.items():
             torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def make_dispatched(model: Any) -> Any:
-    """Return a model that accelerate runs layer after layer, each where a map puts it: all on this machine's CPU."""
+    """Return a model that accelerate runs layer after layer on the devices of a map: all on this machine's CPU."""
     accelerate: Any = import_module("accelerate")
     names = {name: "cpu" for name, _ in model.named_children()}
     return accelerate.dispatch_model(model, device_map=names, main_device="cpu", force_hooks=True)

@@ -43,14 +43,14 @@ class Point(NamedTuple):
 
 
 class GatedBlock(nn.Module):
-    """Three linear layers, of which one gates another, and what the block was given."""
+    """A block of three linear layers, one of which gates another, added to its input."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.value, self.gate, self.out = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with what the block adds."""
+        """Return `x` with the block's output added."""
         return x + cast(Tensor, self.out(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x))))
 
 
@@ -58,12 +58,12 @@ class LengthBlock(GatedBlock):
     """The same, and it looks at a length, so that the model has to be exported."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with what the block adds; nothing for a single position."""
+        """Return `x` with the block's output added; a single position passes unchanged."""
         return super().forward(x) if x.shape[1] > 1 else x
 
 
 class ImageBlock(nn.Module):
-    """Two convolutions with batch norms, and what the block was given."""
+    """A block of two convolutions with batch norms, added to its input."""
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ImageBlock(nn.Module):
         self.first_norm, self.second_norm = (nn.BatchNorm2d(channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with what the block adds."""
+        """Return `x` with the block's output added."""
         inner = torch.relu(self.first_norm(self.first(x)))
         return torch.relu(x + self.second_norm(self.second(inner)))
 
@@ -87,12 +87,12 @@ class SliceBlock(nn.Module):
 
 
 def make_blocks(block: Callable[[], nn.Module], nodes_each: int, shape: Sequence[int], nodes: int) -> Made:
-    """Return blocks in a row with about so many nodes, and four rows of such a shape for them."""
+    """Return blocks in a row with about `nodes` nodes, and four rows of the shape as their input."""
     return nn.Sequential(*(block() for _ in range(max(2, nodes // nodes_each)))), {"input": torch.randn(4, *shape)}
 
 
 def make_layers(nodes: int) -> Made:
-    """Return a Llama with about so many nodes, and tokens for it."""
+    """Return a Llama with about `nodes` nodes, and tokens for it."""
     return make_llama(max(1, nodes // 62), 64, rows=4, length=8, vocabulary=TOKENS)
 
 
@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[int], Made]] = {
 
 
 def measure(kind: str, nodes: int) -> list[Point]:
-    """Return what compiles of a model of about so many nodes take: one that measures costs, and one that has them."""
+    """Compile a model of about `nodes` nodes twice, measuring its costs and with known costs; return both points."""
     make, points = KINDS[kind], []
     known: Costs | None = None
     for costs in COSTS:
@@ -143,7 +143,7 @@ def list_lines(points: Sequence[Point]) -> list[tuple[str, str, list[Point]]]:
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Draw seconds over nodes, both in logarithms, as SVG or in what else the path's name ends."""
+    """Draw seconds over nodes, both in logarithms, as SVG or another format by the path's suffix."""
     from matplotlib import rc_context  # takes a second to load
     from matplotlib.figure import Figure
 
@@ -170,7 +170,7 @@ def load_code(kinds: Sequence[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure each kind of model, print the table, and draw the curves if asked to."""
+    """Measure each kind of model, print the table, and draw the curves if --plot is given."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("--match", default="", help="only models whose names contain this")
     parser.add_argument("--plot", type=Path, help="also draw the curves to this file, for example growth.svg")

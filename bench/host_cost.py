@@ -1,7 +1,7 @@
-"""What a step costs the host: its processor time beside that of the unsplit loop over microbatches.
+"""Measure the host's cost of a step: its processor time over that of the unsplit loop over microbatches.
 
-The kernels of these networks are next to nothing, so what is left is what launching them takes, which on a GPU is all
-that a host does. Run `python -m bench.host_cost`, and `python -m bench.host_cost --beside FOLDER` to let another
+The kernels of these networks take next to nothing, so the rest of the time goes into launching them, which is all that
+a host does for a GPU. Run `python -m bench.host_cost`, and `python -m bench.host_cost --beside FOLDER` to let another
 checkout of this project take turns with this one. Processor time, because a busy machine changes it less than the wall
 clock.
 """
@@ -35,7 +35,7 @@ WARM_UP = 3
 
 
 class Case(NamedTuple):
-    """A network on so many workers, under a schedule."""
+    """A network on a number of workers, under a schedule."""
 
     network: str
     workers: int
@@ -94,7 +94,7 @@ def _start(checkout: Path) -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what one round has taken."""
+    """Run one round and return its times."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -103,7 +103,7 @@ def _ask(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Run a round for each line, until there are no more."""
+    """Run a round for each line of input, until the input ends."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     Machine.intraop_threads = lambda self: 1  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ def _serve() -> None:
 
 
 def _prepare(case: Case, stack: ExitStack) -> Iterator[tuple[str, tuple[Callable[[], object], int]]]:
-    """Yield what runs a case and its number of actions, by name, and before it the unsplit loop of its network."""
+    """Yield, by name, each case's step and its number of actions, after the unsplit loop of the case's network."""
     model, x, y, n = build(case.network)
     pieces = list(zip(x.chunk(n), y.chunk(n), strict=True))
 
@@ -135,7 +135,7 @@ def _prepare(case: Case, stack: ExitStack) -> Iterator[tuple[str, tuple[Callable
         pipe.step(x, target=y)
 
     actions = sum(map(len, pipe._present().program.schedule(n).actions))
-    # Each case has a loop of its own beside it: what else the machine does changes from case to case.
+    # Each case has a loop of its own next to it, because other load on the machine changes from case to case.
     yield f"{LOOP} {case}", (loop, 0)
     yield str(case), (step, actions)
 
@@ -159,7 +159,7 @@ def _time(run: Callable[[], object], actions: int) -> tuple[float, float, int]:
 
 
 def _print_table(title: str, rounds: list[Any]) -> None:
-    """Print a table of medians over all rounds; a ratio is that of one round, whose loop ran just before the step."""
+    """Print a table of medians over all rounds; a ratio compares a step with the loop just before it in its round."""
     print(f"\n{title}, medians of {len(rounds)} rounds\n")
     print("| case | loop, CPU ms | step, CPU ms | CPU of the loop's | wall of the loop's | us CPU an action more |")
     print("|---|---|---|---|---|---|")

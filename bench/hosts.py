@@ -1,9 +1,9 @@
-"""A step on two hosts beside its simulation: python -m bench.hosts --mbit 100 1000.
+"""Time a step on two hosts, and simulate it: python -m bench.hosts --mbit 100 1000.
 
-The hosts are two network namespaces of this machine with a link between them, whose rate is limited in each direction
-(`tc tbf`). Nothing leaves the machine. Pins put the cut where much crosses it, so that the link is busy. Each row says
-what the simulator predicts, from the times that were measured alone and the rate that was set, and what a step took.
-Needs root, or the right to make network namespaces; where that is missing, it says so and ends.
+The hosts are two network namespaces of this machine. The link between them has a limited rate in each direction (`tc
+tbf`). Nothing leaves the machine. Pins put the cut at a large value, so that the link is busy. Each row compares the
+simulator's prediction, from times measured on one host and from the rate that was set, with the time of a step. Needs
+root, or the right to make network namespaces; without it, the program says so and ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def two_hosts(mbit: float) -> Iterator[list[str]]:
     """Make two network namespaces with a link of a rate between them; yield their names."""
     names = [f"fxsplit-{os.getpid()}-{i}" for i in range(2)]
     ends = [f"fx{os.getpid() % 10**7}x{i}" for i in range(2)]
-    # What may pass at once is a gift to each message, and too little of it keeps a fast link below its rate.
+    # The burst passes free of the limit with each message, but a burst that is too small keeps a fast link below its
+    # rate.
     burst = "128kb" if mbit > 500 else "16kb"
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -96,7 +97,7 @@ def call(*command: str) -> None:
 
 
 def measure(mbit: float, steps: int, compress: str | None) -> dict[str, Any]:
-    """Return what a step takes on two hosts, and what the simulator says."""
+    """Time a step on two hosts, and simulate it; return both."""
     with two_hosts(mbit) as names:
         started = [start_rank(rank, name, mbit, steps, compress) for rank, name in enumerate(names)]
         try:
@@ -129,7 +130,7 @@ def start_rank(rank: int, name: str, mbit: float, steps: int, compress: str | No
 
 
 def run_rank(rank: int, mbit: float, steps: int, compress: Compress | None) -> None:
-    """Train in one rank, and print what was found as the last line, on the first rank."""
+    """Train in one rank; the first rank prints the result as its last line."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -139,7 +140,7 @@ def run_rank(rank: int, mbit: float, steps: int, compress: Compress | None) -> N
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # So many words that a message takes the link longer than a stage computes.
+    # Enough words that the link takes longer for a message than a stage computes.
     words = max(8, int(mbit * 8))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     x = torch.randn(ROWS * MICROBATCHES, words, WIDTH)
@@ -171,7 +172,7 @@ def run_rank(rank: int, mbit: float, steps: int, compress: Compress | None) -> N
 
 
 def simulate_over(stages: Any, schedule: Schedule, mbit: float) -> Simulation:
-    """Return the simulated step of stages whose messages take links of a rate, while both ends compute on."""
+    """Simulate a step in which messages take links of a given rate while both ends compute on."""
     bytes_per_ms = mbit * 1e6 / 8 / 1000
     return simulate(
         schedule,

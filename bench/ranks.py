@@ -1,11 +1,11 @@
-"""Time a step over ranks beside torch's own runtime on the same stages, threads of one process, and the unsplit model.
+"""Time a step over ranks, torch's own runtime on the same stages, threads of one process, and the unsplit model.
 
     torchrun --nproc-per-node=2 -m bench.ranks empty --microbatches 64 --rounds 10
 
 All take turns, so that they meet the same load. An action is a forward or a backward of one stage on one microbatch.
 
-Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 4000000000: otherwise glibc gives memory that gradients leave
-back to the system in every step of one of them, and which one that is follows from what was allocated first.
+Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 4000000000. Otherwise glibc returns the memory of freed
+gradients to the system in every step of one of the four, and earlier allocations decide which one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAST = "profile{repeats=1},augment,order,partition,emit"
 
 
 class Empty(nn.Module):
-    """Two layers with next to nothing to compute: what a step of it takes, the engine takes."""
+    """Layers with next to nothing to compute: the time of a step is the engine's own."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     gc.disable()
     for i in range(asked.rounds + 2):
-        # In one order and in the other: what runs first finds caches cold.
+        # In both orders, because the first run finds caches cold.
         for name, (step, together) in list(runs.items())[:: 1 - 2 * (i % 2)]:
             gc.collect(0)
             dist.barrier()
-            # What one rank runs by itself, the others wait for asleep.
+            # While rank 0 runs something by itself, the other ranks sleep in a barrier.
             takes_part = together or dist.get_rank() == 0
             times[name].append(_time(step) if takes_part else (0.0, 0.0))
             dist.barrier()
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def build(asked: Any) -> dict[str, tuple[Callable[[], Any], bool]]:
-    """Return what is timed, by name: a step, and whether all ranks run it."""
+    """Return the runs to time, by name: a step, and whether all ranks run it."""
     n = dist.get_world_size()
     model, x, y, loss_fn = make(asked.network, asked.rows, n)
     models = [model, *(copy.deepcopy(model) for _ in range(3))]
@@ -146,7 +146,7 @@ def report(asked: Any, times: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def _time(step: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds that a step takes, and those of the processor in this process."""
+    """Return the seconds of a step, and the processor seconds of this process."""
     wall, cpu = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - wall, time.process_time() - cpu

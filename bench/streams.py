@@ -1,8 +1,8 @@
-"""Look at the order of work on streams in every case, and leave out every wait, mark and keeping of memory in turn.
+"""Check the order of work on streams in every case, and remove each wait, mark and keeping of memory in turn.
 
-`python -m bench.streams` prints a row for each case: what it took, what was wrong (races, memory given back too early,
-memory of that kind used again), and how often the host waited for a device in a batch. What is behind `mutants` says
-which case reports what was left out. The accelerators are made up (see tests/support/accelerator): no GPU is needed.
+`python -m bench.streams` prints a row for each case: the time, the mistakes (races, memory freed too early, such memory
+used again), and how often the host waited for a device in a batch. `mutants` prints the case that reports each removal.
+The accelerators are made up (see tests/support/accelerator): no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.support.accelerator.mutants import NO_ORDER, list_survivors
 
 
 def main() -> int:
-    """Return 0 where nothing is wrong, else 1."""
+    """Return 0 if nothing is wrong, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bench.streams", description="Look for races between streams.")
     parser.add_argument("what", nargs="?", choices=["cases", "mutants"], default="cases")
     parser.add_argument("--match", default="", help="only cases whose name has this text")
     parser.add_argument("--verbose", action="store_true", help="say where each mistake and each wait is")
     arguments = parser.parse_args()
-    # What fxsplit has to say about these models is of no interest here.
+    # fxsplit's warnings about these models do not matter here.
     warnings.simplefilter("ignore")
     if arguments.what == "mutants":
         return print_mutants()
@@ -61,7 +61,7 @@ def print_case(case: Case, *, verbose: bool) -> bool:
 
 
 def print_mutants() -> int:
-    """Print the case that reports each mutant; return 1 where none does."""
+    """Print the case that reports each mutant; return 1 if a mutant is not reported."""
     left, caught = list_survivors(FEW)
     for mutant, case in caught.items():
         print(f"{mutant}\n    is reported by {case}")

@@ -1,4 +1,4 @@
-"""Settings and fixtures for all tests: seeds, stated times, and no worker thread and no mode left behind."""
+"""Settings and fixtures for all tests: seeds and stated times; no worker thread and no mode outlives a test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-# Both are read when torch and numba are loaded. OpenMP's threads spin at barriers while they wait: where others want
-# the cores too, a test takes many times as long with two threads as with one.
+# Both are read when torch and numba are loaded. OpenMP's threads spin at barriers while they wait. If other processes
+# use the cores too, a test takes many times as long with two threads as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
@@ -33,14 +33,14 @@ from fxsplit.torch_internals.autograd import split as grad_split
 from tests.support.times import measure_times, state_times
 
 MANY = 100
-"""How many modules are loaded before what they hold is frozen."""
+"""How many new modules are loaded before their objects are frozen."""
 _frozen = 0
 END_S = 30.0
-"""How long a worker whose pipeline is gone may take to end, on a busy machine: it ends by itself, on its own thread."""
+"""How long a worker may live on after its pipeline, on a busy machine: it ends by itself, on its own thread."""
 
 
 def freeze_modules() -> None:
-    """Let the collector of garbage pass over what modules hold: all of torch takes longer than most tests."""
+    """Exclude the objects of modules from garbage collection: collecting all of torch takes longer than most tests."""
     global _frozen
     if len(sys.modules) > _frozen + MANY:
         gc.collect()
@@ -75,7 +75,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def stated_times(request: pytest.FixtureRequest) -> None:
-    """A plan follows from what a test says, and not from how busy the machine is."""
+    """A plan must depend on the test, and not on how busy the machine is."""
     if request.node.get_closest_marker("measured"):
         measure_times()
     else:
@@ -91,7 +91,7 @@ def no_thread_left() -> Iterator[None]:
     # A test that fails keeps its pipeline in its traceback: later tests are not to blame.
     before = list_workers()
     yield
-    if list_workers() - before:  # beside torch, a collection takes longer than most tests
+    if list_workers() - before:  # with torch loaded, a collection takes longer than most tests
         gc.collect()
     for worker in list_workers() - before:
         worker.join(END_S)
@@ -101,7 +101,7 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_mode_left() -> Iterator[None]:
-    """A mode of torch's functions that outlives its test, as a default device does, changes what later tests see."""
+    """A mode of torch's functions that outlives its test, such as a default device, changes the tests after it."""
     before = len(list_modes())
     yield
     assert len(list_modes()) == before, f"modes outlive their test: {list_modes()}"

@@ -1,4 +1,4 @@
-"""What all models have: four rows of small inputs, random weights, and nothing that draws."""
+"""Settings that all models share: four rows of small inputs, random weights, and no random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 Factory = Callable[[], Made]
 
 ROWS, LENGTH, VOCABULARY, SIDE = 4, 16, 64, 64
-"""Rows of a batch, tokens of a row, tokens there are, and pixels along an image unless its table says otherwise."""
+"""Rows of a batch, tokens of a row, size of the vocabulary, and pixels along an image's side (see each table)."""
 
 
 @contextmanager

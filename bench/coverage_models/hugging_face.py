@@ -38,7 +38,7 @@ def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: A
 
 
 def hugging_face_inputs(model: Any) -> dict[str, Tensor]:
-    """Return four rows of what the model is usually called with: text is padded, and no labels are given."""
+    """Return four rows of the model's usual arguments: text is padded, and no labels are given."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
     mask = torch.ones(ROWS, LENGTH, dtype=torch.int64)
@@ -50,7 +50,7 @@ def hugging_face_inputs(model: Any) -> dict[str, Tensor]:
     side = side[0] if isinstance(side, (list, tuple)) else side
     pixels = torch.randn(ROWS, getattr(vision, "num_channels", 3), side, side)
     clips = torch.randn(ROWS, getattr(config, "num_frames", 1), 3, side, side)
-    # The names of forward()'s arguments tell what the model takes.
+    # The names of forward()'s arguments say which inputs the model takes.
     made: dict[str, Tensor] = {}
     if "input_ids" in accepted:
         made |= text

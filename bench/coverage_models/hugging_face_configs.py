@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-"""Sizes under the names that configurations give them; each configuration takes those that it has."""
+"""Sizes under the names that configurations give them; each configuration takes the sizes that it knows."""
 
 PYRAMID = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
 STAGES = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4, "patch_size": 4}
@@ -243,4 +243,4 @@ HUGGING_FACE_CONFIGS: dict[str, dict[str, Any]] = {
         "conv_channels": 16,
     },
 }
-"""What each architecture's configuration needs beyond TINY."""
+"""Further options that an architecture's configuration needs besides TINY."""

@@ -39,7 +39,7 @@ TIMM_SIZES = {
     "inception_v3": 96,
     "inception_v4": 96,
 }
-"""The side of an image where 64 pixels do not fit."""
+"""The side of an image in pixels, for models that do not take 64."""
 
 
 def timm_model(name: str) -> Made:

@@ -13,7 +13,7 @@ from bench.coverage_models.common import ROWS, SIDE, Factory, Made, prepare, qui
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 TORCHVISION_SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
-"""The side of an image where 64 pixels do not fit."""
+"""The side of an image in pixels, for models that do not take 64."""
 
 TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False, "aux_logits": True},
@@ -24,10 +24,10 @@ TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
     "vit_l_16": {"image_size": 64},
     "vit_l_32": {"image_size": 64},
 }
-"""What a model needs to take small inputs, or to be made quickly."""
+"""Options that a model needs to take small inputs, or to be made quickly."""
 
 CLIPS = {"s3d": (2, 3, 16, 224, 224)}
-"""What a model is given that takes no smaller clips: two rows, and still several seconds a step."""
+"""The input shape of a model that takes no smaller clips: two rows, and still several seconds a step."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def small_clips() -> Iterator[None]:
     """Build MViT for 4 frames of 64 pixels inside the block; its own builders fix 16 frames of 224."""
     from torchvision.models.video import mvit
 
-    # The public builders pass their own sizes on, and take no others.
+    # The public builders pass their own sizes on, and accept no other sizes.
     own = mvit._mvit
     mvit._mvit = lambda **options: own(**{**options, "spatial_size": (SIDE, SIDE), "temporal_size": 4})
     try:
@@ -58,7 +58,7 @@ def torchvision_model(name: str) -> Made:
     declare_detection_operators()
     from torchvision import models
 
-    # Segmentation models fetch the weights of their backbone unless they are told not to.
+    # Segmentation models fetch the weights of their backbone unless an option forbids it.
     with quick_init(), small_clips():
         options = {"num_classes": 10, "weights": None, **TORCHVISION_OPTIONS.get(name, {})}
         if name in models.list_models(module=models.segmentation):

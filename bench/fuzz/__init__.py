@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: its kind in a few words, which are counted, and the fault that it found, if any."""
+    """The outcome of a case: its kind in a few words, which are counted, and its fault, if any."""
 
     kind: str
     fault: str | None = None

@@ -1,4 +1,4 @@
-"""Run one fuzzer for a number of cases, print each fault with its seed, and count what became of all cases."""
+"""Run one fuzzer for a number of cases, print each fault with its seed, and count the outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> int:
             break
         try:
             outcome = try_case(seed)
-        except Exception:  # an error that nobody expects is what a fuzzer looks for
+        except Exception:  # a fuzzer looks for unexpected errors
             outcome = Outcome("raised", traceback.format_exc())
         kinds[outcome.kind] += 1
         if outcome.fault is not None:

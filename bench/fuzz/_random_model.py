@@ -216,7 +216,7 @@ READS: dict[str, tuple[Callable[[Random], Any], Callable[[Random, float], Any]]]
         lambda m, v: setattr(m, "act", torch.sigmoid),
     ),
 }
-"""Where a value may lie: how a step reads it, and how it is changed."""
+"""Places for a value: for each, how a step reads the value, and how it is changed."""
 
 KNOWN: dict[str, float] = {}
 """A registry that a module fills when it is imported."""
@@ -242,7 +242,7 @@ def import_module(seed: int) -> Step:
 
 
 def import_plugin(seed: int) -> Step:
-    """Import a module once, for what it registers."""
+    """Import a module once, because the import registers a value."""
     name = f"fuzz_plugin_{seed}"
     _write_module(name)
 
@@ -340,7 +340,7 @@ DEFINES: dict[str, Callable[[int], Step]] = {
         *(compile_layer, compile_once, compile_before),
     )
 }
-"""Steps that define something as they run, of which a model is not to be told: makers that take the seed."""
+"""Steps that define something as they run, and should cause no warning: makers that take the seed."""
 
 WRITES: dict[str, Callable[[Random, Tensor], Any]] = {
     "attribute": lambda m, h: setattr(m, "aux", h.square().mean()),
@@ -349,4 +349,4 @@ WRITES: dict[str, Callable[[Random, Tensor], Any]] = {
     "table": lambda m, h: m.table.update(last=h),
     "config": lambda m, h: setattr(m.config, "last", h),
 }
-"""What a step may do besides computing, which a pipeline does not."""
+"""Side effects that a step may have and a pipeline does not repeat."""

@@ -1,9 +1,9 @@
 """Save checkpoints of training from several threads and folders, damage one, and load it: whole, or refused unchanged.
 
 A case is a model, a random optimizer with groups, and random values as extra=. Several threads save it to one folder,
-which also holds leftovers, names of other tools and earlier checkpoints. Then a checkpoint is damaged and loaded. A
-fault is an error that is not fxsplit's own, a save that is lost, a file of another tool that is gone, a checkpoint that
-is refused after something has changed, or a checkpoint that loads and is not what was saved.
+which also holds leftovers, names of other tools and earlier checkpoints. Then a checkpoint is damaged and loaded.
+Faults are: an error that is not fxsplit's own; a save that is lost; a file of another tool that is gone; a checkpoint
+that is refused after something has changed; a loaded checkpoint that differs from the saved state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEDULERS: tuple[Callable[[Optimizer], Any], ...] = (
 
 
 def make_value(r: random.Random, depth: int = 0) -> Any:
-    """Return a random value, of the types that extra= takes; sometimes of others."""
+    """Return a random value, usually of a type that extra= takes."""
     leaves: list[Callable[[], Any]] = [
         lambda: r.randrange(-5, 5), r.random, lambda: r.choice((None, True, False, float("inf"))),
         lambda: r.choice(("", "text", "1", "\ud800", "é")), lambda: torch.rand(r.randrange(3)),
@@ -105,7 +105,7 @@ def train(model: nn.Module, optimizer: Optimizer) -> None:
 
 def read_all(model: nn.Module, optimizer: Optimizer) -> Any:
     """Return copies of all that a load writes to."""
-    # What an optimizer keeps has no order.
+    # The entries of an optimizer's state have no order.
     state = [dict(sorted(optimizer.state.get(weight, {}).items())) for weight in model.parameters()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return copy.deepcopy([dict(model.state_dict()), state, groups, torch.get_rng_state()])
@@ -151,7 +151,7 @@ def damage(r: random.Random, path: Path) -> str:
     how, training = r.randrange(7), path / "training.safetensors"
     if how == 0:
         return "whole"
-    if how in (1, 2):  # tensors beside the weights: gone, of another shape or dtype, or one more
+    if how in (1, 2):  # tensors of the training file: gone, of another shape or dtype, or one more
         held = load_file(training)
         name = r.choice(sorted(held))
         value = held.pop(name)
@@ -221,7 +221,7 @@ def load(
     extra: Any,
     whole: dict[str, bytes],
 ) -> Outcome:
-    """Load a checkpoint that may be damaged: it is what was saved, or it is refused and nothing has changed."""
+    """Load a checkpoint that may be damaged: it must equal the saved state, or be refused with nothing changed."""
     model = make_model()
     optimizer = make(model)
     train(model, optimizer)

@@ -1,8 +1,8 @@
 """Damage checkpoints of safetensors files, and their index: each is loaded whole, or refused with nothing loaded.
 
 A case is a checkpoint in one file or in two with an index, damaged a little, and loaded by a pipeline or into a model
-without weights. A fault is an error that is not fxsplit's own, a weight that is not what the file says, or a weight
-that has changed although the checkpoint was refused. One case in three is a checkpoint of training (`_trainings.py`).
+without weights. Faults are: an error that is not fxsplit's own; a weight that differs from the file; a weight that has
+changed although the checkpoint was refused. One case in three is a checkpoint of training (`_trainings.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAIN = "profile{repeats=1},augment,order,partition,emit,batch-norm"
 
 
 class Model(nn.Module):
-    """A weight with two names, buffers of which one is a number, and another dtype."""
+    """A weight with two names, buffers including a single number, and another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def damage(r: random.Random, folder: Path) -> None:
 
 
 def read_values(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return what a checkpoint holds for each of these names that it has, read by safetensors alone."""
+    """Return the checkpoint's values for the names that it has, read with safetensors and no code of fxsplit."""
     indices = sorted(path.glob("*.index.json")) if path.is_dir() else [path] if path.name == INDEX else []
     if indices:
         of = json.loads(indices[0].read_text())["weight_map"]
@@ -120,7 +120,7 @@ def read_values(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def find_fault(model: nn.Module, held: Mapping[str, Tensor]) -> str | None:
-    """Return which weight of a loaded model is not what the checkpoint holds; None if all are."""
+    """Return the weight of a loaded model that differs from the checkpoint; None if all are equal."""
     tied = {"first.weight": "last.weight", "last.weight": "first.weight"}
     for name, value in model.state_dict().items():
         said = held.get(name, held.get(tied.get(name, "")))

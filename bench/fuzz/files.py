@@ -143,7 +143,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "plan": read_plan,
     "schedule": read_csv,
 }
-"""What a program would do with a file of each kind."""
+"""The way a program would use a file of each kind."""
 
 
 def make_command(r: random.Random, kind: str, path: str) -> list[str]:
@@ -188,7 +188,7 @@ def make_odd_command(r: random.Random, path: str) -> list[str]:
 
 
 def run_command(arguments: list[str]) -> tuple[int, str | None]:
-    """Run a command in this process; return its exit code, and what is wrong with how it ended."""
+    """Run a command in this process; return its exit code, and the fault in how it ended."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,4 +1,4 @@
-"""Train random models beside themselves, unsplit: views, in-place writes, hooks, ties, buffers, and values of Python.
+"""Train random models and their unsplit copies: views, in-place writes, hooks, ties, buffers, and values of Python.
 
 A model is a list of steps on a few live tensors. Some steps read a Python value that lies anywhere: in an attribute, a
 class, a global, a dictionary, a closure. It changes between two training steps. Some steps define something: they
@@ -50,7 +50,7 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Case:
-    """A model with what is done to it, all from one seed."""
+    """A model and its treatment, all from one seed."""
 
     model: Random
     read: str | None
@@ -111,7 +111,7 @@ def weigh(outputs: Any, target: Tensor) -> Tensor:
 
 
 def to_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    """Return what a model returns as a tuple."""
+    """Return the model's outputs as a tuple."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -201,7 +201,7 @@ def compare(case: Case) -> Outcome:
 
 
 def try_case(seed: int) -> Outcome:
-    """Return what became of the model of a seed."""
+    """Try the model of a seed and return the outcome."""
     reset_globals()
     case = make_case(seed)
     try:

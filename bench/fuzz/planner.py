@@ -1,8 +1,8 @@
 """Compare the planner with brute force: small random graphs and machines, every option, searches that are cut short.
 
-The brute force follows the definitions alone: it looks at every set of nodes that may lie before a cut, and every way
-to give devices to stages. It shares no code with the planner, nor with `price_split`, but for what a stage that is
-known holds in memory: that is followed from node to node by ir/facts/memory/stage.py alone.
+The brute force follows the definitions: it looks at every set of nodes that may lie before a cut, and every way to give
+devices to stages. It shares no code with the planner or with `price_split`, with one exception: the memory of a known
+stage comes from ir/facts/memory/stage.py, which follows it from node to node.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ MODELS = ("forwarded", "overlapped", "direct", "replicated")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What is planned: the graph, the machine and all options, and how the search is made to go its various ways.
+    """A case for the planner: the graph, the machine, all options, and limits that steer the search into its branches.
 
-    `small` are ideals up to which it looks at pairs of them. `most` are configurations times states up to which it
-    tries to leave any device idle, without limits of memory and with them.
+    `small` is the number of ideals up to which the planner looks at pairs of ideals. `most` is a product of
+    configurations and states, without limits of memory and with them: up to it, the planner tries to leave any device
+    idle.
     """
 
     costs: Costs
@@ -88,7 +89,7 @@ class Oracle(Weighing):
 
     @cached_property
     def ideals(self) -> list[int]:
-        """Every set of nodes that holds what its members need, and all or none of those that stay together."""
+        """Return every set of nodes that holds its members' inputs, and all or none of the nodes that stay together."""
         needs = {self.bit[n.name]: self._mask(n.inputs) for n in self.costs.nodes}
         for a, b in self.costs.ordered:
             needs[self.bit[b]] |= self.bit[a]
@@ -97,7 +98,7 @@ class Oracle(Weighing):
         return [s for s in closed if all(s & names in (0, names) for names in together)]
 
     def _cross(self, ideal: int) -> tuple[float, float]:
-        """Return the bytes of values, and of gradients, that cross a cut right behind an ideal."""
+        """Return the bytes of values, and of gradients, that cross a cut right after an ideal."""
         forward = backward = 0.0
         for name, output, gradient, readers, returned in self.costs.values:
             made = name not in self.bit or ideal & self.bit[name]
@@ -109,7 +110,7 @@ class Oracle(Weighing):
         return forward, backward
 
     def shared(self, stage: int) -> tuple[float, float]:
-        """Return the bytes that a stage takes from others and gives to others, where it sends straight to readers."""
+        """Return the bytes that a stage receives and sends if values go straight to their readers."""
         taken = given = 0.0
         for name, output, gradient, readers, _ in self.costs.values:
             if name in self.bit and stage & self.bit[name]:
@@ -141,8 +142,8 @@ class Oracle(Weighing):
     ) -> tuple[float, float]:
         """Return the load in ms of a stage between two ideals, and the bytes it holds.
 
-        near: the devices next to it, of the stages before and behind. moments: what it holds at once. again: it runs
-            forward twice.
+        near: the devices of the stage before and of the stage after. moments: the peaks of the stage's memory. again:
+        it runs forward twice.
         """
         forward, backward, host, parameters, *launches = self.sums(end & ~begin).values()
         r = len(devices)
@@ -166,7 +167,7 @@ class Oracle(Weighing):
         return load, memory
 
     def fits(self, begin: int, end: int, devices: Devices, memory: float, slack: float) -> bool:
-        """Return whether a stage fits on its devices, and has the nodes that are pinned to them, and no others'."""
+        """Return whether a stage fits on its devices and has exactly the nodes that are pinned to them."""
         if memory > min(self.machine.devices[d].memory_bytes for d in devices) * (1 + slack):
             return False
         return all(device in devices for node, device in self.pinned.items() if end & ~begin & node)
@@ -191,13 +192,13 @@ class Oracle(Weighing):
                         yield tuple(map(tuple, groups))
 
     def _may_share(self, group: list[int]) -> bool:
-        """Return whether some devices may have one stage: a single one, or neighbours of which none is a host."""
+        """Return whether some devices may have one stage: a single device, or neighbours without a host."""
         neighbours = group == list(range(group[0], group[0] + len(group)))
         several = self.options.model == "replicated" and neighbours
         return len(group) == 1 or (several and not any(self.machine.devices[d].host for d in group))
 
     def best(self) -> float:
-        """Return the load of the slowest stage in the best plan; infinite where none fits."""
+        """Return the load of the slowest stage in the best plan; infinite if no plan fits."""
         ways = {"never": (False,), "always": (True,), "auto": (False, True)}[self.options.recompute]
         pairs = [(a, b) for a in self.ideals for b in self.ideals if a != b and a & b == a]
         best = inf
@@ -219,7 +220,7 @@ class Oracle(Weighing):
         return best
 
     def check(self, plan: Plan) -> str | None:
-        """Return what is wrong with a plan by itself, priced again; None if nothing is."""
+        """Price a plan again; return its error, or None if it is right."""
         split = tuple(s.devices for s in plan.stages)
         if split not in set(self.splits()):
             return f"devices {split} are no way to give devices to stages"
@@ -252,7 +253,7 @@ def try_case(seed: int) -> Outcome:
     prefer_compiled(r.random() < 0.5)
     oracle = Oracle(case)
     best = oracle.best()
-    # Where the search is cut short, the planner need not find the best plan, and may find none.
+    # If the search is cut short, the planner need not find the best plan, and may find none.
     capped = case.max_states < 1_000_000 or case.most != MOST
     kind = f"{case.options.model}{', capped' if capped else ''}"
     try:
@@ -319,7 +320,7 @@ def make_graph(r: random.Random) -> Costs:
             return 0.0
         return r.randint(0, 3) * 1000.0 if tied else r.random() * r.choice((10, 1000, 1e4))
 
-    # A third of the graphs are of an accelerator, whose host has work of its own.
+    # A third of the graphs have the costs of an accelerator, with separate work for its host.
     launched = r.random() < 0.33
     weighed = r.random() < 0.5
     inputs = tuple(InputCost(f"x{i}", size(), size()) for i in range(r.randint(0, 2)))
@@ -344,7 +345,7 @@ def make_graph(r: random.Random) -> Costs:
 
 
 def make_light_graph(r: random.Random) -> Costs:
-    """Return two or three branches of heavy nodes with light ones behind them, which may have weights."""
+    """Return two or three branches of heavy nodes followed by light ones, which may have weights."""
     nodes: list[NodeCost] = []
     launched = r.random() < 0.33
     weighed = r.random() < 0.5

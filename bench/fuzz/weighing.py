@@ -1,4 +1,4 @@
-"""What a stage holds, for the planner's fuzzer: sets of nodes are bits of a number."""
+"""Weigh the memory of stages for the planner's fuzzer, with sets of nodes as bits of a number."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Weighing:
     full: int
 
     def weigh(self, begin: int, end: int, moments: Moments, *, again: bool) -> float:
-        """Return the most bytes that a stage holds at once; `again` tells whether it runs forward twice."""
+        """Return the peak in bytes of a stage; `again` says whether it runs forward twice."""
         return find_peak(self._measure(begin, end, again), moments)
 
     @cache  # noqa: B019  an oracle lives for one case
     def _measure(self, begin: int, end: int, again: bool) -> StageMemory:
-        """Return what a stage holds of one microbatch, and always."""
+        """Return the stage's memory for one microbatch, and its constant memory."""
         return measure_stage(
             self.costs,
             [n.name for n in self.costs.nodes if end & ~begin & self.bit[n.name]],
@@ -37,7 +37,7 @@ class Weighing:
         )
 
     def _list_crossing(self, ideal: int) -> list[str]:
-        """Return the values that cross a cut right behind a set of nodes."""
+        """Return the values that cross a cut right after a set of nodes."""
         found = []
         for name, _, _, readers, returned in self.costs.values:
             made = name not in self.bit or ideal & self.bit[name]

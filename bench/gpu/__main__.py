@@ -1,4 +1,4 @@
-"""The command: `python -m bench.gpu correct|speed|pipeline [--dry] [--out FOLDER]`, or one of their parts alone."""
+"""The command: `python -m bench.gpu correct|speed|pipeline [--dry] [--out FOLDER]`, or a single part of these."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_command(given.command, given.out, dry=given.dry)
     findings = Findings(given.json, given.until - MARGIN_S)
     if given.until < inf:
-        # Standard error by its number, since sys.stderr may be replaced by what is no file.
-        # A thread that waits inside autograd's engine sees no signal: only this timer's thread can end the process.
+        # Standard error by its number, because sys.stderr may be an object without a file. A thread that waits inside
+        # autograd's engine sees no signal: only this timer's thread can end the process.
         left_s = max(SOON_S, given.until - time.monotonic())
         faulthandler.dump_traceback_later(left_s, exit=True, file=2)
     try:

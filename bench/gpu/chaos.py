@@ -27,11 +27,11 @@ DRY_S = 5.0
 MORE_ROWS = 4
 """With the few rows of a check, batch norm makes rounding a hundred times larger, in some of thousands of steps."""
 OFTEN = 0.3
-"""The share of places that are late: where all are, all keep in step again."""
+"""The share of places that are delayed: if every place is late, all keep in step again."""
 
 
 def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
-    """Take steps with delays under all schedules, for so many seconds; return how many checks do not hold."""
+    """Take steps with delays under all schedules, for `seconds` seconds; return how many checks fail."""
     # The same delays each time, but threads reach them in another order: a failure may need several runs to come back.
     rng = random.Random(0)
 
@@ -48,8 +48,8 @@ def run_chaos(setting: Setting, seconds: float = 65.0) -> int:
 
 @contextmanager
 def delay_streams(setting: Setting, delay: Callable[[], None]) -> Iterator[None]:
-    """Delay what is queued before and after each send, take and mark inside the block, and copies on their streams."""
-    # The CPU's streams in a dry run, whose delays do nothing, so that the same lines run.
+    """Delay the work that is queued around each send, take and mark inside the block, and copies on their streams."""
+    # A dry run uses the CPU's streams, where delays do nothing, so that it runs the same lines.
     kind: type[Any] = DeviceStream if setting.dry else AcceleratorStream
 
     def make_late(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def make_late_stream(delay: Callable[[], None], base: type[Any] = torch.Stream) 
             with self:
                 delay()
             event = super().record_event(*args)
-            # The stream goes on late, and those who wait for the event must not need what comes now.
+            # The stream is late after the event too: a stream that waits for the event must not need this later work.
             with self:
                 delay()
             return event

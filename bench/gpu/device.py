@@ -1,4 +1,4 @@
-"""What figures were measured on: a figure without its device, driver and clock says little."""
+"""Describe the GPU under test: a figure without its device, driver and clock says little."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED = {
     "power.limit": "power limit, W",
     "memory.total": "memory, MiB",
 }
-"""What nvidia-smi is asked for, and what the report calls that."""
+"""The fields of an nvidia-smi query, and their names in the report."""
 
 
 def describe_device(dry: bool) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe_device(dry: bool) -> dict[str, Any]:
 
 
 def ask_driver() -> dict[str, str]:
-    """Return what nvidia-smi says of the first GPU; where there is no such program, what torch knows."""
+    """Return nvidia-smi's answers about the first GPU, or torch's properties of it if nvidia-smi is missing."""
     command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]

@@ -1,4 +1,4 @@
-"""The README's first example, as it stands there, on the GPU, beside the unsplit model."""
+"""Run the README's first example unchanged on the GPU, and compare it with the unsplit model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_example(setting: Setting) -> int:
     """Run the example with the GPU in its devices' place; return how many checks do not hold."""
     torch.manual_seed(0)
     names: dict[str, Any] = {}
-    # What the example makes without saying where is made on the GPU too.
+    # Tensors that the example makes without a device are made on the GPU too.
     with setting.device:
         exec(read_example().replace(DEVICES, repr([setting.name] * 2)), names)
     names["pipe"].close()

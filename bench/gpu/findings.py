@@ -1,4 +1,4 @@
-"""Findings: what a part of a command has measured or checked so far, printed, and in a file that is always whole."""
+"""Findings: the results of a command's part so far, printed, and kept in a file that is always whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""One finding: `what` it is of, and its values by name, with their units."""
+"""One finding: its topic `what`, and its values by name, with their units."""
 
 
 @dataclass

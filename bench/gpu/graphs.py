@@ -1,4 +1,4 @@
-"""What CUDA graphs would leave of the host's time of a stage, and whether threads may share one."""
+"""Measure how far CUDA graphs would reduce the host's time of a stage, and whether threads may share a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.gpu.timing import measure
 
 def run_graphs(setting: Setting) -> int:
     """Note the host's and the GPU's time with and without a graph; return how many checks do not hold."""
-    # Small layers, whose kernels take less time than their launches.
+    # Small layers: their kernels take less time than their launches.
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))]
     net = nn.Sequential(*layers).to(setting.device)
     x = torch.randn(64, 256, device=setting.device, requires_grad=True)
@@ -38,7 +38,7 @@ def run_graphs(setting: Setting) -> int:
             stream = None if setting.dry else torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 graphed(x.detach().clone().requires_grad_()).sum().backward()
-        except Exception as error:  # told below: an error of a thread is not one of the program
+        except Exception as error:  # reported below, since an error of a thread does not end the program
             errors.append(f"{type(error).__name__}: {str(error)[:100]}")
 
     thread = threading.Thread(target=replay)

@@ -1,6 +1,6 @@
-"""A pipeline over four partitions of one GPU, beside the unsplit model on one of them, and beside its simulation.
+"""Run a pipeline over four partitions of one GPU; compare it with the unsplit model on one partition and a simulation.
 
-Stages then run at once, as on four GPUs, which stages that share all of a GPU do not.
+Stages then run at once, as on four GPUs. Stages that share all of a GPU do not.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fxsplit.schedule.generators.catalogue import Scheduler
 
 # An H100 has 132 multiprocessors, and partitions come in multiples of 8.
 COUNT, MULTIPROCESSORS = 4, 32
-# What says most comes first: a size may run out of time.
+# The most informative schedules come first, because a size may run out of time.
 SCHEDULES = ("1F1B", "ZB-H1", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "LoopedBFS", "Chimera")
 SIZES = ("large bf16", "middle bf16")
-"""Those that the GPU limits, and not the host."""
+"""Sizes that are bound by the GPU, and not by the host."""
 
 
 def run_green(setting: Setting, names: Sequence[str] = ()) -> int:
@@ -35,7 +35,7 @@ def run_green(setting: Setting, names: Sequence[str] = ()) -> int:
     partitions = [] if setting.dry else make_partitions(setting, COUNT, MULTIPROCESSORS)
     for name in (names or SIZES)[: 1 if setting.dry else None]:
         case = Case.build(setting, name)
-        # What one of four GPUs would do alone is the measure of a pipeline over all four.
+        # A pipeline over all four partitions is measured against the speed of one, as against one of four GPUs.
         with _on_first(partitions):
             unsplit = measure(setting, case.run_unsplit, 1 if setting.dry else 5)
         setting.note("one partition", size=name, pipeline="unsplit", wall_ms=unsplit.wall_ms, host_ms=unsplit.host_ms)
@@ -66,7 +66,7 @@ def run_green(setting: Setting, names: Sequence[str] = ()) -> int:
 
                 taken = measure(setting, step, 1 if setting.dry else 5)
                 predicted = predict_ms(pipe, Scheduler(schedule, COUNT), case.n_microbatches)
-                # What a schedule could gain at most: all work on one device, over its simulated step.
+                # The largest possible gain of a schedule: all work on one device, divided by the simulated step.
                 single = case.n_microbatches * pipe.plan.single_ms
             measured = {"wall_ms": taken.wall_ms, "host_ms": taken.host_ms, "speedup": unsplit.wall_ms / taken.wall_ms}
             simulated = {"simulated_ms": predicted, "simulated_speedup": single / predicted}
@@ -83,7 +83,7 @@ def _on_first(partitions: list[Partition]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _stages_on(partitions: list[Partition]) -> Iterator[None]:
-    """Let the streams of workers that start inside the block be those of the partitions, one after another."""
+    """Give workers that start inside the block the streams of the partitions, one after another."""
     if not partitions:
         yield
         return
@@ -92,7 +92,7 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
     create = AcceleratorStream.__init__
 
     def create_on_next(self: AcceleratorStream, device: torch.device) -> None:
-        # What else the constructor sets up stays as it is.
+        # Everything else that the constructor sets up stays as it is.
         create(self, device)
         self._stream = to_plain_stream(next(streams))
 
@@ -101,7 +101,7 @@ def _stages_on(partitions: list[Partition]) -> Iterator[None]:
 
 
 def to_plain_stream(stream: Any) -> torch.Stream:
-    """Return a stream of CUDA's as one of torch's for any accelerator, whose events streams of both kinds wait for."""
+    """Return a stream of CUDA's as a torch.Stream, whose events work with streams of both kinds."""
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 

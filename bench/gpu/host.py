@@ -1,4 +1,4 @@
-"""What launching kernels costs the host: from several threads to several streams, and from one thread.
+"""Measure the host's cost of launching kernels: from several threads to several streams, and from one thread.
 
 A stage's thread that launches kernels holds the interpreter's lock, which all stages of a process share.
 """
@@ -29,7 +29,7 @@ def run_host(setting: Setting) -> int:
     """Note microseconds for each launch; return 0."""
     operators = 40 if setting.dry else 2000
     weights = [torch.randn(SIZE, SIZE, device=setting.device) for _ in range(max(THREADS))]
-    # How long a thread may keep the interpreter's lock while others wait for it.
+    # How long a thread may keep the interpreter's lock while another thread waits for it.
     before = sys.getswitchinterval()
     try:
         for interval_s in (DEFAULT_INTERVAL_S, SHORT_INTERVAL_S):
@@ -82,7 +82,7 @@ def _launch_in_turn_us(setting: Setting, weights: Sequence[Tensor], operators: i
 
 
 def _train_us(setting: Setting, count: int) -> float:
-    """Return the microseconds for each layer of forward and backward, spread over so many threads."""
+    """Return the microseconds for each layer of forward and backward, spread over `count` threads."""
     layers, rounds = (5, 4) if setting.dry else (50, 40)
     # Small layers without activations: launches are all that takes time.
     net = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(layers))).to(setting.device)

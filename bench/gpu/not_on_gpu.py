@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 FOLDERS = ("tests/proof", "tests/runtime", "tests/passes/profile")
-"""Where values, streams, memory and times of pipelines are tested; other folders compute nothing on a device."""
+"""Folders with tests of the values, streams, memory and times of pipelines; other folders use no device."""
 
 HOST = "is about processor time, threads or files of the host"
 STATES = "makes stages on the CPU by itself, without compile()"

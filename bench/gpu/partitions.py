@@ -1,7 +1,8 @@
-"""Several small GPUs made of one: streams whose kernels run on streaming multiprocessors of their own.
+"""Make several small GPUs of one: streams whose kernels run on streaming multiprocessors of their own.
 
-Green contexts are CUDA's way to divide a GPU's multiprocessors. torch makes them one by one, and several of those may
-share multiprocessors; the driver divides the GPU at once. Which of the two keeps partitions apart is measured.
+Green contexts are CUDA's way to divide a GPU's multiprocessors. torch makes green contexts one by one, and several of
+them may share multiprocessors; the driver divides the GPU at once. A measurement decides which of the two keeps
+partitions apart.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ Partition = tuple[Any, torch.cuda.Stream]
 
 
 def make_partitions(setting: Setting, count: int, multiprocessors: int) -> list[Partition]:
-    """Return `count` partitions of so many multiprocessors each; raises what the driver says if there are none."""
+    """Return `count` partitions of `multiprocessors` multiprocessors each; raises the driver's error if it refuses."""
     try:
         partitions = _by_torch(setting.device, count, multiprocessors)
         if run_apart(setting, partitions):
             return partitions
         setting.note("partitions", made_by="torch", holds="no: they share multiprocessors, so the driver is asked")
-    except Exception as error:  # what an older torch or driver lacks is told by many types of errors
+    except Exception as error:  # older versions of torch and of the driver fail with many types of errors
         setting.note("partitions", made_by="torch", holds=f"no: {type(error).__name__}: {str(error)[:200]}")
     partitions = _by_driver(setting.device, count, multiprocessors)
     setting.note("partitions", made_by="the driver", holds="yes" if run_apart(setting, partitions) else "no")
@@ -35,7 +36,7 @@ def _by_torch(device: torch.device, count: int, multiprocessors: int) -> list[Pa
     """Return partitions made by torch."""
     from torch.cuda.green_contexts import GreenContext
 
-    # One by one, so torch cannot tell whether the next one is to be apart from this one.
+    # torch makes them one by one, so it cannot know that the next one must not share multiprocessors with this one.
     partitions: list[Partition] = []
     for _ in range(count):
         context: Any = GreenContext.create(num_sms=multiprocessors, device_id=device.index)
@@ -49,7 +50,7 @@ def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[P
     from cuda.bindings import driver
 
     def call(result: Any) -> Any:
-        """Return what a call of the driver gives behind its error code."""
+        """Return the results of a call of the driver, without its error code."""
         if int(result[0]) != 0:
             raise RuntimeError(str(result[0]))
         return result[1] if len(result) == 2 else result[1:]

@@ -1,6 +1,6 @@
-"""The parts of the three commands, each in a process of its own, with a time limit of its own.
+"""Run the parts of the three commands, each in a process of its own, with its own time limit.
 
-What hangs or crashes costs its own time alone, and what it had found by then is kept.
+A part that hangs or crashes costs only its own time, and its findings up to then are kept.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 TAIL = 12
 """How many lines of a part's output are kept in the report if the part does not end well."""
 LAST_WORDS_S = 4.0
-"""So long before its time is over a part prints where each of its threads is, and ends itself."""
+"""Seconds before its limit at which a part prints where each of its threads is, and ends itself."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a command: the words behind `python -m bench.gpu`, and the seconds that it may take."""
+    """One part of a command: the words after `python -m bench.gpu`, and its limit in seconds."""
 
     words: tuple[str, ...]
     limit_s: float
@@ -42,7 +42,7 @@ class Part:
         return "-".join(self.words).replace(" ", "-")
 
 
-# What others rely on comes first: with a hang, or with wrong values, no figure of speed means anything.
+# Correctness comes first: if a step hangs or its values are wrong, no figure of speed means anything.
 COMMANDS: dict[str, tuple[Part, ...]] = {
     "correct": (
         Part(("hang",), 40.0),
@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
 def run_command(command: str, out: Path, *, dry: bool, parts: Sequence[Part] | None = None) -> int:
     """Run a command's parts one after another; return how many of them did not end well.
 
-    `out` gets the command's results as JSON and as Markdown, after each part, and what each part has printed.
+    `out` gets the command's results as JSON and as Markdown, after each part, and the output of each part.
     """
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": command, "dry": dry, "device": describe_device(dry), "parts": []}
@@ -86,15 +86,15 @@ def run_command(command: str, out: Path, *, dry: bool, parts: Sequence[Part] | N
 
 
 def run_part(part: Part, out: Path, *, dry: bool) -> dict[str, Any]:
-    """Run one part and return its name, outcome, seconds and rows, and the end of what it printed if it went wrong."""
+    """Run one part; return its name, outcome, seconds and rows, and the end of its output if it went wrong."""
     found, log = out / f"{part.name}.json", out / f"{part.name}.txt"
     found.unlink(missing_ok=True)
     limit_s = part.limit_s - LAST_WORDS_S
-    # All processes have one monotonic clock: what a part takes to load torch is of its own time.
+    # All processes have one monotonic clock, so the time that a part takes to load torch counts for that part.
     begin = time.monotonic()
     words = [*part.words, "--json", str(found), "--until", str(begin + limit_s), *(["--dry"] if dry else [])]
     with log.open("wb") as output:
-        # A session of its own, so that what the part has started can be ended with it.
+        # A session of its own, so that processes started by the part can be ended with it.
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.gpu", *words],
             stdout=output,
@@ -126,7 +126,7 @@ def judge(failed: int | None, code: int | None, seconds: float, limit_s: float) 
 
 
 def make_environment() -> dict[str, str]:
-    """Return the environment of a part: this checkout's modules, and caches where any user may write."""
+    """Return the environment of a part: this checkout's modules, and caches in a folder that any user may write."""
     caches = Path(tempfile.gettempdir()) / "fxsplit-bench-gpu"
     defaults = {"NUMBA_CACHE_DIR": str(caches / "numba"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     # OpenMP's threads spin while they wait, which the threads of stages would pay for.

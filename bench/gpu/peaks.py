@@ -1,6 +1,6 @@
-"""The most memory that a run takes at once, and what its plan says of that.
+"""Measure the peak memory of a run, and compare it with its plan.
 
-On a GPU torch's allocator tells. A dry run reads what Linux tells of the process, in which large tensors then have
+On a GPU torch's allocator keeps the peak. A dry run reads the peak of the process from Linux, with large tensors on
 pages of their own.
 """
 
@@ -21,15 +21,15 @@ from fxsplit.api.pipeline.pipeline import Pipeline
 GIB = 2**30
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MMAP_THRESHOLD, PAGES_OF_THEIR_OWN = -3, 1 << 16
-"""glibc's option (M_MMAP_THRESHOLD): what is as large as this goes back to the system as soon as it is freed."""
+"""glibc's option M_MMAP_THRESHOLD, and its value: larger blocks go back to the system as soon as they are freed."""
 MOST, LEAST = 1.3, 0.5
-"""A peak of more, or less, times what was planned does not hold: values live longer than planned, or are not there."""
+"""Bounds of measured over planned peak: above, values live longer than planned; below, some are missing."""
 DRY_MOST, DRY_LEAST = 2.5, 0.4
 """The same for a dry run: a process keeps some of the pages that its tensors have left."""
 
 
 def measure_peak_gib(setting: Setting, model: nn.Module, run: Callable[[], object]) -> float:
-    """Return the most memory that the model and `run` have taken at once, in GiB; no number where nothing tells."""
+    """Return the peak memory of the model and `run` together, in GiB; NaN if it cannot be measured."""
     model.zero_grad()  # gradients are of the run
     setting.release_memory()
     if not setting.dry:
@@ -41,7 +41,7 @@ def measure_peak_gib(setting: Setting, model: nn.Module, run: Callable[[], objec
         libc = ctypes.CDLL(None)
         libc.mallopt(MMAP_THRESHOLD, PAGES_OF_THEIR_OWN)
         libc.malloc_trim(0)
-        RESET.write_text("5", encoding="ascii")  # the peak is what it is now, from here on
+        RESET.write_text("5", encoding="ascii")  # restarts the peak at the present use of memory
         before = _read_peak_bytes()
     except (OSError, AttributeError):  # no Linux, another library than glibc, or a container that forbids it
         return nan
@@ -70,6 +70,6 @@ def judge_peaks(found: Mapping[str, tuple[float, float]], *, dry: bool = False) 
     ratios = {name: peak / planned for name, (peak, planned) in found.items()}
     told = [f"{name}: {peak:.3f} GiB, {ratios[name]:.2f} of the plan" for name, (peak, _) in found.items()]
     most, least = (DRY_MOST, DRY_LEAST) if dry else (MOST, LEAST)
-    # What is no number was not measured, and says nothing.
+    # A NaN was not measured, and proves nothing.
     holds = not any(ratio > most or ratio < least for ratio in ratios.values())
     return holds, "; ".join(told)

@@ -2,7 +2,7 @@
 
     python -m pytest -p bench.gpu.plugin tests/...      # FXSPLIT_ON=cuda:0 unless it says otherwise
 
-Tensors and modules are made on the GPU by default. Where a test asks for a number of devices, or for "cpu", it gets the
+Tensors and modules are made on the GPU by default. If a test asks for a number of devices, or for "cpu", it gets the
 GPU, as many times. Tests that are about the CPU itself are left out, see not_on_gpu.py.
 """
 
@@ -33,7 +33,7 @@ def _to_gpu(device: Any) -> Any:
 
 def find_machine_on_gpu(devices: Any, **stated: Any) -> Machine:
     """Return the machine meant by `devices`, with the GPU in place of every CPU device."""
-    # What is wrong goes through as it is, so that tests of errors see the same errors.
+    # Wrong values go through unchanged, so that tests of errors see the same errors.
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
         devices = [ON] * devices
     elif isinstance(devices, (list, tuple)):
@@ -58,5 +58,5 @@ def pytest_configure(config: pytest.Config) -> None:
     mapping.start()
     config.add_cleanup(mapping.stop)
     torch.set_default_device(ON)
-    # None, since naming the device that is the default anyway would leave a mode behind, under which functions run.
+    # None: naming the default device again would leave a mode in place, under which every function runs.
     config.add_cleanup(lambda: torch.set_default_device(None))

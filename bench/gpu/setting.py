@@ -1,4 +1,4 @@
-"""Where the checks run, and what they compile: on the GPU, or with --dry on the CPU to see that the checks work."""
+"""The setting of the checks: the GPU, or with --dry the CPU, to see that the checks themselves work."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CLASSES, WIDTH, ROWS, MICROBATCHES = 5, 64, 32, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """The device of all stages, whether this is only a dry run on the CPU, and what has been found."""
+    """The device of all stages, whether this is only a dry run on the CPU, and the findings so far."""
 
     dry: bool = False
     findings: Findings = field(default_factory=Findings, compare=False)
 
     def note(self, what: str, **values: Any) -> None:
-        """Add what was found: values by name, with their units."""
+        """Add a finding: values by name, with their units."""
         self.findings.note(what, **values)
 
     @property
@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def schedules(self) -> Sequence[str]:
-        """The schedules to try: in a dry run two of them, of which one divides backwards."""
+        """The schedules to try: in a dry run two of them, including one that splits backwards."""
         return ("1F1B", "ZB-H1") if self.dry else SCHEDULES
 
     def synchronize(self) -> None:
@@ -54,14 +54,14 @@ class Setting:
             torch.cuda.synchronize()
 
     def occupy(self, cycles: float) -> None:
-        """Let the current stream do nothing for so many cycles of the GPU's clock; 2e9 are about a second."""
+        """Keep the current stream busy for `cycles` cycles of the GPU's clock; 2e9 are about a second."""
         if not self.dry:
             # There is no public way to make a kernel of a known length.
             torch.cuda._sleep(int(cycles))
 
     def release_memory(self) -> None:
-        """Give back all memory that nothing uses, also what torch's allocator keeps."""
-        # Cycles keep tensors alive, and the allocator keeps what tensors have given back.
+        """Free all unused memory, including the blocks that torch's allocator caches."""
+        # Reference cycles keep tensors alive, and the allocator caches the memory of freed tensors.
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
@@ -76,7 +76,7 @@ class Setting:
     def compile(
         self, model: nn.Module, n_devices: int, n_microbatches: int = MICROBATCHES, **options: Any
     ) -> fxsplit.Pipeline:
-        """Return the pipeline of a model over `n_devices` devices, all of which are the one device unless stated."""
+        """Compile a model for `n_devices` devices, which are all the setting's device unless `devices` is given."""
         # Options of a check come last, and win.
         given = {"devices": [self.name] * n_devices, "passes": FAST, "loss_fn": F.cross_entropy, **options}
         return fxsplit.compile(model, n_microbatches=n_microbatches, **given)

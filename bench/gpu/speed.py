@@ -1,6 +1,6 @@
-"""Training steps of pipelines whose stages share the GPU, beside the unsplit model's, in four sizes.
+"""Time training steps of pipelines with stages that share the GPU, and of the unsplit model, in four sizes.
 
-Stages that share a GPU cannot be faster than the model alone. How little slower they are is what the runtime costs.
+Stages that share a GPU cannot be faster than the model on one. The difference is the cost of the runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
-# What says most comes first: a size may run out of time.
+# The most informative pipelines come first, because a size may run out of time.
 PIPELINES = (
     (4, "1F1B"),
     (1, "1F1B"),
@@ -40,7 +40,7 @@ PIPELINES = (
 DRY_PIPELINES = ((2, "1F1B"), (2, "ZB-H1"))
 PEER = "torchgpipe"
 LONGER = 1.3
-"""A pipeline is left out unless this many times what the last one took is left: it may take longer."""
+"""A pipeline is left out unless the time left is this many times the last pipeline's: it may take longer."""
 
 
 def run_speed(setting: Setting, names: Sequence[str] = ()) -> int:
@@ -78,12 +78,12 @@ def _measure_size(setting: Setting, name: str, rounds: int) -> None:
             _measure_pipeline(setting, name, case, pipe, Scheduler(schedule, n_devices), rounds)
             if n_devices > 1 and schedule == "1F1B":
                 _measure_peer(setting, name, case, pipe, rounds)
-        # The first one measures the costs, which serve all others.
+        # The first pipeline measures the costs, which serve all later pipelines.
         taken_s = time.perf_counter() - begin
 
 
 def _note_profile(setting: Setting, case: Case, costs: Costs, unsplit: Taken, seconds: float) -> None:
-    """Note what the profile says of the whole model beside what the model takes."""
+    """Note the profile's time for the whole model, over the model's measured time."""
     n = case.n_microbatches
     values: dict[str, Any] = {"nodes": len(costs.nodes), "compile_s": seconds}
     values |= {"nodes_compute_ms": n * costs.compute_ms, "nodes_launch_ms": n * costs.launch_ms}
@@ -91,7 +91,7 @@ def _note_profile(setting: Setting, case: Case, costs: Costs, unsplit: Taken, se
 
 
 def _note_step(setting: Setting, size: str, what: str, taken: Taken, unsplit: Taken, **more: float) -> None:
-    """Note what a step takes: a row of the table for the README."""
+    """Note the time of a step: a row of the README's table."""
     times = {"host_ms": taken.host_ms, "wall_ms": taken.wall_ms, "GPU_ms": taken.gpu_ms}
     setting.note("steps", size=size, pipeline=what, **times, percent_kept=100 * unsplit.wall_ms / taken.wall_ms, **more)
 
@@ -99,7 +99,7 @@ def _note_step(setting: Setting, size: str, what: str, taken: Taken, unsplit: Ta
 def _measure_pipeline(
     setting: Setting, name: str, case: Case, pipe: Pipeline, scheduler: Scheduler, rounds: int
 ) -> None:
-    """Note a pipeline's step beside the unsplit model's in turns with it, and beside what was predicted."""
+    """Note a pipeline's step, the unsplit model's step in turns with it, and the predicted step."""
 
     def step() -> None:
         pipe.zero_grad()

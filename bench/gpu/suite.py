@@ -1,7 +1,7 @@
-"""The project's tests on the GPU: those that need one, and those of CPU devices with the GPU in their place.
+"""Run the project's tests on the GPU: those that need one, and the tests of CPU devices with the GPU in their place.
 
-Files of tests are dealt to several processes. pytest alone is needed, and none of its plugins. Where a test hangs, the
-rest of its file is left out, and its process goes on with the next file.
+Files of tests are dealt to several processes. They need pytest and no plugin. If a test hangs, the rest of its file is
+left out, and its process goes on with the next file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_files(
         tallies = [Path(folder) / f"{i}.jsonl" for i in range(count)]
         run = partial(run_hand, setting, words, environment)
         told = [line for lines in pool.map(run, hands, tallies) for line in lines]
-    # A file that cannot be imported is told of again by each process that was given it.
+    # Each process that was given a file that cannot be imported reports it again.
     told = list({tuple(line.items()): line for line in told}.values())
     outcomes = Counter(line["outcome"] for line in told if line["outcome"] not in ("started", "ended"))
     failed = [line for line in told if line["outcome"] in ("failed", "not over")]
@@ -77,7 +77,7 @@ def run_files(
 def run_hand(
     setting: Setting, words: Sequence[str], environment: Mapping[str, str], files: Sequence[str], tally: Path
 ) -> list[Line]:
-    """Run files one after another in one process, and in another one from where that ended; return the tally."""
+    """Run files in one process, restarted after a crash or a hang with the files that are left; return the tally."""
     told: list[Line] = []
     left = list(files)
     while left:
@@ -89,7 +89,7 @@ def run_hand(
         told += lines
         if lines and lines[-1]["outcome"] == "ended":
             return told
-        # The last test that has started is where the process ended; before the first one, the first file is at fault.
+        # The process ended in the last test that has started; if none has, the first file is at fault.
         last = next((line["test"] for line in reversed(lines) if line["outcome"] == "started"), left[0])
         told.append({"test": last, "outcome": "not over", "why": end})
         file = last.split("::")[0]
@@ -99,7 +99,7 @@ def run_hand(
 
 def run_pytest(setting: Setting, words: Sequence[str], environment: Mapping[str, str], tally: Path) -> str:
     """Run pytest; return how it ended, and the last that it has printed."""
-    # A file that cannot be imported is one failure, and no reason to leave out the others.
+    # A file that cannot be imported is one failure; the rest of the files still run.
     options = ["-q", "--continue-on-collection-errors", "-p", "bench.gpu.tally", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *words]
     given = make_environment() | dict(environment)
@@ -111,7 +111,7 @@ def run_pytest(setting: Setting, words: Sequence[str], environment: Mapping[str,
     with printed.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=given | own)
         try:
-            # There is no limit where a person runs this part alone.
+            # There is no limit if a person runs only this part.
             code = process.wait(None if left_s == float("inf") else left_s)
         except subprocess.TimeoutExpired:
             return "the part's time was over"

@@ -9,7 +9,7 @@ from bench.gpu.findings import Row, show
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Return a report as Markdown: what it was measured on, how each part ended, and what the parts have found."""
+    """Return a report as Markdown: the device, the outcome of each part, and the parts' findings."""
     device = ", ".join(f"{name} {value}" for name, value in report["device"].items() if name != "name")
     lines = [f"`python -m bench.gpu {report['command']}{' --dry' * report['dry']}`"]
     lines += [f"on {report['device']['name']}: {device}", ""]

@@ -2,8 +2,8 @@
 
     FXSPLIT_TALLY=outcomes.jsonl python -m pytest -p bench.gpu.tally tests/...
 
-A session that hangs or crashes has then told of all tests before. One that is at a test for too long ends itself, and
-prints where each of its threads is.
+If a session hangs or crashes, the file has the outcomes of all tests before. A session that spends too long on one test
+ends itself, and prints where each of its threads is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import pytest
 
 TEST_S = 45.0
-"""No test takes as long as this, also where many run at once: one that does waits for ever."""
+"""Seconds that no test takes, even if many run at once: a test that takes longer hangs."""
 ERRORS = os.dup(2)
 """Standard error as it is now: while a test runs, pytest has another file in its place."""
 MOST = 300
@@ -36,7 +36,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note a test's outcome: of its setup and teardown only what goes wrong, or skips."""
+    """Note a test's outcome; its setup and teardown are noted only if they fail or skip."""
     if report.when == "call" or not report.passed:
         append(report.nodeid, report.outcome, "" if report.passed else tell(report))
 
@@ -59,7 +59,7 @@ def pytest_sessionfinish() -> None:
 
 
 def tell(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return what went wrong, in as many words as fit."""
+    """Return the error of a report, cut to MOST characters."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])[:MOST]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -26,7 +26,7 @@ class Taken(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A transformer and its batch; `rows` are those of one microbatch."""
+    """A transformer and its batch; `rows` counts the rows of one microbatch."""
 
     width: int
     layers: int
@@ -47,7 +47,7 @@ DRY = Size(8, 1, 4, 1, 4, torch.float32)
 
 
 class Case(NamedTuple):
-    """A model with a batch, and what one training step computes."""
+    """A model with a batch, and the floating-point operations of one training step."""
 
     model: nn.Module
     x: Tensor

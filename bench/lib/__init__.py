@@ -1,1 +1,1 @@
-"""What the benchmarks share: networks and profiles to measure, peers to measure beside, and the tables."""
+"""Shared code of the benchmarks: networks and profiles to measure, competitors to compare with, and the tables."""

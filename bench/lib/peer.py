@@ -1,8 +1,8 @@
-"""The paper's planner, written down again to be measured beside ours: all pairs of states, in plain Python.
+"""The paper's planner in plain Python, over all pairs of states, to compare fxsplit's planner with.
 
 A(j, m) = min over s < j and m' < m of max(A(s, m - m'), T(s+1..j, m')), with T = (time + all-reduce) / m', as PipeDream
 computes it (Narayanan et al. 2019). Stage-to-stage traffic is not priced, exactly m devices are used, and stages of
-incomparable states are left out, which is where the original goes wrong.
+incomparable states are left out, which is the original's mistake.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxsplit.ir.facts.lattice.states import States
 
 
 def subsets(chains: Antichains) -> list[list[int]]:
-    """Return, for each state, those that it contains: what can be told before any machine is known."""
+    """Return, for each state, the states that it contains. They depend on no machine."""
     # States are ordered by size, so a state contains only earlier ones.
     sets = [frozenset(chains.ideal(i)) for i in range(len(chains))]
     return [[s for s in range(j) if sets[s] < sets[j]] for j in range(len(chains))]
@@ -33,7 +33,7 @@ def optimum_ms(below: Sequence[Sequence[int]], states: States, devices: int, byt
         for m in range(1, devices + 1):
             least = inf
             for s in below[j]:
-                # The last stage holds the nodes of state j that are not in s, on so many replicas.
+                # The last stage holds the nodes of state j that are not in s, on `replicas` replicas.
                 for replicas in range(1, m + 1):
                     before = best[s][m - replicas]
                     reduce = 4.0 * (replicas - 1) * (weights[j] - weights[s]) / (bytes_per_ms * replicas * replicas)

@@ -20,7 +20,7 @@ from bench.lib.runtime_networks import Case, build
 
 
 class Flat(nn.Module):
-    """A stage as torch.distributed.pipelining wants it: one tensor comes out alone, and no input is written to."""
+    """A stage in the form that torch.distributed.pipelining wants: one tensor comes out, and no input is written to."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def torchgpipe_step(
 
 @dataclass
 class Processes:
-    """Two processes that train one stage each by torch.distributed.pipelining's 1F1B, over gloo, when told to."""
+    """Two processes that train one stage each by torch.distributed.pipelining's 1F1B, over gloo, on command."""
 
     links: list[Connection]
     processes: list[Any]
@@ -104,7 +104,7 @@ class Processes:
 
 
 def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> None:
-    """Run steps until told to end."""
+    """Run a step for each command until the command to end."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -127,7 +127,7 @@ def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> N
     link.send(True)
     while link.recv():
         modules[rank].zero_grad()
-        # Both start at once; the slower one tells how long the step takes.
+        # Both start at once; the slower one determines the time of the step.
         dist.barrier()
         begin = time.perf_counter()
         if rank == 0:

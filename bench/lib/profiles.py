@@ -53,7 +53,7 @@ def transformer(layers: int = 96, width: int = 4096, tokens: int = 2048, heads: 
         turned = add("cat", [add("neg", [right], act / 2), left], act)
         return add("add", [add("mul", [x, cos], act), add("mul", [turned, sin], act)], act)
 
-    # What all layers share: rotary angles and the mask.
+    # Rotary angles and the mask, which all layers share.
     positions = add("arange", (), tokens * 8)
     angles = add("outer", [positions], tokens * width / heads * ELEMENT)
     cos, sin = (add(op, [angles], tokens * width / heads * ELEMENT) for op in ("cos", "sin"))
@@ -71,7 +71,7 @@ def transformer(layers: int = 96, width: int = 4096, tokens: int = 2048, heads: 
         mixed = add("matmul", [shares, v], act, 2.0 * tokens * tokens * width)
         mixed = add("view", [add("contiguous", [add("transpose", [mixed], act)], act)], act)
         x = add("add", [x, add("dropout", [linear(mixed, width, width)], act)], act)
-        # The network behind it, with GELU in its single steps.
+        # The feed-forward network after attention, with GELU in its single steps.
         y = linear(norm(x), width, 4 * width)
         cube = add("mul", [add("pow", [y], 4 * act)], 4 * act)
         inner = add("tanh", [add("mul", [add("add", [y, cube], 4 * act)], 4 * act)], 4 * act)

@@ -1,8 +1,8 @@
-"""One of several ranks that train, of which one leaves: `python -m bench.lib.rank_that_leaves RANK N SEED FOLDER`.
+"""One of several ranks that train until one leaves: `python -m bench.lib.rank_that_leaves RANK N SEED FOLDER`.
 
-Which rank leaves, after how many calls, how, and where is drawn from the seed, which is the same on all ranks: between
-calls, inside a step, or while groups are made again after a failure. The others go on with calls in a drawn order. Each
-prints a line of JSON: for each call its name, seconds, and what it raised.
+The seed, which is the same on all ranks, decides which rank leaves, after how many calls, how, and at which point:
+between calls, inside a step, or while groups are made again after a failure. The other ranks go on with calls in a
+drawn order. Each prints a line of JSON: for each call its name, its seconds, and its error.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import fxsplit
 WAYS = ["exit", "raise", "_exit", "return", signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGINT]
 """How a program ends; a number is a signal."""
 PLACES = ["between", "between", "in a step", "making groups"]
-"""Where a program ends."""
+"""Points at which a program ends."""
 LIMIT_S = 20.0
-"""What a step may take with all that it waits for."""
+"""The limit in seconds of a step with everything that it waits for."""
 
 
 _leaving: dict[str, Any] = {}
@@ -37,17 +37,17 @@ _leaving: dict[str, Any] = {}
 
 @torch.fx.wrap
 def pass_on(x: Tensor) -> Tensor:
-    """Return what is given, unless this rank is to leave here."""
+    """Return the input, unless this rank is to leave here."""
     if "way" in _leaving:
         leave(_leaving.pop("way"))
     return x.clone()
 
 
 class Point(nn.Module):
-    """A place in the model where a rank may leave."""
+    """A point of the model at which a rank may leave."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is given, unless this rank is to leave here."""
+        """Return the input, unless this rank is to leave here."""
         return pass_on(x)
 
 
@@ -88,7 +88,7 @@ class Training:
         self.pipe.step(self.x, target=self.y, timeout_s=timeout_s)
 
     def list_calls(self) -> dict[str, Callable[[], object]]:
-        """Return what all ranks call together."""
+        """Return the calls that all ranks make together."""
         pipe = self.pipe
         return {
             "step": self.step,
@@ -105,7 +105,7 @@ class Training:
 
 
 def leave_at(training: Training, place: str, way: Any, after: int) -> None:
-    """Leave between calls, inside a step, or once so many groups are made again."""
+    """Leave between calls, inside a step, or once `after` groups are made again."""
     if place == "in a step":
         _leaving["way"] = way
         training.step()
@@ -120,7 +120,7 @@ def leave_at(training: Training, place: str, way: Any, after: int) -> None:
 
         dist.new_group = make_or_leave
         training.step()
-    # A rank may have nothing of what is between, and make fewer groups.
+    # A rank with nothing between the ranks makes fewer groups, and leaves here.
     leave(way)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     training = Training(folder)
-    # The first save loads what files need, which takes seconds on a busy machine.
+    # The first save loads the modules that write files, which takes seconds on a busy machine.
     fxsplit.save_checkpoint(folder, training.pipe, step=0).wait()
     for _ in range(before + 1):
         training.step()

@@ -26,8 +26,8 @@ PAPER = {
 
 
 def main(path: str) -> None:
-    """Print the tables of what was run."""
-    # What a row is about is told by the keys that its benchmark has noted.
+    """Print the tables of the benchmarks that were run."""
+    # The keys that a benchmark has noted show the table of a row.
     rows = json.loads(Path(path).read_text(encoding="utf-8"))["benchmarks"]
     planned = [row for row in rows if "work" in row["extra_info"]]
     compiled = [row for row in rows if "phase" in row["extra_info"]]
@@ -71,7 +71,7 @@ def _inference(rows: list[Any]) -> None:
 
 
 def _shapes(rows: list[Any]) -> None:
-    """Print one row a network: what it is told to take by its shapes, and how much slower a plan from that is."""
+    """Print one row a network: cost measured, cost from shapes, and how much slower a plan from shapes is."""
     if not rows:
         return
     print("| network | measured, ms | from shapes, ms | plan's regret |\n|---|---|---|---|")
@@ -92,7 +92,7 @@ def _runtime(rows: list[Any]) -> None:
         + "---|" * (len(names) + 2)
     )
     for info in rows:
-        # All are told as times as fast as the unsplit model, whole batch, on one thread.
+        # All speeds are relative to the unsplit model, whole batch, on one thread.
         one = info["seconds"]["whole, 1 thread"]
         figures = " | ".join(f"{one / info['seconds'][name]:.2f}" for name in names)
         print(f"| {info['runtime']} | {figures} | {100 * info['of_bound']:.1f} % | {info['cpu']:.2f} |")
@@ -100,9 +100,9 @@ def _runtime(rows: list[Any]) -> None:
 
 
 def _predictions(rows: list[Any]) -> None:
-    """Print one row a network: predicted and measured step time under each schedule; how far apart, and in what order.
+    """Print one row a network: predicted and measured step time under each schedule, the error, and the order.
 
-    Two schedules are out of order where the one predicted to be faster is measured to be slower.
+    Two schedules are out of order if the one predicted to be faster is measured to be slower.
     """
     if not rows:
         return
@@ -113,7 +113,7 @@ def _predictions(rows: list[Any]) -> None:
         predicted, measured = info["predicted_ms"], info["measured_ms"]
         errors += [abs(measured[name] / predicted[name] - 1) for name in names]
         pairs = [sorted(pair, key=predicted.__getitem__) for pair in combinations(names, 2)]
-        # A pair is out of order where the one predicted to be slower is measured to be faster.
+        # A pair is out of order if the one predicted to be slower is measured to be faster.
         turned = [predicted[b] / predicted[a] - 1 for a, b in pairs if measured[b] < measured[a]]
         cells = " | ".join(f"{predicted[name]:.0f} / {measured[name]:.0f}" for name in names)
         order = f"{len(pairs) - len(turned)} of {len(pairs)} | {100 * max(turned, default=0):.1f} %"
@@ -134,7 +134,7 @@ def _planner(rows: list[Any]) -> None:
 
 
 def _compiler(rows: list[Any]) -> None:
-    """Print one row a network: what planning takes on 4 and 8 devices beside the paper, then every phase."""
+    """Print one row a network: the planning time on 4 and 8 devices, the paper's time, then every phase."""
     found: dict[tuple[str, str, int], Any] = {}
     for row in rows:
         info = row["extra_info"]

@@ -24,12 +24,12 @@ class Case:
 
 
 TINY = Case("tiny", 4, 2)
-"""What benchmarks run at their smallest."""
+"""The smallest case, with which tests run the benchmarks."""
 
 
-# Two layers of four numbers: any work of their own is far below what a runtime takes.
+# Two layers of four numbers: their own work is far below the runtime's.
 class Empty(nn.Module):
-    """Two stages with next to nothing in them, to see what a runtime itself takes."""
+    """Two stages with next to nothing to compute, so that the runtime's own time shows."""
 
     def __init__(self) -> None:
         super().__init__()

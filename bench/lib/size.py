@@ -15,5 +15,5 @@ SMALLEST = os.environ.get("FXSPLIT_BENCH") == "smallest"
 
 
 def choose(full: T, smallest: T) -> T:
-    """Return what a benchmark runs with."""
+    """Return `full`, or `smallest` if benchmarks run at their smallest size."""
     return smallest if SMALLEST else full

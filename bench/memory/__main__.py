@@ -1,8 +1,8 @@
-"""A table of what workers hold in a training step, at most, beside what the plan says: python -m bench.memory.
+"""Print the peak memory of each worker in a training step next to the plan's: python -m bench.memory.
 
-Each network is planned for two CPU devices under each schedule, with activations kept and recomputed. What is measured
-are live tensor storages (see counter.py), and not the memory of the process. What the plan says is the peak that its
-simulation has. Needs a C++ compiler.
+Each network is planned for two CPU devices under each schedule, with activations kept and recomputed. The program
+measures live tensor storages (see counter.py), not the memory of the process. The plan's figure is the peak of its
+simulation. Needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = ("never", "always")
 
 
 def main() -> None:
-    """Print a row for each network and way to keep activations: what the plan says over what was measured."""
+    """Print a row for each network and way to keep activations: the plan's peak over the measured peak."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, by name")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="some of them, by name")
@@ -53,7 +53,7 @@ def main() -> None:
             cells = []
             for schedule in schedules:
                 pipe, peaks = run(network, schedule, way, given.microbatches, known, live=given.live)
-                # Tied weights stay together where versions are kept, and are then priced otherwise.
+                # Tied weights stay together if weight versions are kept, and are then priced otherwise.
                 known = known or (None if schedule in ASYNCHRONOUS else pipe.costs)
                 said = list_said(pipe, given.microbatches)
                 cells.append(", ".join(show_share(plan, peak.held) for plan, peak in zip(said, peaks, strict=True)))
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def show_share(plan: float, held: int) -> str:
-    """Return what the plan says over what was held; what is less than 1 is not rounded up to it."""
+    """Return planned over measured bytes; a ratio below 1 is not rounded up to 1."""
     return f"{plan / held:.2f}" if plan >= held else f"{floor(100 * plan / held) / 100:.2f}"
 
 
@@ -96,7 +96,7 @@ def list_said(pipe: Pipeline, count: int) -> list[float]:
 
 
 def list_kinds(pipe: Pipeline, peaks: list[Peak], said: list[float]) -> list[str]:
-    """Return what each device's peak is made of, and what the plan says that its stages are made of."""
+    """Return the parts of each device's measured peak, and the parts of its stages in the plan."""
     lines = []
     for device, (peak, plan) in enumerate(zip(peaks, said, strict=True)):
         lines.append(

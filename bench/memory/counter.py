@@ -1,9 +1,9 @@
 """Count the bytes of live tensor storages on the CPU exactly, by the worker that made them.
 
-torch asks one allocator for the memory of each storage on the CPU, also for those that live inside of an operator
-alone. Here that is an allocator of our own, which is compiled once (it needs a C++ compiler): it adds a storage's bytes
-to the *slot* that the thread has chosen, and takes them off again when the storage is freed, in whatever thread. The
-resident memory of the process would show what malloc keeps, and not what tensors need.
+torch asks one allocator for the memory of each storage on the CPU, including storages that live only inside an
+operator. Here that is an allocator of our own, which is compiled once (it needs a C++ compiler): it adds a storage's
+bytes to the *slot* that the thread has chosen, and takes them off again when any thread frees the storage. The resident
+memory of the process would show the memory that malloc keeps, and not the memory that tensors need.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_slot(storage: UntypedStorage) -> int:
 
 
 def _compile() -> Path:
-    """Return the compiled counter, made anew where its source or torch is another."""
+    """Return the compiled counter; compile it again if its source or torch has changed."""
     torch_folder = Path(torch.__file__).parent
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     made = Path(tempfile.gettempdir()) / f"fxsplit-counter-{os.getuid()}-{key}.so"

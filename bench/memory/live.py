@@ -1,7 +1,7 @@
-"""Which storages a worker holds at its peak, by the operator that made them: what `--live` prints.
+"""List the storages that a worker holds at its peak, by the operator that made them: the output of `--live`.
 
-Every storage that is made or freed in a step is logged, with the action and the operators that ran then. What was there
-before the step, as weights and the optimizer's state, is one sum.
+Every storage that is made or freed in a step is logged, with the action and the operators that ran then. Storages from
+before the step, such as weights and the optimizer's state, are one sum.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Storage(NamedTuple):
 
 @dataclass
 class Log:
-    """The storages of each device at its peak, with how many there are of each; filled when a log's block ends."""
+    """The storages of each device at its peak, with the number of each; filled when a log's block ends."""
 
     storages: dict[int, Counter[Storage]] = field(default_factory=dict)
 
 
 @contextmanager
 def log_storages() -> Iterator[Log]:
-    """Log what is made and freed inside the block, which runs one job."""
+    """Log the storages that are made and freed inside the block, which runs one job."""
     counter, log = start_counting(), Log()
     actions: list[str] = [""]
 

@@ -1,4 +1,4 @@
-"""Measure what every worker holds in a training step, action by action, beside what the plan says that it holds."""
+"""Measure the memory of every worker in a training step, action by action, and the plan's figure for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from fxsplit.schedule.action import Action
 
 @dataclass
 class Peak:
-    """The most that a worker held, in an action: what it had before, of which sums of gradients, and what came on top.
+    """The peak memory of a worker, in bytes, and the action that reached it.
 
-    `held` are all bytes of the worker's stages: weights, buffers, the optimizer's state, and what it allocated. Where
-    that was asked for, `storages` are those that were made in the step.
+    held: all bytes of the worker's stages at the peak: weights, buffers, the optimizer's state, and all that it
+    allocated. sums: the sums of gradients before the action. before: all bytes before the action. storages: the
+    storages that were made in the step, if they are logged.
     """
 
     held: int = 0
@@ -50,7 +51,7 @@ class Watch:
     def wrap(
         self, do: Callable[[Job, Action, int, DeviceStream], None]
     ) -> Callable[[Job, Action, int, DeviceStream], None]:
-        """Return a handler of an action that notes what the worker held."""
+        """Return a handler that also notes the worker's memory in each action."""
         counter = start_counting()
 
         def watched(job: Job, action: Action, device: int, stream: DeviceStream) -> None:
@@ -75,15 +76,16 @@ def _count_sums(job: Job, device: int) -> int:
 
 
 def _receive_copies(stream: DeviceStream, values: Any, token: Any = None) -> list[Any]:
-    """Return copies of values, as a device gets them from another one; CPU workers of one process share memory."""
+    """Return copies of values, as a device receives them; CPU workers of one process would share memory."""
     return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
 
 
 @contextmanager
 def watch_workers(first: int) -> Iterator[Watch]:
-    """Let every worker be watched inside the block, and give it memory of its own for all that it receives.
+    """Watch every worker inside the block, and give it memory of its own for everything that it receives.
 
-    The worker `first` runs ahead of the others, so that what it sends is taken as late as can be (see order.py).
+    The worker `first` runs ahead of the other workers, so that its messages are taken as late as possible (see
+    order.py).
     """
     watch, order = Watch(), RunAhead(first)
     with ExitStack() as stack:
@@ -101,19 +103,19 @@ def measure_step(
 
     live: find out which storages each peak consists of, too.
     """
-    # What earlier pipelines' workers have made, and nobody has let go yet, is not this one's: it has run nothing yet.
+    # Live storages of earlier pipelines' workers do not count for this pipeline, which has run nothing yet.
     gc.collect()
     counter = start_counting()
     earlier = [counter.count_live(device + 1) for device in range(len(pipe.plan.device_names))]
     peaks: dict[int, Peak] = {}
     optimizer.zero_grad()
-    # A first step makes the optimizer's state, and what is kept from step to step. It moves weights where versions of
-    # them are kept, and counts those for their worker.
+    # A first step makes the optimizer's state, and everything else that lasts from step to step. If weight versions are
+    # kept, it moves weights and counts them for their worker.
     with watch_workers(0):
         pipe.step(x, target=y, optimizer=optimizer if asynchronous else None)
     if not asynchronous:
         optimizer.step()
-    # A plan may have more stages than there are devices.
+    # A plan may have more stages than devices.
     for first in range(find_program(pipe).schedule(pipe.plan.n_microbatches).n_devices):
         optimizer.zero_grad()
         with log_storages() if live else nullcontext(Log()) as log, watch_workers(first) as watch:

@@ -29,7 +29,7 @@ def make_mlp(rows: int) -> Case:
 
 
 class Gpt(nn.Module):
-    """A language model whose head has the weight of its embedding: int64 [rows, length] -> [rows * length, words]."""
+    """A language model with one weight for embedding and head: int64 [rows, length] -> [rows * length, words]."""
 
     def __init__(self, words: int, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def make_bert(rows: int) -> Case:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norms, added to what they read."""
+    """Two convolutions with batch norms, added to their input."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Dense(nn.Module):
 
 
 def make_densenet(rows: int) -> Case:
-    """Return a network whose features are concatenated again and again."""
+    """Return a network that concatenates its features repeatedly."""
     between = [nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 20, 1, bias=False), nn.AvgPool2d(2)]
     layers = [nn.Conv2d(3, 16, 3, padding=1), Dense(16, 6, 4), *between, Dense(20, 6, 4), nn.AdaptiveAvgPool2d(1)]
     return (
@@ -148,7 +148,7 @@ def make_densenet(rows: int) -> Case:
 
 
 class Unet(nn.Module):
-    """Convolutions down and up again, with what went down beside what comes up: [rows, 3, s, s] -> [rows, 5, s, s]."""
+    """Convolutions down and up again, with skip connections: [rows, 3, s, s] -> [rows, 5, s, s]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Unet(nn.Module):
 
 
 def make_unet(rows: int) -> Case:
-    """Return a U-Net, whose values skip stages."""
+    """Return a U-Net: its skip connections pass stages by."""
     return Unet(12), torch.randn(rows, 3, 32, 32), torch.randint(5, (rows, 32, 32))
 
 

@@ -1,7 +1,7 @@
-"""Let one device run ahead of all others, as far as the schedule lets it: the order in which it holds most.
+"""Let one device run as far ahead as the schedule allows: in this order it holds most.
 
-What a device has sent is its own until the other device takes it. When that is depends on how fast both are. So the
-others begin an action only while the first one waits for a message.
+A sent message occupies its sender's memory until the receiver takes it, and that moment depends on the speed of both.
+So every other device begins an action only while the first device waits for a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_S = 60.0
 
 
 class RunAhead:
-    """Lets `device` run ahead of all others in jobs that run inside of `lead`."""
+    """Lets `device` run ahead in jobs that run inside of `lead`."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -52,7 +52,7 @@ class RunAhead:
 
         def note_wait(inboxes: Inboxes, device: int, action: Action) -> Message:
             with self._turn:
-                # What was sent before is taken at once, and nobody else moves for it.
+                # A message that was sent before is taken at once, and no other device moves for it.
                 if device == self._device and action not in self._sent:
                     self._awaited = action
                     self._turn.notify_all()
@@ -73,7 +73,7 @@ class RunAhead:
             yield
 
     def _release(self) -> None:
-        """Let all others go on: the device has done its last action."""
+        """Let all devices go on: this device has done its last action."""
         with self._turn:
             self._over = True
             self._turn.notify_all()

@@ -12,7 +12,7 @@ from bench.networks.transformer import Encoder
 from bench.networks.unet import UNet
 from fxsplit.errors import InputError
 
-# Cuts of these are well known, so plans for them can be compared with those of others.
+# Good cuts of these networks are published, so plans can be compared with them.
 TABLE_1 = {
     "vgg16": "VGG-16",
     "resnet18": "ResNet-18",
@@ -36,7 +36,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, **options: object) -> nn.Module:
-    """Return the network called `name` with random weights; raises InputError naming those there are."""
+    """Return the network called `name` with random weights; raises InputError with the known names."""
     if name not in BUILDERS:
         raise InputError(f"unknown network {name!r}: known are {', '.join(BUILDERS)}")
     return BUILDERS[name](**options)

@@ -1,4 +1,4 @@
-"""torchvision's classification models, beside a torch built without CUDA."""
+"""torchvision's classification models, also with a torch built without CUDA."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 
 
 def torchvision_model(name: str, **options: object) -> nn.Module:
-    """Return torchvision's model `name` with random weights; raises FxsplitError where torchvision is missing."""
-    # Beside a torch without CUDA, torchvision cannot be imported unless its operators are declared.
+    """Return torchvision's model `name` with random weights; raises FxsplitError if torchvision is missing."""
+    # With a torch without CUDA, torchvision cannot be imported unless its operators are declared.
     declare_detection_operators()
     try:
         from torchvision import models

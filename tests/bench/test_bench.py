@@ -1,4 +1,4 @@
-"""Every benchmark runs, at its smallest size, and `make bench` makes its tables of what they note."""
+"""Every benchmark runs, at its smallest size, and `make bench` makes tables of the results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PIPEDREAM = "".join(
 ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(1, 8))
 
 SENTENCES = {"overhead_us": "us an action more", "hearing_us": "to hear of Ctrl-C"}
-"""What is told in a sentence, by what a benchmark notes."""
+"""Results that the report states in a sentence, by the benchmark's key."""
 TITLES = ("work", "network", "runtime", "copies", "prediction", "shapes", "inference")
-"""What a benchmark notes in the first column of its table."""
+"""The keys of the tables' first columns."""
 
 
 def run_smallest(path: Path, folder: Path) -> list[Any]:
-    """Return what pytest-benchmark writes of the benchmarks in a file, which have passed."""
+    """Run a file's benchmarks, which must pass, and return the results that pytest-benchmark writes."""
     for name, text in (("dnn_partitioning/a.json", json.dumps(DNN_PARTITIONING)), ("pipedream/a.txt", PIPEDREAM)):
         (folder / name).parent.mkdir()
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The table of what compiles take is made, on models that take no time."""
+"""The table of compile times is printed, on models that take no time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_rows_hold_what_each_part_found(monkeypatch: pytest.MonkeyPatch, capsys:
     main(["--phases"])
     _, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(SMALL)
-    # Export alone for the one, a batch for the other.
+    # Only an export for the first model, a batch for the second.
     assert [[bool(cell.strip()) for cell in row.split("|")[3:6]] for row in rows] == [
         [True, True, False],
         [False, False, True],

@@ -71,7 +71,7 @@ def test_checks_run_dry(check: Check) -> None:
 
 @dataclass(frozen=True)
 class MadeUp(Setting):
-    """A setting on a made-up accelerator, whose memory is not the host's."""
+    """A setting on a made-up accelerator: its memory is not the host's."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class MadeUp(Setting):
 
 @pytest.mark.parametrize("check", IN_HOST_MEMORY, ids=lambda check: str(check.__name__))
 def test_checks_of_host_memory_hold_on_a_made_up_accelerator(check: Check) -> None:
-    """On the CPU alone nothing is moved. Two of them failed where the model was on the accelerator already."""
+    """On the CPU nothing is moved. Two of the checks failed if the model was on the accelerator already."""
     with use_accelerator():
         assert run_check(MadeUp(), check)[0]
 
@@ -99,7 +99,7 @@ def test_targets_that_are_not_moved_fail(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.long
 def test_peaks_that_are_not_as_planned_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check told both figures, and held whatever they were."""
+    """The check used to report both figures and hold whatever they were."""
     if isnan(peaks.measure_peak_gib(Setting(dry=True), nn.Linear(1, 1), lambda: None)):
         pytest.skip("nothing tells peaks of memory here")
     monkeypatch.setattr(memory, "predict_gib", lambda pipe: 0.2 * peaks.predict_gib(pipe))
@@ -163,7 +163,7 @@ def test_no_command_takes_longer_than_eight_minutes() -> None:
 def test_a_part_that_hangs_costs_its_own_time_and_what_it_found_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A module of this name comes before the project's: it notes a row, and waits for ever where it is told to.
+    # This stand-in comes before the project's module: it notes a row, and succeeds, crashes or hangs by its argument.
     package = tmp_path / "bench" / "gpu"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -227,7 +227,7 @@ def test_tests_that_fail_hang_or_crash_are_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(suite, "PROCESSES", 1)
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     setting, files = Setting(dry=True), [f"test_{letter}.py" for letter in "abcde"]
-    # Each failure and what did not come to its end: the assertion, the crash, the hang, and the import.
+    # Each failure and each file that did not finish: the assertion, the crash, the hang, and the import.
     assert suite.run_files(setting, "tests", files, [], {}) == 4
     *failures, count = setting.findings.rows
     assert count == {"what": "tests", "files": 5, "failed": 2, "not over": 2, "passed": 2, "skipped": 1}
@@ -287,7 +287,7 @@ def test_late_streams_are_late_before_and_after_marks() -> None:
 
 
 def test_all_that_streams_hand_over_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a made-up accelerator: a GPU's own streams are late too, and those are not here."""
+    """Runs on a made-up accelerator: a GPU's own streams would be late too."""
     count = 0
 
     def delay() -> None:
@@ -305,7 +305,7 @@ def test_all_that_streams_hand_over_comes_late(monkeypatch: pytest.MonkeyPatch) 
         run.train()
         record.settle()
         assert not record.findings
-    # Before and after each mark, and each place where a stream waits, sends or receives: dozens in a step.
+    # Around each mark, and each place at which a stream waits, sends or receives: dozens in a step.
     assert during > 50 and count == during
 
 

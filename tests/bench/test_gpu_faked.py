@@ -35,7 +35,7 @@ class Faked(Setting):
 
 
 class Event:
-    """Tells times of the host."""
+    """Times of the host in place of a device's."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
@@ -50,7 +50,7 @@ class Event:
 
 
 class Stream(nullcontext[Any]):
-    """What work may be queued on; nothing is."""
+    """A stream on which nothing is queued."""
 
     cuda_stream = 7
 
@@ -82,7 +82,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
 NEEDS_ONE = (
     memory.failed_steps_keep_no_memory,  # a CPU promises memory that it does not have
     placement.a_number_of_devices_is_the_gpu,
-    backends.inductor,  # takes as long as all others
+    backends.inductor,  # takes as long as all the rest
 )
 """Checks that a CPU cannot hold, or not in a moment."""
 
@@ -99,7 +99,7 @@ COMPILES_OFTEN = (memory.peak_beside_the_plan, equality.schedules_equal_the_unsp
 def test_checks_run_as_on_a_gpu(check: Check, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SIZE", {"width": 8, "heads": 2, "layers": 2, "length": 8})
     monkeypatch.setattr(memory, "predict_gib", lambda pipe: 2**-10)
-    # On a busy machine a step takes longer than the kernel of a second that it is to be queued behind.
+    # On a busy machine a step takes longer than the kernel of a second that runs meanwhile.
     monkeypatch.setattr(order, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     holds, told = run_check(setting, check)
     assert holds, told
@@ -119,7 +119,7 @@ def test_memory_that_the_plan_does_not_count_fails(setting: Setting, monkeypatch
 
 @pytest.mark.long
 def test_a_size_runs_as_on_a_gpu(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pipeline is measured, and figures of a GPU stand beside those of its plan."""
+    """Every pipeline is measured, and its plan's figures are noted with the GPU's."""
     monkeypatch.setitem(timing.SIZES, "tiny fp32", TINY)
     monkeypatch.setattr(speed, "CHAIN", FAST)
     assert speed.run_speed(setting, ["tiny fp32"]) == 0
@@ -146,11 +146,11 @@ def test_delays_run_as_on_a_gpu(setting: Setting) -> None:
 
 
 class GreenContext:
-    """What torch has for one part of a GPU."""
+    """A stand-in for torch's GreenContext, a part of a GPU."""
 
     @staticmethod
     def create(num_sms: int, device_id: int | None) -> GreenContext:
-        """Return a part of so many multiprocessors."""
+        """Return a part with `num_sms` multiprocessors."""
         return GreenContext()
 
     def Stream(self) -> Stream:
@@ -159,7 +159,7 @@ class GreenContext:
 
 
 def make_driver(error: int = 0) -> Any:
-    """Return what stands for CUDA's driver: each function returns an error code, and one or several values."""
+    """Return a stand-in for CUDA's driver: each function returns an error code, and one or several values."""
     answers = {
         "cuDevResourceSplitByCount": (error, [1] * 4, 4, 0),
         "cuDevSmResourceSplitByCount": (error, [1] * 4, 4, 0),

@@ -25,7 +25,7 @@ def test_a_row_for_each_kind_of_model_and_of_costs(
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert [tuple(row.split(" | ")[:2]) for row in rows] == [(f"| {kind}", costs) for kind in own for costs in COSTS]
     assert all(f"{kind}, costs {costs}" in plot.read_text() for kind in own for costs in COSTS)
-    # More nodes in the second model of each kind, and as many where the costs are known.
+    # The second model of each kind has more nodes, and lines with known costs have as many nodes as lines without.
     kept = [Point(*each) for each in json.loads(points.read_text())]
     nodes = [[p.nodes for p in line] for _, _, line in list_lines(kept)]
     assert all(few < many for few, many in nodes) and nodes[::2] == nodes[1::2]

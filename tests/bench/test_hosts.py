@@ -1,4 +1,4 @@
-"""Two hosts on one machine: the simulation beside it, and, where namespaces are allowed, a training over their link."""
+"""Two hosts on one machine: the simulation, and, if namespaces are allowed, a training over their link."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ _FENCE = re.compile(r"```(\w*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where its text starts, its language, and its mark with the reason or name given there.
-
-    `output_of_last` says that the block directly follows another one, and so shows what that one prints.
-    """
+    """A fenced block: the line at which its text starts, its language, and its mark with the reason or name."""
 
     page: Path
     line: int

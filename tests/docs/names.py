@@ -72,7 +72,7 @@ def list_keywords() -> set[str]:
 
 
 def check_command(line: str) -> str | None:
-    """Return what is wrong with a line of shell, or None. Unknown programs are right."""
+    """Return the error in a line of shell, or None. Unknown programs are right."""
     words = shlex.split(line, comments=True)
     if words[:1] == ["make"]:
         unknown = {w for w in words[1:] if not w.startswith("-")} - list_targets()
@@ -88,7 +88,7 @@ def check_command(line: str) -> str | None:
 
 
 def check_dotted_name(name: str) -> str | None:
-    """Return what is wrong with a name such as `fxsplit.schedule.homes.line`, or None."""
+    """Return the error in a name such as `fxsplit.schedule.homes.line`, or None."""
     parts = name.split(".")
     for split in range(len(parts), 0, -1):
         try:
@@ -104,7 +104,7 @@ def check_dotted_name(name: str) -> str | None:
 
 
 def check_python(text: str) -> list[str]:
-    """Return what is wrong with the names of a Python block that is not run."""
+    """Return the errors in the names of a Python block that is not run."""
     wrong: list[str | None] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fxsplit"):
@@ -119,7 +119,7 @@ def check_python(text: str) -> list[str]:
 
 
 def check_inline(code: str) -> str | None:
-    """Return what is wrong with a piece of inline code, or None. What is none of the project's names is right."""
+    """Return the error in a piece of inline code, or None. Names that are not the project's are right."""
     if re.match(r"(fxsplit|make|python -m) ", code):
         return check_command(code)
     if code.startswith("--"):

@@ -1,4 +1,4 @@
-"""Run the blocks of a page in order, in one namespace and one folder, and return what each block printed.
+"""Run the blocks of a page in order, in one namespace and one folder, and return the output of each block.
 
     python -m tests.docs.run_page docs/tour.md
 
@@ -31,7 +31,7 @@ def run_python(block: Block, namespace: dict[str, object]) -> None:
 
 
 def run_shell(block: Block) -> None:
-    """Run the `fxsplit` commands of a block in this process; `> FILE` takes what a command prints."""
+    """Run the `fxsplit` commands of a block in this process; `> FILE` takes a command's output."""
     for line in block.text.splitlines():
         words = shlex.split(line, comments=True)
         if not words:
@@ -46,7 +46,7 @@ def run_shell(block: Block) -> None:
 
 
 def run_page(page: Path, folder: Path) -> list[Shown]:
-    """Run all blocks of a page in an empty folder; return the blocks that show an output, with what was printed."""
+    """Run all blocks of a page in an empty folder; return the blocks that show an output, with the real output."""
     module = ModuleType("page")
     loaded = set(sys.modules)
     # Drawings are as wide as the terminal.
@@ -67,7 +67,7 @@ def run_page(page: Path, folder: Path) -> list[Shown]:
 
 
 def _run_blocks(blocks: list[Block], namespace: dict[str, object], folder: Path) -> list[Shown]:
-    """Run blocks in order; return the blocks that show an output, with what the block before printed."""
+    """Run blocks in order; return the blocks that show an output, with the real output of the block before."""
     shown, printed = [], ""
     for block in blocks:
         if block.output_of_last:
@@ -89,7 +89,7 @@ def _run_blocks(blocks: list[Block], namespace: dict[str, object], folder: Path)
 
 
 def rewrite_outputs(page: Path) -> None:
-    """Run a page, and write what its blocks print into the blocks that show it."""
+    """Run a page, and write the real outputs into the blocks that show them."""
     lines = page.read_text(encoding="utf-8").splitlines()
     with tempfile.TemporaryDirectory() as folder:
         shown = run_page(page, Path(folder))

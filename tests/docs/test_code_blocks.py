@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/ is run; what a block prints is compared with the output shown below it.
+"""Every code block of the README and of docs/ is run, and its output is compared with the output shown below it.
 
 The blocks of one page are run in order (run_page.py), so that they may build on each other. Shell blocks may call
 `fxsplit` only; anything else needs a mark with a reason (see markdown.py).
@@ -20,11 +20,11 @@ _NUMBER = re.compile(r"[\d.]+(?: (?:[KMG]iB|B|ms))?")
 
 @pytest.fixture
 def small_weights_count() -> None:
-    """Pages show what users see: here tiny weights are too small for a backward in two halves, as everywhere else."""
+    """Keep the users' limit: pages show tiny weights, which are too small for a backward in two halves."""
 
 
 def compare_output(block: Block, printed: str) -> None:
-    """Compare what was printed with a block that shows it; where output varies, numbers and their units may differ."""
+    """Compare a real output with a block that shows it; if the output varies, numbers and their units may differ."""
     shown = block.text
     if block.mark == "output varies":
         shown, printed = (" ".join(_NUMBER.sub("#", text).split()) for text in (shown, printed))
@@ -39,7 +39,7 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
 
 
 def test_shown_outputs_are_rewritten(tmp_path: Path) -> None:
-    """A stale output becomes what is printed; one that varies, and all else of the page, stay as they are."""
+    """A stale output is replaced by the real output; an output that varies, and the rest of the page, stay."""
     page = tmp_path / "page.md"
     text = "# A page\n```python\nprint(2)\nprint(3)\n```\n```text\n{}\n```\n"
     text += "and\n```python\nprint(4)\n```\n{}```text\n{}\n```\n"

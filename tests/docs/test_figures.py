@@ -1,4 +1,4 @@
-"""The numbers in the sentences of pages are those of the code: a limit that changes is changed on its page too."""
+"""The numbers in the sentences of pages equal the code's: a changed limit must be changed on its page too."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_schedule_is_proven_on_two_devices_and_quick_networks_on_three_and
 
 
 def test_the_models_that_are_counted_are_listed() -> None:
-    """README, docs/models.md and the table of bench/README.md tell what bench/coverage.md lists."""
+    """README, docs/models.md and the table of bench/README.md agree with the list in bench/coverage.md."""
     found = re.findall(r"^(\d+) of (\d+) equal\.", (ROOT / "bench/coverage.md").read_text(), re.MULTILINE)
     equal, models = (sum(int(pair[i]) for pair in found) for i in (0, 1))
     assert f"Of {models} such models, compared with dropout off, {equal} train as pipelines" in read("README.md")

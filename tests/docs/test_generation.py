@@ -10,7 +10,7 @@ from tests.docs.markdown import ROOT, read_blocks
 from tests.support.text_models import make_prompt, make_text_model
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # in the environment that has transformers
 def test_the_page_generates_the_models_tokens() -> None:
     model = make_text_model("gpt2")
     page: dict[str, Any] = {"model": model, "prompt": make_prompt(model, 4)}

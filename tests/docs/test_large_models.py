@@ -13,10 +13,10 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 from tests.docs.markdown import ROOT, read_blocks
 
 
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # in the environment that has transformers
 @pytest.mark.filterwarnings("ignore:output 0 .'loss'. of LlamaForCausalLM has no rows")
 def test_a_checkpoint_of_hugging_face_is_trained_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines are the page's own; what they train equals a loop over the model that from_pretrained reads."""
+    """The page's own lines train the same as a loop over the model that from_pretrained reads."""
     declare_detection_operators()
     hub = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

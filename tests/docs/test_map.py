@@ -46,7 +46,7 @@ def record_calls(run: Callable[[], object]) -> list[Place]:
     def profile(frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(root):
-            # The passes are imported through a link, and lie beside the package.
+            # The passes are imported through a link, and lie next to the package.
             file = f"passes/{path[len(passes) :]}" if path.startswith(passes) else path[len(str(ROOT)) + 1 :]
             called.setdefault((file, frame.f_code.co_qualname))
 
@@ -93,7 +93,7 @@ def test_a_compile_flows_as_the_page_says() -> None:
 
 
 def test_a_step_flows_as_the_page_says() -> None:
-    """Workers run beside each other, so all that can be compared is what the caller does, and that all are called."""
+    """Workers run concurrently, so only the caller's order can be compared; the rest must be called at all."""
     x, y = torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)
     pipes: list[fxsplit.Pipeline] = []
 

@@ -8,7 +8,7 @@ from tests.house.sources import imported, is_private, tree
 
 
 def dotted(node: ast.expr) -> list[str]:
-    """Return the names of `a.b.c`, or of `getattr(a.b, "c")`; none where the expression is something else."""
+    """Return the names of `a.b.c`, or of `getattr(a.b, "c")`; an empty list for any other expression."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Call) and dotted(node.func) == ["getattr"] and isinstance(node.args[1], ast.Constant):
@@ -19,7 +19,7 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def uses(name: str, package: str) -> set[str]:
-    """Return the names of `package` that a module imports or reads as attributes of what it imports."""
+    """Return the names of `package` that a module imports, or reads as attributes of its imports."""
     known = {own: full for own, full in imported(name) if full.split(".")[0] == package}
     used = set(known.values())
     for node in ast.walk(tree(name)):

@@ -1,4 +1,4 @@
-"""Read the project's own code: its modules, what they import, and their functions."""
+"""Read the project's own code: its modules, their imports, and their functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def room(name: str) -> str:
 
 
 def imported(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what a module imports, as (the name that it has there, the full name); a relative import made absolute."""
+    """Yield a module's imports, as (the name inside the module, the full name); relative imports are made absolute."""
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -65,7 +65,7 @@ def imports(name: str) -> frozenset[str]:
     found = set()
     for _, full in imported(name):
         package, _, below = full.partition(".")
-        # The last part may be a name in the module; what is imported from the package itself is the package's.
+        # The last part may be a name in the module, or in the package itself.
         found |= {below if below in modules() else below.rpartition(".")[0]} if package == "fxsplit" else set()
     return frozenset(found)
 

@@ -1,4 +1,4 @@
-"""What is public says what it is for."""
+"""Everything public has a docstring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef
 def public(name: str) -> Iterator[tuple[str, Documented]]:
     """Yield a module, and its public classes, methods and functions.
 
-    A setter says what its property does, and an overload what its function does.
+    The property of a setter, and the function of an overload, have the docstring.
     """
     yield name, tree(name)
     for node in tree(name).body:

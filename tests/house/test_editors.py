@@ -34,7 +34,7 @@ def train(model: Any) -> float:
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command without what would lead it to the checkout by another way."""
+    """Run a command without the variables that would lead it to the checkout by another way."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 

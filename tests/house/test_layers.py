@@ -11,7 +11,7 @@ import networkx as nx
 
 from tests.house.sources import ROOT, imported, imports, modules, room
 
-# Rooms by row, lowest first. No room imports another one of its own row.
+# Rooms by row, lowest first. No room imports a room of its own row.
 ROWS: list[set[str]] = [
     {"errors"},
     {"system"},
@@ -25,7 +25,7 @@ ROWS: list[set[str]] = [
     {"", "__main__"},
 ]
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}
-# What a room may import, where that is less than all lower rows.
+# The only rooms that a room may import, if they are fewer than all lower rows.
 MAY_IMPORT = {
     "schedule": {"errors", "system", "ir"},
     "formats": {"errors", "system", "ir", "torch_internals"},
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "report": {"errors", "system", "ir", "schedule"},
 }
 LOOSE = {"", "__main__", "errors"}  # the only files at the top of fxsplit/
-# Inside of a room: its folders and files by row, lowest first. None imports another one of its own row.
+# Inside of a room: its folders and files by row, lowest first. None imports a neighbour of its own row.
 INNER: dict[str, list[set[str]]] = {
     "torch_internals": [
         {"needs", "scopes", "torchvision_operators", "user_lines", "words"},
@@ -102,7 +102,7 @@ INNER: dict[str, list[set[str]]] = {
         {"verify"},
     ],
 }
-MAX_LOOSE = 13  # so many files lie in a folder at most, so that its names are read at a glance
+MAX_LOOSE = 13  # files in a folder at most, so that its names are read at a glance
 
 
 def test_every_room_has_a_row_and_no_file_is_loose() -> None:
@@ -111,7 +111,7 @@ def test_every_room_has_a_row_and_no_file_is_loose() -> None:
 
 
 def list_breaches(name: str) -> list[str]:
-    """Return what is wrong with a module's imports from other rooms."""
+    """Return the forbidden imports of a module from other rooms."""
     own, found = room(name), []
     for other in sorted(imports(name)):
         target = room(other)
@@ -196,7 +196,7 @@ UNLOADED = {
     # torch takes seconds to load its compilers.
     "import fxsplit.api.compile, fxsplit.api.pipeline.pipeline": {"torch._dynamo", "torch.distributed.pipelining"},
 }
-"""What is not loaded after each of these lines, which are run in this order."""
+"""Modules that must not be loaded after each of these lines, which run in this order."""
 
 
 def test_planning_loads_neither_torch_nor_numba_and_compile_no_compiler_of_torch() -> None:

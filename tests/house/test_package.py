@@ -137,7 +137,7 @@ def rows() -> list[tuple[str, str]]:
 
 
 def test_the_workflow_runs_the_versions_of_the_table(rows: list[tuple[str, str]]) -> None:
-    """The job `check` runs the pinned versions, and the matrix the others."""
+    """The job `check` runs the pinned versions, and the matrix runs the rest."""
     workflow = read(".github/workflows/ci.yml")
     check = only(r"python-version: \"([\d.]+)\"", workflow)
     pinned = only(r"(?m)^torch==(.+)$", read("constraints.txt"))
@@ -149,7 +149,7 @@ def test_the_workflow_runs_the_versions_of_the_table(rows: list[tuple[str, str]]
 
 
 def test_every_place_states_the_versions_of_the_table(rows: list[tuple[str, str]]) -> None:
-    """What is required begins with the oldest that is run, and a torch that is refused names all that are run."""
+    """The requirements begin with the oldest tested version, and the error about an old torch names all of them."""
     oldest = minor(rows[0][0])
     pythons = sorted({python for _, python in rows}, key=release)
     project = tomllib.loads(read("pyproject.toml"))["project"]

@@ -1,4 +1,4 @@
-"""What is private stays where it is: torch's in two rooms, fxsplit's in one file; and the runtime knows no IR."""
+"""Private names stay in place: torch's in two rooms, fxsplit's in one file; and the runtime knows no IR."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def private_names(name: str) -> set[str]:
 
 
 def test_private_attributes_of_objects_stay_in_their_file() -> None:
-    """As `job._sums`, where `job` comes from elsewhere: the name of no module tells."""
+    """Such as `job._sums` in a second module: the name `job` does not show the module that defines `_sums`."""
     # torch.nn.Module's own, such as `module._buffers`, has the name of some attributes of ours.
     defined = {name: private_names(name) - {*dir(nn.Module())} for name in modules()}
     found = []
@@ -54,7 +54,7 @@ def test_the_runtime_knows_no_ir() -> None:
 
 
 def test_the_planner_and_schedules_never_name_torch() -> None:
-    """Not in a function either: planning from a profile works where torch is not installed."""
+    """Not even inside a function: planning from a profile works without torch."""
     found = [(name, full) for name in modules() for _, full in imported(name) if full.split(".")[0] == "torch"]
     assert found and [each for each in found if room(each[0]) in ("errors", "planner", "schedule")] == []
 

@@ -1,4 +1,4 @@
-"""Ranks of tests: what they return and raise comes back, none of them hangs, and none is left."""
+"""Ranks of tests: their results and errors come back, none of them hangs, and none is left."""
 
 from __future__ import annotations
 

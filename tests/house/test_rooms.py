@@ -1,4 +1,4 @@
-"""`make quick` runs the tests beside what has changed."""
+"""`make quick` runs the tests of the folders that have changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rooms_inside_of_a_room_are_left_to_make_test() -> None:
 def test_every_target_of_make_is_told_of() -> None:
     makefile = (ROOT / "Makefile").read_text()
     (named,) = [line.split()[1:] for line in makefile.splitlines() if line.startswith(".PHONY:")]
-    # Tests run inside of make, which would tell of folders that it enters.
+    # Tests run inside of make, which would print the folders that it enters.
     make = ["make", "--no-print-directory", "help"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.split()[1] for line in done.stdout.splitlines()] == [name for name in named if name != "help"]

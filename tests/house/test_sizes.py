@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.house.sources import ROOT, body_lines, functions, modules, parameters, room
 
 MAX_FILE_LINES, MAX_BODY_LINES, MAX_PARAMETERS = 600, 50, 8
-# Verbs of the public face, whose keywords are the options that a user has.
+# Verbs of the public face: their keywords are the user's options.
 VERBS = {"api.compile": "compile", "api.plan": "plan"}
 
 

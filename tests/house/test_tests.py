@@ -11,10 +11,10 @@ WHOLE = {"proof", "house", "docs"}  # rooms of tests that are about the whole: t
 
 
 def mirrors(path: Path) -> bool:
-    """Return whether a file of tests names a file or folder beside it in the house, as test_machine.py machine.py.
+    """Return whether a file of tests is named after a file or folder of the room, as test_machine.py after machine.py.
 
-    A room may be tested as a whole (tests/runtime/test_runtime.py), and tests may be parted by what they are about
-    (test_compile_arguments.py for compile.py, test_custom_passes.py for passes/). A drawer of bugs mirrors nothing.
+    A room may be tested as a whole (tests/runtime/test_runtime.py), and tests may be split by topic
+    (test_compile_arguments.py for compile.py, test_custom_passes.py for passes/). A collection of bugs mirrors nothing.
     """
     name, folder = path.stem.removeprefix("test_"), path.parent
     inside = ROOT / folder if folder.parts[:1] in (("passes",), ("bench",)) else ROOT / "fxsplit" / folder

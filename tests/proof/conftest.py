@@ -1,4 +1,4 @@
-"""What several proofs count and compare."""
+"""Fixtures that several proofs share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxsplit.api.compiler.lowering import capture_model
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models of which a graph was made, in turn."""
+    """Return a list that receives each captured model, in order."""
     found: list[nn.Module] = []
 
     def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

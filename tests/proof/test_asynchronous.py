@@ -79,7 +79,7 @@ def delayed(
 
 
 def stages_of(pipe: fxsplit.Pipeline, model: nn.Module) -> dict[str, int]:
-    """The stage of every parameter; of those that no stage reads, any."""
+    """Return the stage of every parameter; 0 for parameters that no stage reads."""
     home = {id(w): stage.index for stage in pipe.stages.stages for w in list_weights(stage.module)}
     return {name: home.get(id(p), 0) for name, p in model.named_parameters()}
 
@@ -121,7 +121,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor, Tensor]]] = {
 def test_asynchronous_is_delayed_sgd(
     name: str, schedule: str, devices: int, count: int, recompute: str, optimizer: str
 ) -> None:
-    """Weights, buffers and the loss after a stream whose microbatches are uneven."""
+    """Weights, buffers and the loss after a stream with uneven microbatches."""
     torch.manual_seed(0)
     model, x, y = MODELS[name](2 * count + 1)
     model = model.double()
@@ -195,7 +195,7 @@ def test_a_weight_read_from_elsewhere_is_refused() -> None:
     listed = [kept.weight]
 
     class Listed(nn.Dropout):
-        """What drops stays whole when it is traced."""
+        """A dropout module stays whole when it is traced."""
 
         def __init__(self) -> None:
             super().__init__(0.0)
@@ -238,7 +238,7 @@ def test_a_stream_that_fails_says_where_and_leaves_parameters() -> None:
 
 @pytest.mark.parametrize("schedule", ["PipeDream", "PipeDream-2BW", "1F1B"])
 def test_a_plan_counts_every_version_of_the_weights(schedule: str) -> None:
-    """What the planner fits into memory is what the simulator sees in use, version for version."""
+    """The planner's memory is the memory that the simulator sees in use, version for version."""
     x = torch.randn(16, 8)
     options: Any = {"schedule": schedule, "n_microbatches": 8, "passes": FAST, "loss_fn": F.mse_loss}
     with fxsplit.compile(Mlp(), 2, example_inputs=x, **options) as pipe:
@@ -253,7 +253,7 @@ def test_a_plan_counts_every_version_of_the_weights(schedule: str) -> None:
     with fxsplit.compile(Mlp(), Machine.of(["cpu"] * 2, memory_bytes=least), example_inputs=x, costs=costs, **options):
         pass
     tight = Machine.of(["cpu"] * 2, memory_bytes=least - 1)
-    with suppress(NoFit):  # where no other cut takes less
+    with suppress(NoFit):  # unless no cut takes less
         other = fxsplit.compile(Mlp(), tight, example_inputs=x, costs=costs, **options)
         with other as pipe:
             assert max(s.memory_bytes for s in pipe.plan.stages) < least

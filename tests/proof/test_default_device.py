@@ -1,4 +1,4 @@
-"""A default device, on made-up accelerators: what a stage makes without a device is made where the stage is."""
+"""A default device, on made-up accelerators: a stage makes tensors without a device on the stage's own device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.models import FAST
 
 @torch.fx.wrap
 def add_ones(x: Tensor) -> Tensor:
-    """Add a tensor that is made without a device, in each call anew."""
+    """Add a tensor that each call makes without a device."""
     return x + torch.ones(x.shape[0], 8)
 
 

@@ -18,7 +18,7 @@ from tests.support.ranks import ranks
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_digits.py"))
 BATCH, TRAINED = 64, 1500
-"""The rows of a step, and how many of the digits are trained with; the others are asked for."""
+"""The rows of a step, and the number of digits in the training set; the rest are the test set."""
 
 
 def choose_rows(step: int) -> Tensor:
@@ -29,7 +29,7 @@ def choose_rows(step: int) -> Tensor:
 
 
 def train(rank: int, n: int, hook: str | None, steps: int) -> tuple[float, str]:
-    """Return the share of digits that are read right after some steps, and what was sent of gradients."""
+    """Return the accuracy after some steps, and the text about the traffic of gradients."""
     mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
     images, digits = EXAMPLE["read_digits"]()
     # The last ones of the file are of other hands.
@@ -60,7 +60,7 @@ def test_digits_train_to_the_same_accuracy() -> None:
     (plain, _), *_ = ranks(4, train, None, steps, limit_s=300)
     assert plain > 0.97
     for hook in ("topk{share=0.02}", "sketch{share=0.02}"):
-        # 297 images are asked for, of which each is a third of a percent.
+        # The test set has 297 images, so each is a third of a percent.
         for accuracy, told in ranks(4, train, hook, steps, limit_s=300):
             assert accuracy > plain - 0.015, (hook, accuracy, plain)
             assert f"in {steps} steps by {hook}" in told

@@ -1,4 +1,4 @@
-"""Text from a pipeline: the very tokens of the unsplit model, with keys and values that stay where they are."""
+"""Text from a pipeline: exactly the unsplit model's tokens, with keys and values that never move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.models import FAST
 from tests.support.text_models import EOS, PAD, WORDS, make_prompt, make_text_model
 
 pytestmark = [
-    pytest.mark.long,  # whose environment has transformers
+    pytest.mark.long,  # in the environment that has transformers
     pytest.mark.companions,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -41,7 +41,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def run(generate: Any, **request: Any) -> tuple[Any, Tensor]:
-    """Return the tokens, and what the caller's generator draws next."""
+    """Return the tokens, and the next numbers of the caller's generator."""
     torch.manual_seed(3)
     return generate(**request), torch.rand(4)
 
@@ -77,10 +77,10 @@ def test_tokens_are_the_models(name: str, devices: int, dtype: torch.dtype, capt
 
 
 def check_ends(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor]) -> None:
-    """Compare texts whose rows end one by one, and texts that may not end."""
+    """Compare texts with rows that end one by one, and texts that may not end."""
     free = run(pipe.model.generate, **prompt, max_new_tokens=16, eos_token_id=WORDS + 1)[0]
     new = free[:, -16:]
-    # Words that end some row early, and others late or never.
+    # Words that end some row early, and end another row late or never.
     ends = [int(new[0, 3]), int(new[1, 6])]
     found = check(pipe, **prompt, max_new_tokens=16, eos_token_id=ends)
     assert (found == PAD).sum() > (prompt["input_ids"] == PAD).sum() * (found.shape[1] > 16), "a row ended"
@@ -89,7 +89,7 @@ def check_ends(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor]) -> None:
 
 
 def check_logits(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor]) -> None:
-    """Compare what the loop returns besides tokens."""
+    """Compare the loop's further results: scores and logits."""
     request = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     wanted, found = (run(g, **prompt, **request)[0] for g in (pipe.model.generate, pipe.generate))
     assert torch.equal(found.sequences, wanted.sequences)
@@ -119,12 +119,12 @@ def check_where_they_are_kept(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor])
     config: Any = pipe.model.config
     two = config.is_encoder_decoder
     layers = config.num_decoder_layers if two else config.num_hidden_layers
-    # Those of each layer and microbatch are in one stage, and every stage has some.
+    # All keys and values of a layer and microbatch are in one stage, and every stage has some.
     for m in (0, 1):
         assert sum(len(tensors) for key, tensors in kept.items() if key[1] == m) == layers * (4 if two else 2)
     assert len({stage for stage, _ in kept}) == len(pipe.compiler.options.machine.devices)
     kinds = {(t.shape[1], t.shape[3]) for tensors in kept.values() for t in tensors}
-    # Those of the token itself may be sent to where they are kept.
+    # The token's own keys and values may be sent to the stage that keeps its cache.
     kept_there = [t.shape for t in sent if t.ndim == 4 and (t.shape[1], t.shape[3]) in kinds and t.shape[2] > 1]
     assert sent and not kept_there
     memory = {t.untyped_storage().data_ptr() for tensors in kept.values() for t in tensors}

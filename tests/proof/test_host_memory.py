@@ -21,7 +21,7 @@ make_model = partial(Net, norm=True, layers=2)
 
 @pytest.mark.parametrize("devices", DEVICES, ids=" ".join)
 def test_both_modes_are_compiled_from_a_batch_in_host_memory(devices: list[str]) -> None:
-    """The second mode was captured with weights on an accelerator and inputs in host memory, where all are on one."""
+    """The second mode used to be captured with weights on an accelerator and inputs in host memory."""
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.randint(0, KINDS_OF_ROWS, (ROWS,))
     model = make_model().double()

@@ -20,7 +20,7 @@ from tests.support.models import FAST
 
 mse = F.mse_loss
 ROWS = 12
-# Some of these models read what they have written to a buffer from all rows of a microbatch.
+# Some of these models write values of all rows of a microbatch to a buffer, and read them back.
 pytestmark = pytest.mark.filterwarnings("ignore:the rows of output 0 of .* depend on each other")
 
 
@@ -29,7 +29,7 @@ def vectors(rows: int = ROWS) -> Tensor:
 
 
 class WritesDropped(nn.Module):
-    """What dropout returns is a copy in training and its very input in evaluation."""
+    """The output of dropout is a copy in training, and its very input in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class WritesDropped(nn.Module):
 
 
 class DropsInPlace(nn.Module):
-    """In-place dropout writes in training alone."""
+    """In-place dropout writes in training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class SavesWhatItWrites(nn.Module):
 
 
 class ReadsStatistics(nn.Module):
-    """Saves for backward what batch norm writes, by its kernel or by a module of the user's own."""
+    """Saves running statistics for backward, which batch norm's kernel or a user's module writes in each forward."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 
 class WritesThroughData(nn.Module):
-    """Writes a buffer behind autograd's back, and one by a kernel that counts no version."""
+    """Writes a buffer through `.data`, hidden from autograd, and one by a kernel that counts no version."""
 
     mean: Tensor
     other: Tensor
@@ -153,7 +153,7 @@ class WritesThroughData(nn.Module):
 
 
 class SquaresThenWrites(nn.Module):
-    """Statistics that want no gradient, then an in-place activation over what they were made from."""
+    """Takes statistics without a gradient, then overwrites their input by an in-place activation."""
 
     mean: Tensor
 
@@ -211,7 +211,7 @@ def test_both_modes_equal_the_model(model: Callable[[], nn.Module], train_first:
 
 
 def test_autograd_through_the_call_sees_the_same_buffers() -> None:
-    """All forwards before any backward: what each microbatch saved must outlive the later writes."""
+    """All forwards run before any backward: saved values of each microbatch must outlive the later writes."""
     split = SavesWhatItWrites().double()
     unsplit = copy.deepcopy(split)
     x, y = vectors(), vectors()
@@ -277,7 +277,7 @@ def test_weights_on_several_devices_are_observed_in_host_memory() -> None:
         assert same is split
     meta = nn.Sequential(nn.Linear(8, 8), nn.ReLU().to("meta"))
     meta.register_buffer("elsewhere", torch.empty(0, device="meta"))
-    host = pytest.raises(NotImplementedError, match="meta tensor")  # a copy to the host is what is tried
+    host = pytest.raises(NotImplementedError, match="meta tensor")  # the case under test is a copy to the host
     with host, make_runnable(meta, [torch.zeros(2, 8)], from_shapes=False):
         pass
 
@@ -331,7 +331,7 @@ def test_profiling_runs_no_gradient_hooks() -> None:
 
 
 class Remembers(nn.Module):
-    """Writes to a tensor that forward makes, or to what is neither parameter nor buffer, or to a parameter."""
+    """Writes to a tensor that forward makes, to a tensor that is neither parameter nor buffer, or to a parameter."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans for outputs without gradients: forward times and memory alone, and training plans when they are wanted."""
+"""Plans for outputs without gradients, with forward times and memory only, and training plans on request."""
 
 from __future__ import annotations
 

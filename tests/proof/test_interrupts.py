@@ -25,7 +25,7 @@ SCENES = {
     "export": 2,
     "profile": 8,
 }
-"""What is interrupted, and how often."""
+"""The scenes, and how often each is interrupted."""
 
 
 @pytest.mark.parametrize(("name", "count"), SCENES.items())
@@ -38,7 +38,7 @@ def test_an_interrupt_at_any_line_leaves_no_trace(name: str, count: int) -> None
         # The first run in a process takes ways that later ones do not.
         scene.act()
         lines = list_lines(scene.act)
-        # Where others want the cores too, what follows an interrupt takes longer. A hang takes longer than all of it.
+        # On a busy machine the rest of a scene takes longer after an interrupt, but a hang takes longer than that.
         scene.slow_s += time.monotonic() - begin
         kinds = [KeyboardInterrupt, KeyboardInterrupt, MemoryError, Dropped]
         at, found = interrupt(scene, 0, Dropped)

@@ -120,8 +120,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what a process has mapped")
 @pytest.mark.parametrize("kind", [pytest.param("from a checkpoint", marks=pytest.mark.long), "with weights in memory"])
 def test_a_model_trains_where_memory_is_two_and_a_half_times_its_weights(kind: str, checkpoint: Path) -> None:
-    """All that the weights need, mapped files too, lies above what is mapped before; a step in 1.9 times fails."""
-    # Freed memory goes back at once, so that what is mapped is what is held.
+    """The limit is on top of memory mapped before, and covers mapped files; 1.9 times the weights is too little."""
+    # Freed memory goes back at once, so that mapped memory is used memory.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(

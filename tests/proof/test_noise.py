@@ -1,4 +1,4 @@
-"""Noise is said: a profile keeps how much its repeats vary, and who plans from an unsteady one is told the figure."""
+"""A profile records how much its repeats vary, and a plan from an unsteady profile warns with that figure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_files_of_earlier_versions_have_none(tmp_path: Path) -> None:
 
 
 def test_plan_says_it_and_carries_the_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile that was taken beside another program made an 'optimal' plan of wrong times, without a word."""
+    """A profile measured while another program ran used to give an 'optimal' plan of wrong times, without a warning."""
     with pytest.warns(UnsteadyProfileWarning, match=SAID) as caught:
         plan = fxsplit.plan(make_costs(2.25), 2)
     assert caught[0].filename == __file__ and plan.spread == 0.25

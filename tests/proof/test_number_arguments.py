@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
 
 
 class Takes(Two):
-    """Does to its inner values what `use` does with a number and a float."""
+    """Takes a number and a float, and applies `use` to its inner values and both."""
 
     def __init__(self, use: Callable[[Tensor, Any, float], Tensor], *, exported: bool = False) -> None:
         super().__init__()
@@ -121,9 +121,9 @@ def make_llama(transformers: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [int, torch.tensor])
 @pytest.mark.parametrize("make", [make_gpt2, make_llama])
-@pytest.mark.long  # whose environment has transformers
+@pytest.mark.long  # in the environment that has transformers
 def test_num_items_in_batch(make: Callable[[Any], Any], kind: Any, captured: list[nn.Module]) -> None:
-    """Hugging Face's Trainer gives it, and it is another one in each batch: the loss is a sum divided by it."""
+    """Hugging Face's Trainer passes a new number for each batch: the loss is a sum divided by it."""
     declare_detection_operators()
     model = make(pytest.importorskip("transformers")).double()
     unsplit, ids = copy.deepcopy(model), torch.randint(0, 64, (4, 8))

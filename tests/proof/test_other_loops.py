@@ -21,7 +21,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 from tests.support.models import FAST
 from tests.support.text_models import make_text_model
 
-# What those libraries warn of is not about pipelines.
+# The warnings of these libraries are not about pipelines.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.companions,
@@ -33,7 +33,7 @@ Batch = tuple[Tensor, ...]
 
 @pytest.fixture(autouse=True, scope="module")
 def torchvision_loads() -> None:
-    """Lightning and transformers import torchvision where it is installed."""
+    """Lightning and transformers import torchvision if it is installed."""
     declare_detection_operators()
 
 
@@ -122,7 +122,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
             save_strategy="no",
             disable_tqdm=True,
         )
-        # The Trainer drops what forward() does not name, and asks the model's class for the names of labels.
+        # The Trainer drops columns that forward() does not name, and asks the model's class for the names of labels.
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
@@ -133,7 +133,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn", "c_proj"]), ("llama", ["q_proj", "v_proj"])])
 def test_peft(name: str, targets: list[str], tmp_path: Path) -> None:
-    """Adapters train as in the unsplit model, what they adapt stays, and they are saved and taken out as ever."""
+    """Adapters train as in the unsplit model, the weights under them stay, and saving and unloading work as usual."""
     peft: Any = pytest.importorskip("peft")
     model = make_text_model(name)
     model.config.use_cache = False

@@ -155,7 +155,7 @@ def test_what_replicas_cannot_write() -> None:
         pytest.raises(InputError, match="Renorm computes with its running statistics"),
     ):
         pipe(x)
-    # Chosen automatically, Chimera is passed over for a model whose stages cannot be replicated.
+    # With schedule="auto", Chimera is skipped for a model with stages that cannot be replicated.
     auto: Any = {"example_inputs": x, "n_microbatches": 2, "schedule": "auto", "loss_fn": F.mse_loss}
     with fxsplit.compile(Counts(), ["cpu"] * 2, **auto) as pipe:
         pipe.step(x, target=x)

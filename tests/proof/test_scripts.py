@@ -1,4 +1,4 @@
-"""Scripts as people have them, with the one line changed: what they print is what they print with the unsplit model."""
+"""Typical training scripts with the one line changed print the same as with the unsplit model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Writer(nn.Module):
-    """Returns (logits, loss) for targets, and without them the logits of the last place alone."""
+    """Returns (logits, loss) if targets are given; without them, only the logits of the last place."""
 
     def __init__(self, words: int = 40, length: int = 12, width: int = 16) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_language_model_trains_and_samples() -> None:
 
 
 class Recurrent(nn.Module):
-    """A language model of words, whose states go from batch to batch."""
+    """A recurrent language model that carries its states from batch to batch."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_translation_is_made_word_by_word() -> None:
 
 
 class Towers(nn.Module):
-    """Two towers, of which one or both are called."""
+    """Two towers; a call uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What models and training loops do, each against the unsplit model."""
+"""Features of models and training loops, each compared with the unsplit model."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Point(NamedTuple):
 
 
 class Structured(nn.Module):
-    """Dataclasses, named tuples, dicts, None, numbers and texts, in and out, by name alone."""
+    """Takes and returns dataclasses, named tuples, dicts, None, numbers and texts, all by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_structured_values_in_and_out() -> None:
 
 
 class OwnLoss(nn.Module):
-    """As Hugging Face's: returns its loss where it is given labels."""
+    """Returns its loss if labels are given, as Hugging Face's models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class OwnLoss(nn.Module):
 
 
 def test_a_loss_inside_the_model() -> None:
-    """Its mean over microbatches, weighted by rows: what step() trains, and what a call returns."""
+    """step() trains its mean over microbatches, weighted by rows, and a call returns that mean."""
     model = OwnLoss().double()
     x, y = torch.randn(7, 8, dtype=torch.float64), torch.randint(0, 3, (7,))
     expected = model(x, labels=y)["loss"]
@@ -221,7 +221,7 @@ class Language(nn.Module):
 
 
 def test_tied_weights_are_one_parameter_wherever_they_are_read() -> None:
-    """In several stages by default, in one if that is asked for; never two that drift."""
+    """In several stages by default, in one on request; never two copies that drift apart."""
     ids = torch.randint(0, 11, (6, 5))
     # The cut is not to depend on times, which may put both readers into one stage.
     apart = parse_chain(FAST, PASSES).before("partition", Keep("head", 1))

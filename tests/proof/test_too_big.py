@@ -124,7 +124,7 @@ LARGER = ("resnet18", "unet", "squeezenet1_0", "inception_v3")
 
 @pytest.mark.parametrize("name", ["encoder", *(pytest.param(name, marks=pytest.mark.long) for name in LARGER)])
 def test_what_shapes_tell_is_what_values_show(name: str) -> None:
-    """Bytes, draws and constraints of every node are those of the observed model, in training and evaluation."""
+    """Bytes, draws and constraints of every node equal the observed model's, in training and evaluation."""
     torch.manual_seed(0)
 
     def build() -> nn.Module:
@@ -185,7 +185,7 @@ def test_weights_are_read_stage_by_stage(tmp_path: Path, monkeypatch: pytest.Mon
         torch.testing.assert_close(pipe(x), wanted(x))
 
 
-# What is refused
+# Refusals
 
 
 def test_buffers_that_no_checkpoint_holds(tmp_path: Path) -> None:

@@ -97,12 +97,12 @@ def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, r
             code = process.wait()
             limit.cancel()
     assert code == 0, (tmp_path / "errors").read_text()[-4000:]
-    # Steps behind the newest checkpoint that is complete are made once more.
+    # Steps after the newest complete checkpoint are repeated.
     assert len(lines) > 6 and set(lines) == set(expected) and lines[-1] == expected[-1]
 
 
 def start_agent(port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """Start what stands for a host: a launcher with a rank, which meets the others at a port."""
+    """Start a launcher with one rank, in place of a host; the launchers meet at a port."""
     session = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
     session += ["--rdzv-conf=last_call_timeout=3", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     options = ["--steps", "40", "--checkpoint", str(folder / "runs"), "--resume"]
@@ -125,7 +125,7 @@ def accepts(port: int) -> bool:
 
 @pytest.mark.long
 def test_a_world_that_becomes_smaller_plans_anew_and_goes_on(tmp_path: Path) -> None:
-    """Of two launchers one is ended. The other one starts its rank again, alone, with the costs that were saved."""
+    """One of two launchers is ended. The other restarts its rank, now in a world of one, with the saved costs."""
     expected = run(sys.executable, SCRIPT, "--steps", "40", "--devices", "1")
     with socket.socket() as free:
         free.bind(("localhost", 0))

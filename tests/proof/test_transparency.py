@@ -82,15 +82,15 @@ def narrow(classifier: Any, width: int) -> None:
 
 @lru_cache(maxsize=1)
 def keep_captures(name: str) -> dict[Any, fxsplit.IR]:
-    """Return where the captured graphs of a network are kept, by the rows of its microbatches."""
+    """Return a dictionary that keeps the captured graphs of a network, by the rows of its microbatches."""
     return {}
 
 
 @contextlib.contextmanager
 def capture_once(name: str) -> Iterator[nn.Module]:
-    """Yield a network whose graph is captured once for all schedules, and restore its buffers afterwards.
+    """Capture a network's graph once for all schedules; yield the network, and restore its buffers afterwards.
 
-    What is captured depends on no schedule and on no device.
+    The capture depends neither on the schedule nor on the devices.
     """
     model, capture, kept = case(name)[0], lowering.capture_model, keep_captures(name)
     before = copy.deepcopy(dict(model.named_buffers()))
@@ -121,10 +121,10 @@ def profile(name: str) -> fxsplit.Costs:
         return pipe.costs
 
 
-# At every change two networks run under every schedule, and the others, but for the slowest, under one.
+# At every change two networks run under every schedule; of the rest, all but the slowest run under one.
 EVERY_SCHEDULE = ("resnet18", "encoder")
 SLOW = ("inception_v3", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d", "vgg16")
-CASES = [  # by network, since what is expected of one is computed once
+CASES = [  # by network, since a network's expected values are computed once
     (name, devices, schedule)
     for name in zoo.BUILDERS
     for devices, schedule in [*((2, schedule) for schedule in RUNNABLE), (3, "1F1B"), (4, "GPipe")]
@@ -139,7 +139,7 @@ def is_quick(name: str, devices: int, schedule: str) -> bool:
 
 
 def give_memory_back() -> None:
-    """Collect garbage, and return its memory to the system: glibc keeps what threads have freed, here gigabytes."""
+    """Collect garbage, and return its memory to the system: glibc keeps gigabytes that threads have freed here."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -212,7 +212,7 @@ def test_cuts_fall_inside_blocks(name: str) -> None:
 
 
 def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
-    """A partitioner in twenty lines: two stages, cut where the most values cross."""
+    """A partitioner in twenty lines: two stages, with the cut that most values cross."""
     from fxsplit.ir.facts.given.workload import Workload
     from fxsplit.ir.facts.lattice.antichains import Antichains
     from fxsplit.ir.facts.price import CostModel, price_split

@@ -1,4 +1,4 @@
-"""Models with unusual and legitimate features, each of which once went wrong."""
+"""Models with unusual and legitimate features that once went wrong."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Spreads(nn.Module):
 
 
 class Graphs(nn.Module):
-    """A graph convolution, whose adjacency matrix is an argument."""
+    """A graph convolution that takes its adjacency matrix as an argument."""
 
     def __init__(self) -> None:
         super().__init__()

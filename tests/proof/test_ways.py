@@ -23,10 +23,10 @@ OPTIONS: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
 
 
 class Words(nn.Module):
-    """A language model as scripts have it: a head tied to the embedding, a loss if there are labels, a mask or none.
+    """A typical language model: a head tied to the embedding, a loss if there are labels, a mask or none.
 
-    Without labels it returns the logits of the last word alone. Some weights are read in some ways of calling only, and
-    of the tied one with `embeds` only the last reader is there.
+    Without labels it returns only the logits of the last word. Some weights are read in some ways of calling only: with
+    `embeds`, the tied weight is read by the head and not by the embedding.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Words(nn.Module):
 
 
 def make_ways() -> list[dict[str, Any]]:
-    """Return calls, each of another way; those with labels return a loss."""
+    """Return calls that use the model in different ways; calls with labels return a loss."""
     made = torch.Generator().manual_seed(0)
     words, labels = (torch.randint(20, (8, 5), generator=made) for _ in range(2))
     mask = torch.rand(8, 5, generator=made, dtype=torch.float64)
@@ -95,7 +95,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 def run_way(pipe: fxsplit.Pipeline, unsplit: nn.Module, way: dict[str, Any], begin: int = 0) -> None:
-    """Call both in a way, then train both in it if it has labels, and compare outputs and gradients that there are."""
+    """Call both models in a way, then train both in it if it has labels, and compare outputs and gradients."""
     outputs = unsplit(**way)
     assert_close(pipe(**way), outputs)
     unsplit.zero_grad()
@@ -156,7 +156,7 @@ def test_verify_takes_every_way() -> None:
 
 
 class Reversible(nn.Module):
-    """Reads its weights in the other order where it is asked to."""
+    """Reads its weights in reverse order on request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything that fxsplit writes is written whole or not at all, and what cannot be written is refused by its path."""
+"""fxsplit writes every file whole or not at all, and an error about a file that cannot be written names its path."""
 
 from __future__ import annotations
 

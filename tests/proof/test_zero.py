@@ -26,7 +26,7 @@ def train_both(rank: int, n: int, folder: Path) -> list[Trained]:
 
 def train(n: int, which: str, folder: Path) -> Trained:
     """Return how far weights are from plain AdamW on the unsplit model, and of how many parameters state is kept."""
-    # What torch loads with it warns, of torch.jit.
+    # The import warns of torch.jit.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     mesh = make_mesh(n)
@@ -63,7 +63,7 @@ def test_zero_is_the_plain_optimizer(tmp_path: Path) -> None:
 
 
 def refuse(rank: int, n: int) -> str:
-    """Broadcast weights among ranks of which some have them."""
+    """Broadcast weights among all ranks, although each weight is on some ranks only."""
     pipe, _ = compile_row(make_mesh(n))
     # The group of the mesh's own stages is fine; all ranks are not.
     with pytest.raises(ElsewhereError) as caught:

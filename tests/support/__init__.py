@@ -1,1 +1,1 @@
-"""What tests share: models, graphs, ranks in processes of their own, stated times, interrupts."""
+"""Shared code of the tests: models, graphs, ranks in processes of their own, stated times, interrupts."""

@@ -1,4 +1,4 @@
-"""A model with much of what a checkpoint must hold, its optimizer, and their state to compare."""
+"""A model with many of the things that a checkpoint must hold, its optimizer, and their state to compare."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def make_adamw(model: nn.Module) -> Optimizer:
-    """Weight decay for matrices alone, as people do."""
+    """Return AdamW with the usual groups: weight decay for matrices only."""
     matrices = [w for w in model.parameters() if w.ndim > 1]
     others = [w for w in model.parameters() if w.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
@@ -80,7 +80,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def save_three_steps(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint of three steps of a pipeline on two devices, and what it is to hold."""
+    """Save a checkpoint after three steps of a pipeline on two devices; return its path and the expected contents."""
     model, optimizer = build()
     with cut(model, 2) as pipe:
         for _ in range(3):

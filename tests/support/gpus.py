@@ -1,4 +1,4 @@
-"""Stand-ins for GPUs that are not here: what torch.cuda would say of them, and tensors that are on them by name."""
+"""Stand-ins for GPUs on machines without one: answers of torch.cuda, and tensors that are on GPUs by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Elsewhere(torch.Tensor):
 
 
 def place_on(device: str, model: nn.Module | None = None) -> nn.Module:
-    """Return a model with a buffer on a device; all else of the model stays where it is."""
+    """Return a model with a buffer on a device; the rest of the model stays in place."""
     model = nn.Linear(2, 2) if model is None else model
     model.register_buffer("elsewhere", Elsewhere.on(device))
     return model
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) -> None:
-    """Let torch say that there are so many GPUs, of which FREE bytes each are free and RESERVED its allocator's."""
+    """Let torch report `count` GPUs, each with FREE bytes free and RESERVED bytes in the allocator."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (FREE, FREE + RESERVED + 10**9))

@@ -30,14 +30,14 @@ def sweep(few: int, all_of_them: int) -> pytest.MarkDecorator:
 
 
 def try_examples(examples: int) -> settings:
-    """Return Hypothesis's settings for so many examples, which are the same in every run."""
+    """Return Hypothesis's settings for `examples` examples, which are the same in every run."""
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def draw_examples(
     few: int, all_of_them: int, *drawn: st.SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """Let a test run on what is drawn: a few examples at every change, and all of them in `make test-long`."""
+    """Run a test on drawn values: a few examples at every change, and all of them in `make test-long`."""
 
     def decorate(test: Callable[..., None]) -> Callable[[int], None]:
         @sweep(few, all_of_them)
@@ -51,7 +51,7 @@ def draw_examples(
 
 
 def ir_of(costs: Costs, *facts: object) -> IR:
-    """An IR whose graph has the nodes of `costs`, so that facts can be verified against it."""
+    """Return an IR whose graph has the nodes of `costs`, so that facts can be verified against it."""
     graph = fx.Graph()
     made = {i.name: graph.placeholder(i.name) for i in costs.inputs}
     for n in costs.nodes:
@@ -74,9 +74,9 @@ def node(name: str, inputs: Sequence[str] = (), ms: float = 1.0, **figures: floa
 
 @st.composite
 def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
-    """DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros; a third have launches.
+    """Draw DAGs of 1 to `max_nodes` nodes, a third of them with tied integer costs and zeros; a third have launches.
 
-    Of half of them it is known what nodes allocate.
+    Half of them know the bytes that nodes allocate.
     """
     count = draw(st.integers(1, max_nodes))
     tied = draw(st.integers(0, 2)) == 0
@@ -224,7 +224,7 @@ def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Opt
 
 
 def printed_under_two_hash_seeds(program: str, *arguments: str) -> set[str]:
-    """What a program prints in processes whose sets are ordered otherwise."""
+    """Return the different outputs of a program in processes with different orders of sets."""
     return {
         subprocess.run(
             [sys.executable, "-c", program, *arguments],

@@ -21,7 +21,7 @@ from tests.support.interrupts import interrupt_at
 ROWS, MICROBATCHES, STEADY = 16, 4, 0.5
 SLOW_S = 2.0
 CHANGES_STATE = ("step", "call", "first")
-"""Scenes that add gradients and move batch norm's statistics; all others leave the model as it is."""
+"""Scenes that add gradients and move batch norm's statistics; every other scene leaves the model as it is."""
 
 
 class Net(nn.Module):
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class Exported(Net):
-    """The same, behind a decision by a shape, which torch.export follows alone."""
+    """Net with a branch on a shape, which only torch.export follows."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(x.shape[1] // 8):
@@ -46,7 +46,7 @@ class Exported(Net):
 
 
 class Convolutions(nn.Sequential):
-    """Ten convolutions with batch norms, whose profile takes long enough to be hit."""
+    """Ten convolutions with batch norms: their profile takes long enough to be hit."""
 
     def __init__(self) -> None:
         blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(10)]
@@ -55,10 +55,10 @@ class Convolutions(nn.Sequential):
 
 @dataclass
 class Scene:
-    """What is interrupted: `act`, on `model`. `pipe` is a pipeline of the model, whose next step must be right.
+    """A scene to interrupt: `act`, on `model`. `pipe` is a pipeline of the model; its next step must be right.
 
-    `expected` are the numbers of parameters whose gradients a whole step changes. `slow_s` is how long an
-    interrupt may take.
+    `expected` are the numbers of parameters whose gradients a whole step changes. `slow_s` is how long an interrupt may
+    take.
     """
 
     name: str
@@ -131,14 +131,14 @@ def set_gradients(scene: Scene) -> None:
 
 
 def list_changed_gradients(scene: Scene) -> list[str]:
-    """Return the parameters whose gradient is not the one that was set."""
+    """Return the parameters with a gradient that has changed since `set_gradients`."""
     named = scene.model.named_parameters()
     return [n for n, p in named if p.grad is None or not torch.equal(p.grad, torch.full_like(p, STEADY))]
 
 
 @dataclass
 class Before:
-    """What a scene's model and torch are before the interrupt."""
+    """The state of a scene's model and of torch before the interrupt."""
 
     state: dict[str, Tensor]
     generator: Tensor
@@ -151,7 +151,7 @@ class Before:
 
     @classmethod
     def read(cls, scene: Scene) -> Before:
-        """Return what they are now."""
+        """Read the present state."""
         return cls(
             {name: value.clone() for name, value in scene.model.state_dict().items()},
             torch.get_rng_state(),
@@ -168,7 +168,7 @@ class Before:
 
 
 def interrupt(scene: Scene, number: int, kind: type[BaseException] = KeyboardInterrupt) -> tuple[str, list[str]]:
-    """Interrupt a scene at one line; return the line, and what is wrong afterwards."""
+    """Interrupt a scene at one line; return the line, and the faults afterwards."""
     set_gradients(scene)
     before = Before.read(scene)
     try:
@@ -188,7 +188,7 @@ def interrupt(scene: Scene, number: int, kind: type[BaseException] = KeyboardInt
 def find_faults(
     scene: Scene, before: Before, error: BaseException | None, kind: type[BaseException], seconds: float
 ) -> list[str]:
-    """Return what is wrong after an interrupt, and of the next step."""
+    """Return the faults after an interrupt, and of the next step."""
     found = []
     # Any other exception may be turned into an error that says more, or lead to another way of compiling.
     if issubclass(kind, KeyboardInterrupt) and not isinstance(error, KeyboardInterrupt):
@@ -204,7 +204,7 @@ def find_faults(
 
 
 def list_changes(scene: Scene, before: Before, error: BaseException | None) -> list[str]:
-    """Return what of the model and of torch is not as it was."""
+    """Return the parts of the model and of torch that have changed."""
     model, found = scene.model, []
     parameters = dict(model.named_parameters())
     state = {name for name, value in model.state_dict().items() if not torch.equal(value, before.state[name])}
@@ -228,7 +228,7 @@ def list_changes(scene: Scene, before: Before, error: BaseException | None) -> l
         found.append("random generator")
     if signal.getsignal(signal.SIGINT) is not before.handler:
         found.append("handler of SIGINT")
-    # What is left here would be found at every line after this one as well.
+    # A changed mode would be found again after every later line, so put the modes back.
     if (modes := Modes.read()) != before.modes:
         found.append(f"modes of torch: {modes} from {before.modes}")
         before.modes.put_back()
@@ -238,7 +238,7 @@ def list_changes(scene: Scene, before: Before, error: BaseException | None) -> l
 
 
 def check_next_step(scene: Scene) -> list[str]:
-    """Return what is wrong with the next step: it must be that of a loop over microbatches, and run hooks once."""
+    """Return the faults of the next step: it must equal a loop over microbatches, and run hooks once."""
     copied = copy.deepcopy(scene.model)
     total = 0.0
     copied.zero_grad()

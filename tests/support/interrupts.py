@@ -70,9 +70,9 @@ def list_lines(run: Callable[[], object], files: tuple[str, ...] = FILES) -> lis
 def interrupt_at(
     number: int, kind: type[BaseException] = KeyboardInterrupt, files: tuple[str, ...] = FILES
 ) -> Iterator[list[tuple[str, int, float]]]:
-    """Raise at a line of the block, by its number in what `list_lines` returns; yields where and when, once it did.
+    """Raise at a line of the block, by its index in `list_lines`; yields a list that receives the place and the time.
 
-    Dropped is what happens at the line, or at the first one after it at which fxsplit hears of it.
+    Dropped is raised at the line, or at the first line after it at which fxsplit listens for it.
     """
     left = [number]
     where: list[tuple[str, int, float]] = []
@@ -87,12 +87,12 @@ def interrupt_at(
         if kind is Dropped:
             Finalised()
         elif kind is KeyboardInterrupt:
-            # As a signal does: fxsplit hears of it, also where torch drops the exception.
+            # A real signal, because fxsplit notices it even if torch drops the exception.
             signal.raise_signal(signal.SIGINT)
         else:
             raise kind
 
-    # Test processes may lack the first, and print what is dropped.
+    # Test processes may lack this handler, and print dropped exceptions.
     before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     sys.unraisablehook = lambda dropped: None
     sys.settrace(trace(visit, files))
@@ -100,7 +100,7 @@ def interrupt_at(
         yield where
     finally:
         sys.settrace(None)
-        # Another handler than this one was left behind, which is a fault to be found.
+        # Any other handler at this point is a fault that the test must find.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, before[0])
         sys.unraisablehook = before[1]

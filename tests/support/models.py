@@ -168,11 +168,11 @@ class Breaks(nn.Module):
 
 
 class Boom(ValueError):
-    """What `explode` raises."""
+    """The error of `explode`."""
 
 
 def explode(x: Tensor) -> Tensor:
-    """Return x, or raise where it is not finite."""
+    """Return x, or raise Boom if it is not finite."""
     if not torch.isfinite(x).all():
         raise Boom("not finite")
     return x

@@ -63,7 +63,7 @@ def fold_in_evaluation(ir: IR) -> IR:
 
 
 def swap(wanted: Any, given: Any, keep: bool = True) -> fxsplit.Pass:
-    """A pass that lets nodes call `given` where they called the function `wanted`, and keeps all facts or the plan."""
+    """Return a pass that replaces calls of the function `wanted` by `given`, and keeps all facts or only the plan."""
 
     def swap_function(ir: IR) -> IR:
         graph, made = copied(ir.gm.graph)

@@ -1,4 +1,4 @@
-"""Run a function in several ranks: processes of their own with a process group, within a time limit, none left behind.
+"""Run a function in several ranks: processes of their own with a process group and a time limit; none is left running.
 
     def total(rank: int, world: int, number: int) -> int:
         found = torch.tensor(rank + number)
@@ -7,8 +7,9 @@
 
     assert ranks(3, total, 5) == [18, 18, 18]
 
-The function lies at the top of a module, as it is found there by its name. A fork server has torch and fxsplit loaded,
-so that ranks begin in a tenth of a second. The ranks meet in a file of a temporary folder, and no port is fixed.
+The function must be at the top of a module, because the ranks find it by its name. A fork server has torch and fxsplit
+loaded, so that ranks begin in a tenth of a second. The ranks meet in a file of a temporary folder, and no port is
+fixed.
 """
 
 from __future__ import annotations
@@ -52,33 +53,33 @@ PRELOADED = [
     *LATE,
 ]
 START_S = 120.0
-"""How long ranks may take to meet, where a fork server is new and loads torch on a busy machine."""
+"""How long ranks may take to meet if a fork server is new and loads torch on a busy machine."""
 BEGUN = b"begun"
-"""What a rank says once it is in the process group, before the function runs."""
+"""A rank's message once it is in the process group, before the function runs."""
 GO = b"go"
-"""What every rank is told once all of them are in the process group."""
+"""The message to every rank once all of them are in the process group."""
 GRACE_S = 1.0
-"""How long the other ranks may still say what they raised, once one of them has raised."""
+"""How long the other ranks may still report their errors, once one of them has raised."""
 DUMP_S = 30.0
-"""How long ranks may take to write down where they are, before they are killed; a busy machine is slow in it."""
+"""How long ranks may take to write their stacks down before they are killed; a busy machine is slow in it."""
 OUTERMOST = "in <module>"
 """The frame of the main thread that is written down last."""
 SHOWN = 6000
-"""How many characters of what a rank printed are shown where a test fails."""
+"""How many characters of a rank's output a failing test shows."""
 
 
 class RankFailed(AssertionError):
-    """A rank took longer than its limit, died, or raised what could not be brought here."""
+    """A rank took longer than its limit, died, or raised an error that cannot be pickled."""
 
 
 def ranks(
     n: int, function: Callable[..., Any], *args: Any, limit_s: float = 240, dying: Collection[int] = ()
 ) -> list[Any]:
-    """Return what `function(rank, n, *args)` returns in each of n ranks, which have a process group on gloo.
+    """Run `function(rank, n, *args)` in n ranks, which have a process group on gloo, and return their results.
 
-    limit_s: after so many seconds every rank is killed; RankFailed then shows where all their threads were. It is there
-        for ranks that wait in vain, which is 600 s: on a busy machine a first compile may take more than a minute.
-    dying: ranks that are meant to end without a word, as by a signal; the result of one is its exit code.
+    limit_s: after this time every rank is killed; RankFailed then shows the stacks of all their threads. The limit is
+    for ranks that hang: on a busy machine a first compile may take more than a minute.
+    dying: ranks that are meant to end without a word, as by a signal; their result is their exit code.
 
     The exception that was raised first is raised here, with its rank in a note. Afterwards no rank is alive.
     """
@@ -124,11 +125,11 @@ class _Rank:
     def __init__(self, rank: int, n: int, process: Any, link: Connection, log: Path) -> None:
         self.rank, self.n, self.process, self.link, self.log = rank, n, process, link, log
         self.result: tuple[str, float, bytes, str] | None = None
-        """What came back: its kind, when, its bytes, and a traceback."""
+        """The rank's answer: its kind, its time, the pickled value, and a traceback."""
         self.over = False
 
     def listen(self) -> None:
-        """Take what the rank sent, or learn that it is gone."""
+        """Receive the rank's message, or note that the rank is gone."""
         try:
             sent = self.link.recv_bytes()
             if sent == BEGUN:
@@ -140,12 +141,12 @@ class _Rank:
         self.over = True
 
     def print_log(self) -> str:
-        """Return the end of what the rank printed."""
+        """Return the end of the rank's output."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"--- rank {self.rank} of {self.n} printed:\n{text[-SHOWN:]}" if text else ""
 
     def unpack_error(self) -> BaseException:
-        """Return what the rank raised, or a RankFailed that says how it died."""
+        """Return the rank's error, or a RankFailed that says how it died."""
         if self.result is None:
             return RankFailed(f"rank {self.rank} of {self.n} died (exit code {self.process.exitcode})")
         _, _, packed, text = self.result
@@ -158,7 +159,7 @@ class _Rank:
 
 def _gather(started: list[_Rank], until: float, limit_s: float, dying: Collection[int]) -> list[Any]:
     """Return the results of all ranks; raises the first exception, or RankFailed at the limit."""
-    # A rank that could not join the others is over already.
+    # A rank that could not join the process group is over already.
     failed = [rank for rank in started if rank.over]
     while waiting := [rank for rank in started if not rank.over]:
         ready = wait([rank.link for rank in waiting], max(until - time.monotonic(), 0))
@@ -173,7 +174,7 @@ def _gather(started: list[_Rank], until: float, limit_s: float, dying: Collectio
             until = min(until, time.monotonic() + GRACE_S)
     logs = [rank.print_log() for rank in started]
     if failed:
-        # One that died is known of at once, and was the first then; the others raised in the order of their clocks.
+        # A death is noticed at once, so it came first; other ranks' errors are ordered by their clocks.
         first = min(failed, key=lambda rank: rank.result[1] if rank.result else 0.0)
         error = first.unpack_error()
         for text in (*(r.result[3] for r in failed if r is not first and r.result), *logs):
@@ -186,7 +187,7 @@ def _gather(started: list[_Rank], until: float, limit_s: float, dying: Collectio
 
 
 def _dump(waiting: list[_Rank]) -> str:
-    """Return where all threads of these ranks are."""
+    """Return the stacks of all threads of these ranks."""
     for rank in waiting:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -214,12 +215,12 @@ def _end(started: list[_Rank]) -> None:
 def _run(
     rank: int, n: int, folder: str, limit_s: float, link: Connection, function: Callable[..., Any], args: Any
 ) -> None:
-    """Run the function in a rank, and send what it returns or raises."""
+    """Run the function in a rank, and send its result or error."""
     with _printing_to(Path(folder, f"{rank}.txt")) as log:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         # Whoever started it may be gone by then.
         faulthandler.dump_traceback_later(START_S + limit_s + 2 * DUMP_S, exit=True, file=log)
-        # What the server has loaded is shared with it, unless the collector of garbage writes to it.
+        # Memory of the fork server is shared with the rank, unless the garbage collector writes to it.
         gc.freeze()
         try:
             with _joined(rank, n, folder, limit_s):
@@ -234,7 +235,7 @@ def _run(
 
 
 def _call(function: Callable[..., Any], *args: Any) -> tuple[str, float, bytes, str]:
-    """Return what the function returns or raises, with the time."""
+    """Call the function and return its result or error, with the time."""
     try:
         return "returned", time.monotonic(), pickle.dumps(function(*args)), ""
     except BaseException as error:
@@ -255,11 +256,11 @@ def _describe(error: BaseException) -> tuple[str, float, bytes, str]:
 
 @contextlib.contextmanager
 def _printing_to(path: Path) -> Iterator[Any]:
-    """Let what the process prints go to a file, which is yielded."""
+    """Redirect the process's output to a file, and yield the file."""
     with path.open("w", buffering=1) as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-        # Those of a process that is forked may be closed.
+        # The streams of a forked process may be closed.
         sys.stdout = sys.stderr = log
         yield log
 
@@ -284,16 +285,16 @@ def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # What failed may have ended it.
+        # A failure may have ended the process group.
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _check_no_thread_is_left() -> None:
-    """Raise AssertionError where a pipeline's threads outlive it, as tests/conftest.py does."""
+    """Raise AssertionError if a pipeline's threads outlive it, as tests/conftest.py does."""
     if _list_threads():  # a collection takes longer than most ranks
         gc.collect()
-    # A thread whose pipeline is gone ends by itself, which a busy machine is slow in.
+    # A thread whose pipeline is gone ends by itself, after a while on a busy machine.
     for thread in _list_threads():
         thread.join(DUMP_S)
     left = [thread.name for thread in _list_threads()]

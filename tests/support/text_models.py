@@ -1,4 +1,4 @@
-"""Small Hugging Face models that generate text, for tests whose environment has transformers."""
+"""Small Hugging Face models that generate text, for tests in an environment with transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def make_text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return the model of a name with weights that draw words apart, or skip the test where transformers is missing."""
+    """Return a model by its name, with weights that draw words apart, or skip the test if transformers is missing."""
     declare_detection_operators()
     hub = pytest.importorskip("transformers")
     torch.manual_seed(7)

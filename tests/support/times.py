@@ -1,4 +1,4 @@
-"""State how long operators take, in place of what a busy machine measures: a test's plan then follows from the test.
+"""State how long operators take, so that a test's plan depends on the test and not on a busy machine.
 
     def test_the_slow_layer_is_by_itself() -> None:
         state_times(slow=30.0)
@@ -7,8 +7,8 @@
 
 tests/conftest.py states FORWARD_MS and BACKWARD_MS for all nodes before each test, tests/support/ranks.py in each rank.
 The pass `profile` still runs and weighs all operators: only the milliseconds that it finds are replaced. A test of
-measuring itself carries the mark `measured`, and holds whatever is measured. Programs that a test starts measure too:
-give them costs, or expect of them only what holds under any plan.
+measuring itself carries the mark `measured`, and must hold for any measured times. Programs that a test starts measure
+too: give them costs, or expect of them only results that hold under any plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxsplit.passes.profile import profile
 from fxsplit.passes.profile.time_in_step import NodeTimes
 
 FORWARD_MS, BACKWARD_MS, LATE_MS = 1.0, 2.0, 1.0
-"""What each node takes, and what of its backward the gradients of weights take."""
+"""The times of a node's forward, of its backward, and of the weights' gradients within its backward."""
 LAUNCH = 0.5
 """The share of its time that a node takes of an accelerator's host."""
 MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
@@ -30,7 +30,7 @@ _slower: dict[str, float] = {}
 
 
 def state_times(**forward_ms: float) -> None:
-    """Let every node take FORWARD_MS and BACKWARD_MS from now on, or so many times as long as its name is given.
+    """State FORWARD_MS and BACKWARD_MS for every node from now on; a node given by its name has its own forward time.
 
     Nodes with one signature, such as equal layers, are measured once: give the name of the first one.
     """
@@ -56,7 +56,7 @@ def _replace_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes
 
 
 def _state(found: Measured, forward_ms: float) -> Measured:
-    """Return what was measured, with stated times. A node without a backward still has none."""
+    """Return a measurement with stated times. A node without a backward still has none."""
     backward_ms = BACKWARD_MS / FORWARD_MS * forward_ms if found.backward_ms else 0.0
     return found._replace(
         forward_ms=forward_ms,

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they run: what others rely on comes first."""
+"""The checks, in the order in which they run: a check comes before the checks that rely on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bench.gpu.checks import backends, equality, memory, numbers, order, placeme
 from bench.gpu.setting import Setting
 
 Check = Callable[[Setting], tuple[bool, str]]
-"""A check returns whether it holds, and a line that says what was found."""
+"""A check returns whether it holds, and a line about its findings."""
 
-# The first ones tell why later ones fail: with a wrong stream nothing else can be right.
+# The first checks explain why later checks fail: with a wrong stream nothing else can be right.
 ALL: tuple[Check, ...] = (
     order.backward_runs_on_the_stream_of_its_forward,
     equality.schedules_equal_the_unsplit_model,
@@ -50,7 +50,7 @@ def run_checks(setting: Setting, checks: Sequence[Check] = ALL) -> int:
 
 
 def run_check(setting: Setting, check: Check) -> tuple[bool, str]:
-    """Run one check; what it raises makes it fail, and what it warns of is told."""
+    """Run one check; an error makes it fail, and its warnings become part of its text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -60,6 +60,6 @@ def run_check(setting: Setting, check: Check) -> tuple[bool, str]:
             holds, text = False, f"{type(error).__name__}: {str(error)[:300]}"
     # The memory of one check is not to count in the next one.
     setting.release_memory()
-    # A warning that comes in each step is told once.
+    # A warning that comes in each step is reported once.
     told = sorted({str(w.message).splitlines()[0][:110] for w in caught})
     return holds, text + (f" | warnings: {told[:3]}" if told else "")

@@ -13,7 +13,7 @@ from fxsplit.errors import InputError
 
 
 def inductor(setting: Setting) -> tuple[bool, str]:
-    """Compare a step whose stages inductor compiled with the unsplit model's, in single precision."""
+    """Compare a step through stages that inductor has compiled with the unsplit model's, in single precision."""
     if setting.dry:
         return True, "needs a GPU"
     x, y = setting.make_batch(torch.float32)

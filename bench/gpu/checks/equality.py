@@ -1,4 +1,4 @@
-"""Checks that a pipeline on the GPU computes what the unsplit model computes."""
+"""Checks that a pipeline on the GPU computes the same as the unsplit model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def schedules_equal_the_unsplit_model(setting: Setting) -> tuple[bool, str]:
 
 
 def call_and_backward(setting: Setting) -> tuple[bool, str]:
-    """Train by pipe(x) and loss.backward(), as one does without `step`.
+    """Train by pipe(x) and loss.backward(), without `step`.
 
     autograd has one thread for each GPU, and runs the pipeline's own backward in it. A worker whose backward waits for
-    that thread waits for ever.
+    that thread waits forever.
     """
     x, y = setting.make_batch()
     model = Net().double().to(setting.device)

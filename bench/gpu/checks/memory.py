@@ -1,4 +1,4 @@
-"""Checks of memory: what a failed step keeps, what a step takes, and where weights lie."""
+"""Checks of memory: after a failed step, during a step, and the layout of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRY_SIZE = {"width": 128, "heads": 4, "layers": 6, "length": 128}
 
 
 class Breakable(nn.Module):
-    """Asks for more memory than there is, once it is told to."""
+    """A layer that asks for more memory than there is, if it is `broken`."""
 
     broken = False
 
@@ -34,7 +34,7 @@ class Breakable(nn.Module):
 
 
 def failed_steps_keep_no_memory(setting: Setting) -> tuple[bool, str]:
-    """Let three steps run out of memory: what they had made is given back without a garbage collection."""
+    """Let three steps run out of memory: their memory is given back without a garbage collection."""
     if setting.dry:
         return True, "needs a GPU"
     breakable = Breakable()
@@ -46,7 +46,7 @@ def failed_steps_keep_no_memory(setting: Setting) -> tuple[bool, str]:
         pipe.step(x, target=y)
         pipe.zero_grad()
         setting.synchronize()
-        # After one good step the pools hold what a step takes.
+        # After one good step the pools hold the memory of a step.
         before = torch.cuda.memory_allocated()
         breakable.broken = True
         failures = sum(_runs_out_of_memory(lambda: pipe.step(x, target=y)) for _ in range(3))
@@ -66,7 +66,7 @@ def _runs_out_of_memory(run: Callable[[], object]) -> bool:
 
 
 class Recurrent(nn.Module):
-    """An LSTM, whose weights cuDNN wants in one piece of memory."""
+    """An LSTM: cuDNN wants its weights in one piece of memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def recurrent_weights_stay_flat(setting: Setting) -> tuple[bool, str]:
 
 
 def peak_beside_the_plan(setting: Setting) -> tuple[bool, str]:
-    """Compare the peak memory of a step with what the plan says, under three schedules."""
+    """Compare the peak memory of a step with the plan's, under three schedules."""
     size = DRY_SIZE if setting.dry else SIZE
     model, length = Encoder(**size).to(setting.device), size["length"]
     x = torch.randint(0, 1000, (32, length), device=setting.device)
@@ -108,7 +108,7 @@ def peak_beside_the_plan(setting: Setting) -> tuple[bool, str]:
                 pipe.step(x, target=y)
                 setting.synchronize()
 
-            for _ in range(2):  # the first step makes what later ones find in the allocator's pools
+            for _ in range(2):  # the first step fills the allocator's pools
                 step()
             found[schedule] = measure_peak_gib(setting, model, step), predict_gib(pipe)
     return judge_peaks(found, dry=setting.dry)

@@ -19,7 +19,7 @@ from bench.gpu.setting import (
 
 
 class DropPath(nn.Module):
-    """Drops whole rows by torch.rand(shape, device=...), whose arguments hold no tensor that tells the device."""
+    """Drops whole rows by torch.rand(shape, device=...): no tensor among its arguments shows the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def masks_are_the_same_however_the_model_is_cut(setting: Setting) -> tuple[bool,
     cuts = ((1, "1F1B"), (2, "1F1B"), (4, "1F1B"), (4, "ZB-H1"), (2, "Interleaved1F1B"))
     found = []
     for n_devices, schedule in cuts[1:4:2] if setting.dry else cuts:
-        # One seed for the weights, and another one for the step.
+        # One seed for the weights, and a second seed for the step.
         torch.manual_seed(3)
         model = Net(drop=0.5).double().to(setting.device)
         with setting.compile(model, n_devices, schedule=schedule, example_inputs=x) as pipe:
@@ -54,7 +54,7 @@ def masks_without_tensor_arguments(setting: Setting) -> tuple[bool, str]:
     """Compare gradients with and without recomputing, which draws every mask a second time."""
     x, y = setting.make_batch()
     found = []
-    # Recomputing twice tells a mask that differs at random from one that differs by recomputing.
+    # Recomputing twice separates a mask that differs at random from a mask that differs by recomputing.
     for chain in (FAST, RECOMPUTING, RECOMPUTING):
         torch.manual_seed(3)
         model = DropPath().double().to(setting.device)
@@ -68,7 +68,7 @@ def masks_without_tensor_arguments(setting: Setting) -> tuple[bool, str]:
 
 def profiling_leaves_the_generator(setting: Setting) -> tuple[bool, str]:
     """Compile a model with dropout and without buffers: the device's generator stays as it was."""
-    # Without buffers: what a model's buffers are on must not decide which generators are kept.
+    # No buffers: the device of a model's buffers must not decide which generators are kept.
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, CLASSES)).double().to(setting.device)
     x, _ = setting.make_batch()
     read_state = torch.get_rng_state if setting.dry else torch.cuda.get_rng_state

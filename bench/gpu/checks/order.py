@@ -1,4 +1,4 @@
-"""Checks of streams: what waits for what, and what does not wait."""
+"""Checks of streams: which work waits for which, and which does not wait."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def a_trace_has_every_action(setting: Setting) -> tuple[bool, str]:
 
 
 def a_step_does_not_wait(setting: Setting) -> tuple[bool, str]:
-    """Time how soon step() returns behind a kernel of a second: it only queues work."""
+    """Time how soon step() returns while the GPU runs a kernel of a second: step() only queues work."""
     x, y = setting.make_batch()
     with setting.compile(Net().double().to(setting.device), 2, example_inputs=x) as pipe:
         pipe.step(x, target=y)
-        # From here on the GPU is busy; what step() queues comes behind.
+        # From here on the GPU is busy, and step() queues its work after this kernel.
         setting.synchronize()
         setting.occupy(SECOND)
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checks of what lies in host memory while stages are on the GPU."""
+"""Checks of values in host memory while stages are on the GPU."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def inputs_and_targets_in_host_memory(setting: Setting) -> tuple[bool, str]:
     x, y = (t.cpu() for t in setting.make_batch())
     model = Net().double()
     expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
-    # Inputs go to the first stage. The loss is computed on the last one, where the target goes.
+    # Inputs go to the first stage. The loss is computed on the last stage, so the target goes there.
     with setting.compile(model.to(setting.device), 2, example_inputs=x) as pipe:
         outcome = run_pipeline_step(pipe, [x], y)
     devices = {str(t.device) for t in outcome.outputs.values() if t is not None}
     difference = compare(outcome, expected).largest
-    # On the CPU the step would be right as well, and would say nothing of what is moved.
+    # On the CPU the step would be right as well, and would prove nothing about moving values.
     return difference < CLOSE and devices == {setting.name}, f"outputs on {devices}, difference {difference:.1e}"
 
 
 def gradient_of_an_input_in_host_memory(setting: Setting) -> tuple[bool, str]:
-    """Ask for the gradient of an input on the CPU: it lies where the input lies."""
+    """Ask for the gradient of an input on the CPU: the gradient lies on the CPU too."""
     x, y = setting.make_batch()
     wanted = x.cpu().requires_grad_()
     with setting.compile(Net().double().to(setting.device), 2, example_inputs=wanted.detach()) as pipe:
@@ -64,7 +64,7 @@ def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str
         pipe.eval()
         expected = pipe(x.cpu()).clone()
         setting.synchronize()
-        # The copy from the pinned input waits behind this.
+        # The copy from the pinned input is queued after this kernel.
         setting.occupy(1e8)
         found = pipe(pinned)
         pinned.zero_()
@@ -74,7 +74,7 @@ def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str
 
 
 def a_number_of_devices_is_the_gpu(setting: Setting) -> tuple[bool, str]:
-    """Ask for twice as many devices as there are GPUs: a model on a GPU stays on GPUs, and a warning says so."""
+    """Ask for twice as many devices as the machine has GPUs: the model stays on GPUs, and a warning says so."""
     if setting.dry:
         return True, "needs a GPU"
     count = 2 * torch.cuda.device_count()
@@ -82,7 +82,7 @@ def a_number_of_devices_is_the_gpu(setting: Setting) -> tuple[bool, str]:
         warnings.simplefilter("always")
         machine = fxsplit.Machine.of(count, model=Net().to(setting.device))
     kinds = {device.type for device in machine.torch_devices()}
-    # What is free is less than what there is, and two devices share it.
+    # Free memory is less than the total, and two devices share it.
     total = torch.cuda.get_device_properties(setting.device).total_memory
     share = machine.devices[0].memory_bytes / total
     holds = kinds == {"cuda"} and len(caught) == 1 and 0.0 < share < 0.5

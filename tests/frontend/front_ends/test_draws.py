@@ -64,7 +64,7 @@ DRAWS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 EXPORTED = ("a factor", "seldom another way", "numpy's choice")
-"""What is drawn while a model is exported at every change; that takes longer, and all are in `make test-long`."""
+"""The draws that are exported at every change; an export takes longer, and `make test-long` exports all draws."""
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class Policy(nn.Module):
 
 
 def test_distributions_are_refused_with_what_to_do() -> None:
-    """The advice used to be torch.where, or to register a pytree."""
+    """The advice used to be torch.where, or registering a pytree."""
     for model, text in (
         # Stated, since torch.compile switches it off for the whole process.
         (Policy(lambda d: d, validate_args=True), "validate_args=False, and return tensors"),

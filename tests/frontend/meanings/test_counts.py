@@ -72,7 +72,7 @@ def make_batch(uneven: bool) -> list[Tensor]:
 
 
 def ignore(model: Tagger, batch: list[Tensor]) -> list[Tensor]:
-    """The batch with labels ignored where the mask is 0, for a loss that takes no mask."""
+    """Return the batch with the labels set to "ignored" if the mask is 0, for a loss that takes no mask."""
     x, y, mask = batch
     if model.how in ("function", "smooth", "nll", "module", "two"):
         y = y.where(mask != 0, 3 if model.how == "module" else -100)

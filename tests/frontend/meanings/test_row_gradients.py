@@ -86,7 +86,7 @@ def test_other_gradients_are_no_reason_to_warn(dtype: torch.dtype) -> None:
 
 
 def test_what_is_added_up_is_that_of_the_meaning() -> None:
-    """A mean counts as often as there are rows; an output that has no gradient, or no meaning, counts for nothing."""
+    """A mean counts once for each row; an output without a gradient or without a meaning does not count."""
     subject = make_subject(nn.Linear(3, 1).double(), torch.randn(6, 3).double(), rows=3)
     with subject.make_runnable(6) as here:
         assert find_unjoined_gradient(here, (3, 1), {"output 0": ROWS}) is None

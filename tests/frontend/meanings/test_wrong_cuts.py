@@ -242,7 +242,7 @@ def test_a_number_of_rows_that_the_model_states_is_named() -> None:
 
 
 class Routed(nn.Module):
-    """Returns a number that compares rows beside its own output, as mixtures of experts do."""
+    """Returns its output and a number that compares rows, as mixtures of experts do."""
 
     def __init__(self) -> None:
         super().__init__()

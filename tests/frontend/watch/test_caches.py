@@ -103,7 +103,7 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def train(pipe: fxsplit.Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Compare the gradients of a step with those of the model."""
+    """Compare the gradients of a step with the model's."""
     model.zero_grad()
     loss = pipe.step(x, target=y)
     found = [p.grad for p in model.parameters()]

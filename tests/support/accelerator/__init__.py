@@ -1,4 +1,4 @@
-"""A made-up accelerator for tests, where there is no GPU: devices `toy:0` to `toy:3`.
+"""A made-up accelerator for tests on machines without a GPU: devices `toy:0` to `toy:3`.
 
     with use_accelerator() as record:
         pipe = fxsplit.compile(model, ["toy:0", "toy:1"], ...)
@@ -6,21 +6,21 @@
         record.check()
 
 Inside of the block:
-- torch.rand(3, device="toy:1"), tensor.to("toy:1"), module.to("toy:1") and `parameter.data = ...` work as for a GPU;
-  an operator whose tensors are on two devices raises RuntimeError.
-- Each operator is a kernel on the calling thread's current stream of its device. Streams and events are those that
-  fxsplit/torch_internals/tensors/accelerators.py gives. Values are computed at once, so results are right even where
-  the order on streams is not: `record` knows what could have gone wrong.
-- `record.check()` raises AssertionError with all races, all memory that was given back too early, and all such memory
-  that may have been used again (see tests/support/accelerator/record.py).
+- torch.rand(3, device="toy:1"), tensor.to("toy:1"), module.to("toy:1") and `parameter.data = ...` work as for a GPU; an
+  operator with tensors on two devices raises RuntimeError.
+- Each operator is a kernel on the calling thread's current stream of its device. Streams and events come from
+  fxsplit/torch_internals/tensors/accelerators.py. Values are computed at once, so results are right even if the order
+  on streams is wrong: `record` knows the mistakes that a GPU could have made.
+- `record.check()` raises AssertionError with all races, all memory that was freed too early, and all such memory that
+  may have been used again (see tests/support/accelerator/record.py).
 - `record.kernels["toy:1"]`: how many kernels ran on a device. `record.draws["toy:1"]`: how many of them drew random
-  numbers, which they do from torch.toy.default_generators[1]. `record.copies["toy:0", "toy:1"]`: how many copies were
-  made between two devices.
+  numbers, from torch.toy.default_generators[1]. `record.copies["toy:0", "toy:1"]`: how many copies were made between
+  two devices.
 - `record.waits`: for each operator and place in the code, how often the host waited for a device.
 
-What autograd's engine does with streams is emulated for nodes written in Python and for leaves alone (see engine.py).
-And torch lets a device that is made in Python have one thread of the engine: backwards on `toy:1` to `toy:3` run in the
-thread that calls, so the block switches the engine's threads off unless it is told not to.
+The streams of autograd's engine are emulated only for nodes written in Python and for leaves (see engine.py). torch
+gives a device that is made in Python a single thread of the engine. Backwards on `toy:1` to `toy:3` run in the calling
+thread, so the block switches the engine's threads off unless `engine_threads` is given.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ SEAM = (
 
 @contextmanager
 def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
-    """Have the devices toy:0 to toy:3 in the block, and yield the record of what they do.
+    """Provide the devices toy:0 to toy:3 in the block, and yield the record of their work.
 
-    With `engine_threads` autograd's engine runs backwards on `toy:0` in the one thread that it has for that device, as
-    it does on a GPU; then no other toy may be used, and no backward may have run in the process before. Skips the test
-    where there is a GPU, in whose place torch would see the toys.
+    With `engine_threads` autograd's engine runs backwards on `toy:0` in its one thread for that device, as on a GPU;
+    then no other toy may be used, and no backward may have run in the process before. Skips the test on a machine with
+    a GPU, because torch knows one kind of accelerator at a time.
     """
     if torch.cuda.is_available():
         pytest.skip("torch knows one kind of accelerator at a time, and here it is a real one")
@@ -86,7 +86,7 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(mock.patch.object(grad_split, "LEAST_PRODUCTS", defaultdict(int)))
         stack.enter_context(mock.patch.object(eager_accumulator, "LEAST_BYTES", 200))
         stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))
-        # What a loss function changes when fxsplit tries it out is put back, and its kernels are no part of that.
+        # fxsplit tries a loss function out and undoes its changes; the toys' own code must not be among them.
         own = (kernels.__file__, *(f"{Path(__file__).parent / name}.py" for name in ("tensors", "record", "streams")))
         watched = watch._is_watched
         stack.enter_context(

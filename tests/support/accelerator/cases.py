@@ -1,6 +1,6 @@
 """Pipelines on made-up accelerators, and the loops that a user writes around them: each is a `Case`.
 
-Weights after some batches are to be those of the unsplit model, which the CPU trains microbatch by microbatch.
+After some batches the weights must equal the unsplit model's, which the CPU trains microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ armed = False
 
 @torch.fx.wrap
 def burn(x: Tensor) -> Tensor:
-    """Return the input, or raise where a step is to fail; the kernels before have been queued."""
+    """Return the input, or raise if the step must fail; earlier kernels have been queued."""
     if armed:
         raise RuntimeError("the fuse has blown")
     return x * 1.0
@@ -71,12 +71,12 @@ class Tied(nn.Module):
 
 
 def deal(counts: Sequence[int]) -> Any:
-    """Return passes that make stages of equally many nodes, each for so many devices."""
+    """Return passes that make stages of equally many nodes, with `counts[i]` devices for stage i."""
     return parse_chain(FAST, PASSES).replace("partition", partition_over_replicas(counts))
 
 
 class HalfTied(Tied):
-    """One layer at the start and at the end, of which the end alone gives it a gradient."""
+    """One layer at the start and at the end; it gets a gradient only at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = F.linear(x, self.ends.weight.detach(), self.ends.bias.detach())
@@ -141,7 +141,7 @@ class Run:
     def __init__(self, case: Case, devices: tuple[str, ...]) -> None:
         torch.manual_seed(0)
         self.case = case
-        # Where values go in; a model that is on an accelerator is compiled for inputs that are there too.
+        # The device of the inputs; a model on an accelerator is compiled for inputs on that accelerator.
         self.first = torch.device(devices[0] if devices else "cpu")
         self.model = case.make_model().double().to(self.first).train(case.loop != EVALUATION)
         unsplit: Any = Unsplit(self.model, case.n_microbatches)
@@ -157,7 +157,7 @@ class Run:
         y = torch.randint(0, KINDS_OF_ROWS, (ROWS,), generator=self._generator).to(self.last) * 1
         self.results = [LOOPS[self.case.loop](self, x, y) * 1.0]
         del x, y
-        # What the caller does next may get the memory of the batch.
+        # The caller's next tensor may get the memory of the batch.
         torch.ones(ROWS, WIDTH, dtype=torch.float64, device=self.first)
 
     def renew(self) -> None:
@@ -166,14 +166,14 @@ class Run:
             weight.data = weight.data.clone()
 
     def read(self) -> list[Tensor]:
-        """Return the weights and what the last batch returned, on the CPU."""
-        # Deferred, a batch norm's statistics are those of the batch, and the unsplit model's of the microbatches.
+        """Return the weights and the last batch's results, on the CPU."""
+        # With deferral, a batch norm's statistics cover the batch; the unsplit model's cover microbatches.
         buffers = () if "deferred_batch_norm" in self.case.options else self.model.buffers()
         return [t.detach().cpu() for t in (*self.model.parameters(), *buffers, *self.results)]
 
     def _compile(self, devices: tuple[str, ...]) -> Any:
         x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=self.first)
-        # Where the optimizer steps in between, weights depend on the cut, which is not to depend on times.
+        # If the optimizer steps in between, weights depend on the cut, and the cut must not depend on times.
         passes = deal([1] * len(devices)) if self.case.loop == ASYNCHRONOUS else FAST
         options = {"passes": passes, "schedule": self.case.schedule, "loss_fn": compute_loss, **self.case.options}
         with torch.set_grad_enabled(self.case.loop != EVALUATION):
@@ -220,7 +220,7 @@ def call_and_then_step(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def call_on_a_side_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """The input is computed on a stream of its own, where its gradient goes back to."""
+    """Compute the input on a stream of its own, to which its gradient must return."""
     run.optimizer.zero_grad()
     x.requires_grad_()
     on_host = x.device.type == "cpu"
@@ -265,7 +265,7 @@ def evaluate(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def call_in_between(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """Batches are under way when a call copies weights anew, which they read."""
+    """Call while batches are under way: the call copies the weights that these batches read."""
     with torch.no_grad():
         under_way = iter(run.pipe.stream([x, x, x]))
         first: Tensor = next(under_way)
@@ -316,10 +316,10 @@ def start(case: Case) -> Iterator[Run]:
 
 
 def train_unsplit(case: Case, batches: int) -> list[Tensor]:
-    """Return what `Run.read` is to return after some batches, computed on the CPU.
+    """Return the expected result of `Run.read` after some batches, computed on the CPU.
 
-    It is the unsplit model that computes it. Where the optimizer steps between microbatches it is a pipeline of CPU
-    devices, whose proof is tests/proof/test_asynchronous.py.
+    The unsplit model computes it. If the optimizer steps between microbatches, a pipeline of CPU devices does, which
+    tests/proof/test_asynchronous.py proves.
     """
     asynchronous = case.loop == ASYNCHRONOUS
     run = Run(case, tuple("cpu" for _ in case.devices) if asynchronous else ())
@@ -333,7 +333,7 @@ def train_unsplit(case: Case, batches: int) -> list[Tensor]:
 
 
 class Outcome(NamedTuple):
-    """What became of a case: the record of its batches, and the largest difference to the unsplit model."""
+    """The outcome of a case: the record of its batches, and the largest difference to the unsplit model."""
 
     record: Record
     difference: float
@@ -343,7 +343,7 @@ def examine(case: Case) -> Outcome:
     """Run a case for some batches on made-up accelerators."""
     expected = train_unsplit(case, BATCHES)
     with use_accelerator() as record, start(case) as run:
-        # What compiling did is no part of it.
+        # The work of compiling is left out.
         record.settle()
         for _ in range(BATCHES):
             run.train()

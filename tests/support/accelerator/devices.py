@@ -1,4 +1,4 @@
-"""A made-up kind of device, `toy`: torch knows it as it knows an accelerator of another vendor (PrivateUse1).
+"""A made-up kind of device, `toy`, which torch treats as an accelerator of another vendor (PrivateUse1).
 
 torch allows a process one such kind, and it stays registered. Outside of `use_accelerator` there are no toys: none is
 counted, and none is found.
@@ -19,7 +19,7 @@ COUNT = 4
 
 
 class Toys:
-    """What torch knows as `torch.toy`: which devices there are, which is current in this thread, and their draws."""
+    """The module that is installed as `torch.toy`: the devices, the thread's current device, and the generators."""
 
     def __init__(self) -> None:
         self.present = False

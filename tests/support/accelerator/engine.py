@@ -1,9 +1,10 @@
-"""What autograd's engine does with streams, for nodes that are written in Python, and for the accumulation into leaves.
+"""Emulate the streams of autograd's engine, for nodes that are written in Python, and for accumulation into leaves.
 
-torch's engine runs a node on the stream that was current when the node was made, lets that stream wait for those that
-made the node's arguments, keeps these until then, and lets the caller's streams wait at the end for those that wrote
-to `.grad` (torch/csrc/autograd/engine.cpp, input_buffer.cpp). For a device that is made in Python it does not. Nodes
-that torch has made itself run here on the current stream of the thread that runs them, the caller's or a worker's.
+torch's engine runs a node on the stream that was current when the node was made. It lets that stream wait for the
+streams that made the node's arguments, keeps the arguments until then, and at the end lets the caller's streams wait
+for every stream that wrote to `.grad` (torch/csrc/autograd/engine.cpp, input_buffer.cpp). For a device that is made in
+Python it does not. Nodes of torch's own run here on the current stream of the thread that runs them, the caller's or a
+worker's.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ ACCUMULATES = "torch::autograd::AccumulateGrad"
 STREAM = "toy stream"
 """Under this name a node of torch's keeps the stream that was current when it was made."""
 MISMATCH = "The AccumulateGrad node's stream does not match the stream of the node that produced the gradient"
-"""How torch begins to warn of a leaf whose gradient is made on one stream and added to `.grad` on another one."""
+"""The start of torch's warning about a leaf with a gradient that is made on one stream and added on a second one."""
 
 
 class EngineStreams:
-    """Knows the stream of each node that is written in Python, and of those that add gradients to leaves."""
+    """Knows the streams of nodes that are written in Python, and of nodes that add gradients to leaves."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._written: set[Stream] = set()
-        # What is in torch outside of the block.
+        # torch's own functions, as they are outside of the block.
         self._apply = torch.autograd.Function.__dict__["apply"]
         self._run_node: Callable[..., Any] = BackwardCFunction.apply
         self._run_engine: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ class EngineStreams:
         """Note the streams that are current as a node is made: for it, and for the accumulation into its leaves."""
         node: Any = next((t.grad_fn for t in outputs if isinstance(t, Toy) and t.grad_fn is not None), None)
         if hasattr(type(node), "apply"):
-            # Of all arguments only tensors have a node behind them.
+            # Only tensor arguments have a node.
             node.toy_arguments = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
             made = next(t for t in outputs if isinstance(t, Toy))
             node.toy_stream = self._driver.find_current_stream(made.device)
@@ -105,14 +106,14 @@ class EngineStreams:
         return found
 
     def _hand_over(self, gradient: Tensor, producer: Stream, consumer: Stream) -> None:
-        """Let a stream wait for a gradient that another one has made, whose memory stays until then."""
+        """Let `consumer` wait for a gradient that `producer` has made, and keep the gradient's memory until then."""
         if consumer != producer:
             consumer.wait_event(producer.record_event())
             if gradient.device == consumer.device:
                 self._driver.keep_until_read(gradient, consumer)
 
     def _end(self) -> None:
-        """Let the caller's streams wait for those on which gradients were accumulated."""
+        """Let the caller's streams wait for all streams on which gradients were accumulated."""
         for stream in self._written:
             self._driver.find_current_stream(stream.device).wait_event(stream.record_event())
         self._written.clear()
@@ -144,7 +145,7 @@ class _Engine:
 
 
 def _find_accumulation(root: Any) -> Stream | None:
-    """Return the stream that a leaf's gradients are added on, None for any other root and where none is known."""
+    """Return the stream on which a leaf's gradients are added; None for any other root, and if none is known."""
     if not (isinstance(root, Toy) and root.is_leaf and root.requires_grad):
         return None
     node: Any = get_gradient_edge(root).node
@@ -163,7 +164,7 @@ def note_accumulations(driver: Driver, inputs: Iterable[Any]) -> None:
 
 
 def find_stream(driver: Driver, device: torch.device) -> Stream:
-    """Return the stream that the next kernel on a device goes to: that of the leaf whose gradient is accumulated."""
+    """Return the stream of the next kernel on a device: a leaf's own stream while its gradient is accumulated."""
     node: Any = torch._C._current_autograd_node()
     if node is not None and node.name() == ACCUMULATES:
         stream: Stream | None = node.metadata.get(STREAM)

@@ -1,6 +1,6 @@
 """Operators of the made-up accelerator: each is a kernel on the current stream of its device, and computed at once.
 
-As on a real one, an operator whose tensors are of two devices is refused, a tensor of the CPU with one element aside.
+As on a real accelerator, an operator with tensors on two devices is refused, except for CPU tensors with one element.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ WAITS = {
     "aten::unique_consecutive",
     "aten::repeat_interleave",
 }
-"""Operators whose result the host must see before it can go on."""
+"""Operators that make the host wait for their result."""
 
 # Kernels that write arguments which their schema does not name: the running statistics of batch norm.
 HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 
 
 class Watch:
-    """Who watches now: the record of what is done, and the driver that knows the current streams."""
+    """The present observers: the record of all work, and the driver that knows the current streams."""
 
     def __init__(self, record: Record, driver: Driver) -> None:
         self.record, self.driver = record, driver
@@ -50,7 +50,7 @@ watches: list[Watch] = []
 
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operator that has a toy among its arguments, and note what it did."""
+    """Run one operator that has a toy among its arguments, and note its effects."""
     if (copy := COPIES.get(func)) is not None:
         return copy(*args, **kwargs)
     reads, writes = sort_arguments(func, args, kwargs)
@@ -92,7 +92,7 @@ def run_foreach(
 
 
 def sort_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator reads, and those that it writes."""
+    """Return the tensors that an operator reads, and the tensors that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     hidden = HIDDEN_WRITES.get(func, ())
@@ -105,7 +105,7 @@ def sort_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_devices(func: Any, tensors: list[Tensor]) -> torch.device:
-    """Return the device that all tensors are on; raises RuntimeError, as torch does, where there are two."""
+    """Return the device that all tensors are on; raises RuntimeError, as torch does, if there are two."""
     # Indices may be on the CPU; they are copied, and a tensor of one number is an argument of the kernel.
     large = [t for t in tensors if t.dim() or t.device.type == NAME]
     if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
@@ -120,7 +120,7 @@ def check_devices(func: Any, tensors: list[Tensor]) -> torch.device:
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Return what an operator makes of the values. It draws from the generator of the device."""
+    """Compute the operator's result from the values; it draws from the generator of the device."""
     raw_args, raw_kwargs = unwrap(args), unwrap(kwargs)
     if "device" in raw_kwargs:
         raw_kwargs["device"] = torch.device("cpu")
@@ -153,7 +153,7 @@ def is_view(func: Any, out: Any, own: dict[int, Toy], writes: list[Tensor]) -> b
 def note_kernel(
     func: Any, reads: list[Tensor], writes: list[Tensor], device: torch.device, *, queues: bool = True
 ) -> Stream | None:
-    """Note a kernel on the current stream of a device, and return the stream; None where nobody watches."""
+    """Note a kernel on the current stream of a device, and return the stream; None outside of use_accelerator."""
     if not watches:
         return None
     record, stream = watches[-1].record, find_stream(watches[-1].driver, device)
@@ -195,7 +195,7 @@ def wait_on_host(tensor: Tensor) -> None:
 
 
 def find_asked(kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the toy that the keyword arguments of an operator ask for, as those of zeros_like may."""
+    """Return the toy named by an operator's keyword arguments, as in zeros_like(x, device=...)."""
     asked = kwargs.get("device")
     return find_device(asked) if asked is not None and torch.device(asked).type == NAME else None
 
@@ -222,7 +222,7 @@ def note_copy(target: Tensor, source: Tensor, non_blocking: bool) -> Access | No
     ends = [t.device for t in (source, target) if t.device.type == NAME]
     if not ends:
         return None
-    # torch queues the copy on the source's stream, where there are two (aten/src/ATen/native/cuda/Copy.cu).
+    # For two streams, torch queues the copy on the source's stream (aten/src/ATen/native/cuda/Copy.cu).
     streams = [find_stream(driver, device) for device in ends]
     stream = streams[0]
     with record.lock:

@@ -1,4 +1,4 @@
-"""The cases in which the order of work is looked at: schedules, loops, devices, and what models and callers may do."""
+"""The cases in which the order of work is checked: schedules, loops, devices, and features of models and callers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
 LOOPS = (STEP, BACKWARD, ACCUMULATION, SIDE, MIXED, EVALUATION)
 
 
-# Where a mutant is to be reported, the cut is not to depend on times.
+# If a mutant must be reported, the cut must not depend on times.
 HALVES = {"passes": deal([1, 1])}
 REPLICAS = {"passes": deal([2, 1])}
-# Behind its forward the caller's stream writes statistics, which a recomputed forward copies.
+# After its forward the caller's stream writes statistics, which a recomputed forward copies.
 LATE = {"deferred_batch_norm": True, "recompute": "always", **HALVES}
 FEW = [
     Case("1F1B: step, own devices", make_model=partial(Net, layers=4)),
@@ -94,7 +94,7 @@ def _list_kinds() -> Iterator[Case]:
 
 
 def _list_replicas() -> Iterator[Case]:
-    """Yield stages on several devices, of which one may be that of another stage."""
+    """Yield stages on several devices, one of which may also hold the other stage."""
     for place, devices in {"other devices": PLACES["three devices"], "one device": ("toy:0",) * 3}.items():
         for counts in ((2, 1), (1, 2)):
             for loop in (*LOOPS, STREAM):
@@ -103,7 +103,7 @@ def _list_replicas() -> Iterator[Case]:
 
 
 def _list_mixed() -> Iterator[Case]:
-    """Yield stages on the CPU among others."""
+    """Yield pipelines with some stages on the CPU."""
     for devices in (("toy:0", "cpu"), ("cpu", "toy:1"), ("toy:0", "cpu", "toy:1")):
         for loop in LOOPS:
             yield Case(_name(", ".join(devices), "1F1B", loop), devices, loop=loop)

@@ -30,11 +30,11 @@ NOTHING = (
     "synchronize",
     "set_current_stream",
 )
-"""What is called for its effect on the order of work."""
+"""Functions that are called for their effect on the order of work."""
 EVENT = ("record_event", "mark")
-"""What returns an event."""
+"""Functions that return an event."""
 LIST = ("mark_caller", "join_caller")
-"""What returns a list of events."""
+"""Functions that return a list of events."""
 MODULES = (
     "stage.streams",
     "job.job",
@@ -105,7 +105,7 @@ def _list_of_module(name: str) -> Iterator[Mutant]:
 
 
 def _list_functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield functions and methods by their names in the module; those inside of others belong to these."""
+    """Yield functions and methods by their names in the module; a nested function belongs to its outermost function."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node
@@ -189,7 +189,7 @@ def list_survivors(cases: Sequence[Case]) -> tuple[list[Mutant], dict[Mutant, st
                     run.train()
                 if record.findings:
                     caught[mutant] = case.name
-            # What a mutant left undone is nobody's mistake.
+            # A mutant's leftovers must not count for the next one.
             record.settle()
         left = [mutant for mutant in left if mutant not in caught]
     return left, caught

@@ -1,8 +1,7 @@
-"""What a made-up accelerator has seen: kernels in order, by vector clocks, and what went wrong.
+"""The record of a made-up accelerator: kernels in order, by vector clocks, and mistakes.
 
-A clock of a stream says, for each stream, how many of its kernels are surely over when the stream does what is queued
-next. An event carries a copy of such a clock. See Mattern, "Virtual time and global states of distributed systems",
-1989.
+A clock of a stream says, for each stream, how many of its kernels are surely over when the stream begins its next work.
+An event carries a copy of such a clock. See Mattern, "Virtual time and global states of distributed systems", 1989.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Block:
 
 
 class Record:
-    """What the kernels of all threads did since the record began. All methods may be called by any thread."""
+    """All work of the kernels of all threads since the record began. All methods may be called by any thread."""
 
     def __init__(self) -> None:
         # Reentrant: a block may be given back in the middle of anything.
@@ -73,7 +72,7 @@ class Record:
         self.copies: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.clocks: defaultdict[str, Clock] = defaultdict(dict)
-        # What the host knows to be over: each thread for itself, and all together.
+        # The kernels that the host knows to be over: for each thread, and for all threads together.
         self._host = threading.local()
         self._over: Clock = {}
         self._freed: defaultdict[str, list[tuple[Block, Clock]]] = defaultdict(list)
@@ -89,7 +88,7 @@ class Record:
         return sum(count for finding, count in self.findings.items() if finding.kind == kind)
 
     def settle(self) -> None:
-        """Let everything be over, as after waiting for all devices, and forget what was found."""
+        """Let everything be over, as after waiting for all devices, and forget all findings."""
         with self.lock:
             whole: Clock = {}
             for clock in self.clocks.values():
@@ -126,7 +125,7 @@ class Record:
         block.write, block.reads = self._note_use(block, stream, operator), {}
 
     def allocate(self, device: str, stream: str, label: str) -> Block:
-        """Return new memory, made on a stream; it may be what was given back to that stream before."""
+        """Return new memory, made on a stream; it may be memory that was freed on that stream before."""
         for old, used in self._freed.pop(stream, []):
             if still := [s for s, n in used.items() if self.clocks[stream].get(s, 0) < n]:
                 self.report(
@@ -136,7 +135,7 @@ class Record:
         return Block(self, device, stream, label)
 
     def free(self, block: Block) -> None:
-        """Give a block's memory back to its stream, whose allocator knows only the streams that keep it."""
+        """Give a block's memory back to its stream; the allocator knows only the streams that keep the block."""
         with self.lock:
             home = self.clocks[block.home]
             used = {s: n for s, n in block.used.items() if s not in (block.home, *block.kept) and home.get(s, 0) < n}
@@ -145,7 +144,7 @@ class Record:
                 self._freed[block.home].append((block, used))
 
     def note_wait(self, operator: str) -> None:
-        """Count that the host waits for a device, and who asked for that."""
+        """Count that the host waits for a device, by the operator and the place in the code."""
         self.waits[operator, find_place(1)] += 1
 
     def synchronize(self, clock: Clock) -> None:
@@ -154,7 +153,7 @@ class Record:
         _merge(self._over, clock)
 
     def finish(self, device: str) -> None:
-        """Let everything on all streams of a device be over: what is queued from now on, by any thread, is after it."""
+        """Let everything on all streams of a device be over: later work, by any thread, comes after it."""
         done: Clock = {}
         for stream, clock in self.clocks.items():
             if stream.startswith(f"{device} "):

@@ -15,7 +15,7 @@ class ToyStorage:
 
     def __init__(self, base: Toy) -> None:
         self.base, self.device = base, base.device
-        # torch's own storage has no values here, but an address and a count of those who hold it.
+        # torch's own storage has no values here, only an address and a reference count.
         self._own = torch.Tensor.untyped_storage(base)
         self._cdata = self._own._cdata
 
@@ -46,7 +46,7 @@ def get_storage(tensor: Toy) -> ToyStorage:
 
 
 def set_storage(tensor: Toy, source: Any, offset: int = 0, shape: Any = None, stride: Any = None) -> Tensor:
-    """Return what `tensor.set_(storage, ...)` returns; the tensor itself stays, as no test looks at it again."""
+    """Return the result of `tensor.set_(storage, ...)`; `tensor` itself stays unchanged, and no test reads it again."""
     if not isinstance(source, ToyStorage):
         return torch.Tensor.set_(tensor, source, offset, shape, stride)
     if shape is None:

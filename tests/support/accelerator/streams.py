@@ -14,7 +14,7 @@ from tests.support.accelerator.record import Clock, Record
 
 MEMORY_BYTES = 1 << 36
 KERNEL_MS = 0.01
-"""What each kernel takes, where somebody measures it."""
+"""The time of each kernel, as events measure it."""
 
 
 class Event:
@@ -82,7 +82,7 @@ class Stream:
 
 
 class Driver:
-    """What stands for the accelerator's driver: the functions of `accelerators`, by the same names."""
+    """A stand-in for the accelerator's driver: the functions of `accelerators`, by the same names."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -90,7 +90,7 @@ class Driver:
         self._current = threading.local()
 
     def make_stream(self, device: torch.device) -> Stream:
-        # The number is no part of what messages show, so that one mistake of two runs reads the same.
+        # The number is left out of messages, so that a mistake reads the same in two runs.
         return Stream(self._record, find_device(device), f"{find_device(device)} stream#{next(self._numbers)}")
 
     def make_event(self, device: torch.device) -> Event:

@@ -21,10 +21,10 @@ Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Toy(torch.Tensor):
-    """A tensor of a toy, or one of the CPU that a toy fills. `raw` has the values, and `block` is the memory.
+    """A tensor of a toy, or a CPU tensor that a toy fills. `raw` has the values, and `block` is the memory.
 
-    block: None where nothing watches. ready: the copy after which a tensor of the CPU has its values. The rest is for
-    `engine.EngineStreams`, and not there before.
+    block: None outside of use_accelerator. ready: the copy after which a CPU tensor has its values. The other
+    attributes are for `engine.EngineStreams`, which adds them.
     """
 
     raw: Tensor
@@ -32,7 +32,7 @@ class Toy(torch.Tensor):
     ready: Access | None
     made_on: Any
     dispatch: Dispatch
-    """What runs operators; replaced by `kernels.run_operator` (the two modules would import each other)."""
+    """Runs operators; replaced by `kernels.run_operator` (the two modules would import each other)."""
 
     @staticmethod
     def __new__(cls, raw: Tensor, device: torch.device, block: Block | None = None, ready: Access | None = None) -> Toy:
@@ -78,7 +78,7 @@ def find_storage(tensor: Tensor) -> int:
 
 
 def share_storage(made: Tensor, base: Tensor) -> None:
-    """Let a tensor of a toy have the storage of another one, whose view it is: torch asks that of views."""
+    """Let a view have its base's storage, which torch demands of views."""
     with no_dispatch():
         before = torch._C._meta_in_tls_dispatch_include()
         # With this flag set_ changes the tensor's fields, and looks for no kernel.
@@ -92,7 +92,7 @@ def share_storage(made: Tensor, base: Tensor) -> None:
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Do what `tensor.data = value` does. torch cannot, for a tensor of the CPU that is to become one of a toy."""
+    """Do `tensor.data = value`, also from a CPU tensor to a toy's, which torch cannot."""
     plain = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
     if isinstance(tensor, Toy) and isinstance(value, Toy):
         tensor.raw, tensor.block, tensor.ready = value.raw, value.block, value.ready

@@ -262,7 +262,7 @@ def test_what_vmap_runs_is_one_module(run: Any) -> None:
 
 
 def compare_gradients(pipe: fxsplit.Pipeline, model: nn.Module, call: tuple[Tensor, ...]) -> None:
-    """Compare outputs and all gradients of a pipeline with those of its model."""
+    """Compare outputs and all gradients of a pipeline and its model."""
     found, wanted = pipe(*call), model(*call)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     weights = [*model.parameters()]
