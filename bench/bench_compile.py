@@ -1,7 +1,7 @@
-"""How long each phase of compile() takes: the networks of the paper's table 1, on 4 and 8 CPU devices.
+"""Measure how long each phase of compile() takes: the networks of the paper's table 1, on 4 and 8 CPU devices.
 
 Run `make bench`. Images are 224 x 224 (Inception 299 x 299), 8 microbatches of 2 rows, kernels warm. A phase is timed
-on the IR the phases before it made; the total is their sum in one run of compile().
+on the IR that the phases before it made; the total is their sum in one run of compile().
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Emit, Order, Partition, Profile
 from fxsplit.schedule import find_schedule
 
-# As in the paper's table.
+# The paper's table has the same numbers of devices.
 DEVICES = (4, 8)
 MICROBATCHES, ROWS = choose((8, 2), (2, 1))
 REPEATS = choose(3, 1)
@@ -38,7 +38,7 @@ SIDE = choose(224, 64)
 CHAIN = choose(1000, 10)
 
 
-# One network at a time: several of them, with their facts, are gigabytes.
+# Only one network at a time is kept: several of them, with their facts, take gigabytes.
 @lru_cache(maxsize=1)
 def network(name: str) -> tuple[nn.Module, Tensor]:
     # Inception-v3 takes no smaller images.
@@ -119,7 +119,7 @@ class TestPhases:
         note(benchmark, name, "total", devices, speedup=plan.speedup, gap=plan.gap, optimal=plan.optimal)
 
 
-# A process of its own, as a cold start is: kernels are compiled, or loaded from the folder that the test names.
+# Run in a new process, because only a cold start compiles kernels, or loads them from the folder that the test names.
 PLAN = """
 import sys, time, fxsplit
 from tests.support.graphs import Costs, Machine, ir_of, node, workload
@@ -139,7 +139,7 @@ print(time.perf_counter() - begin)
 def test_planning_in_a_fresh_process(benchmark: BenchmarkFixture, cache: str, tmp_path: Path) -> None:
     """Cold: kernels are compiled. Warm: they are loaded from numba's cache.
 
-    A chain of 1,000 nodes on 4 devices, which is too long for plain Python.
+    The graph is a chain of 1,000 nodes on 4 devices, which is too long for plain Python.
     """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
 

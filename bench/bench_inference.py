@@ -26,7 +26,7 @@ CASES = choose([Case("resnet50", 16, 4), Case("transformer", 16, 4)], [TINY])
 
 
 class Stages:
-    """Both stages of a plan, each on all microbatches in a thread of its own, and nothing handed on."""
+    """Both stages of a plan: each runs all microbatches in a thread of its own, and passes nothing on."""
 
     def __init__(self, pipe: fxsplit.Pipeline, pieces: Sequence[Tensor]) -> None:
         first, second = (stage.module for stage in pipe.stages.stages)

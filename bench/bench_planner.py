@@ -39,7 +39,7 @@ from fxsplit.planner.solve import pose_problems
 FOLDER = Path(os.environ.get("FXSPLIT_PROFILES", "no such folder"))
 WORKLOADS = sorted(FOLDER.glob("dnn_partitioning/*.json"))
 PROFILES = sorted(path for path in FOLDER.glob("pipedream/*.txt") if "LICENSE" not in path.name)
-# As PipeDream plans by default: stages may have several devices, and traffic between stages is free.
+# PipeDream's default: stages may have several devices, and traffic between stages is free.
 PIPEDREAM = Options(model="replicated", traffic=False)
 LAYERS, MOST_IDEALS = choose((96, 5000), (2, 20))
 PROCESS = choose("resnet50", NETWORKS[0])
@@ -47,7 +47,7 @@ PROCESS = choose("resnet50", NETWORKS[0])
 
 @pytest.fixture(autouse=True)
 def warm() -> Iterator[None]:
-    """Plan as a process does that plans again and again: all kernels compiled, also for small graphs."""
+    """Plan as in a process that plans repeatedly: all kernels are compiled, and small graphs use them too."""
     # By default a small graph is planned in plain Python, which is faster than loading the kernels once.
     kernels.prefer_compiled()
     yield
@@ -111,7 +111,7 @@ def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: in
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", choose(["resnet50", "resnet101", "densenet121"], NETWORKS))
 def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-    """The same states, cost model and optimum, in one run; neither side's time has the reading off of a plan."""
+    """Compare the same states, cost model and optimum in one run; neither time includes building the plan."""
     costs, chains, states = lattice(name)
     machine = Machine.planned(devices, 1e9)
     below = subsets(chains)

@@ -36,7 +36,7 @@ from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.torch_internals.autograd import sums as grad_sums
 
 ROUNDS, WARM_UP = choose((5, 1), (1, 0))
-# Few rows for each microbatch, and twice as many microbatches: the second of each pair has the same rows in one.
+# Few rows for each microbatch. The second case of each pair has twice as many microbatches of the same size.
 PAIRS = {
     Case("resnet50", 32, 4): Case("resnet50", 64, 8),
     Case("vgg16", 16, 4): Case("vgg16", 32, 8),
@@ -48,7 +48,7 @@ CASES = choose([case for pair in PAIRS.items() for case in pair], [TINY])
 
 @dataclass(frozen=True)
 class TracedTimes(Times):
-    """Times of single actions."""
+    """Durations for the simulator, one for each action."""
 
     by_action: dict[Action, float] = field(default_factory=dict)
 
@@ -58,14 +58,14 @@ class TracedTimes(Times):
 
 
 def elapsed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds of wall clock and of this process's CPU time that `run` takes."""
+    """Run `run` and return its seconds of wall clock, and this process's seconds of CPU time."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def with_threads(count: int, run: Callable[[], Any]) -> tuple[float, float]:
-    """Return the same, with `count` threads inside operators."""
+    """Do the same as `elapsed`, with `count` threads inside operators."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -107,7 +107,8 @@ def looped(model: nn.Module, x: Tensor, y: Tensor, n_microbatches: int) -> Calla
 def bound_ms(traces: list[Timeline], pipe: Pipeline, n_microbatches: int) -> float:
     """Return the step time that the schedule allows with the measured times of actions.
 
-    Each action's own: the first backward of a stage makes the sums that later ones add to, and is shorter or longer.
+    Each action has its own time: the first backward of a stage makes the sums that later backwards add to, so it takes
+    longer or shorter.
     """
     taken: dict[Action, list[float]] = {}
     for trace in traces:
@@ -137,7 +138,7 @@ def run_torchgpipe(stages: Sequence[nn.Module], n: int, x: Tensor, y: Tensor) ->
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) -> None:
-    """One training step of each: forward, loss and backward over all microbatches."""
+    """Measure one training step of each runtime: forward, loss and backward over all microbatches."""
     model, x, y = build(case)
     n = case.n_microbatches
     machine = ["cpu"] * 2
@@ -164,11 +165,11 @@ def test_training_step(benchmark: BenchmarkFixture, case: Case, tmp_path: Path) 
     }
 
     def prepare() -> None:
-        for module in (model, unsplit, *stages):  # as every training loop does between its steps
+        for module in (model, unsplit, *stages):  # as every training loop does
             module.zero_grad()
         gc.collect(0)
 
-    gc.disable()  # or its pauses fall on whoever runs then
+    gc.disable()  # or its pauses fall on any of the runs
     try:
         seconds, cpu = take_turns(runs, WARM_UP, ROUNDS, prepare)
         benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=choose(3, 1))
@@ -206,7 +207,7 @@ def test_overhead(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
         "torch pipelining": lambda: (theirs.step_s(), 0.0),
         **run_torchgpipe(stages, n, x, y),
     }
-    # Steps of milliseconds: many of them, or a median says little.
+    # A step takes milliseconds, so a median needs many steps.
     seconds, _ = take_turns(runs, choose(5, 0), choose(40, 1), lambda: None)
     benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=choose(3, 1))
     theirs.stop()
@@ -265,7 +266,7 @@ def test_hearing(benchmark: BenchmarkFixture) -> None:
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_prediction(benchmark: BenchmarkFixture, case: Case) -> None:
-    """A step under each schedule as the same measured costs predict it, and as it is, the schedules interleaved."""
+    """Compare the predicted step time with the measured one under each schedule; the schedules are interleaved."""
     model, x, y = build(case)
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "n_microbatches": case.n_microbatches, "example_inputs": x}
     pipes: dict[str, Pipeline] = {}

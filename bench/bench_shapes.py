@@ -28,7 +28,7 @@ def bottleneck_ms(plan: fxsplit.Plan, costs: fxsplit.Costs) -> float:
 
 @pytest.mark.parametrize("network", choose(["resnet50", "vgg16", "transformer"], ["tiny"]))
 def test_from_shapes(benchmark: BenchmarkFixture, network: str) -> None:
-    """Profiles in turn, on one thread."""
+    """Take both profiles in turn, on one thread."""
     model, x, _ = build(Case(network, 8, 1))
     with fxsplit.without_weights():
         empty, _, _ = build(Case(network, 8, 1))

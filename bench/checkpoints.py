@@ -28,7 +28,7 @@ WAYS = ("none", "meanwhile", "waited for")
 
 
 def main() -> None:
-    """Take times in turns and print them on the first rank."""
+    """Time the three ways in turn, and print the times on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

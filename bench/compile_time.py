@@ -71,7 +71,7 @@ class Mark:
 
 
 class ByLength(nn.Module):
-    """A model that symbolic tracing cannot follow, as it looks at a length."""
+    """A model with a branch on a length, which symbolic tracing cannot follow."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def run_part(part: str, case: Case) -> dict[str, Any]:
 
 
 def _load_code() -> None:
-    """Compile a small model that is exported, which loads all that torch and fxsplit load late."""
+    """Compile a small model by torch.export, which loads the modules that torch and fxsplit load late."""
 
     model, inputs = make_encoder(by_length=True)
     fxsplit.compile(model, ["cpu"] * 2, example_inputs=inputs, n_microbatches=2)
@@ -218,7 +218,7 @@ def _time_export(model: nn.Module, inputs: Inputs, *, free: bool) -> float:
     given = {name: t.to(device) for name, t in inputs.items()}
     first, *others = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
     shapes = {name: {0: first, **dict.fromkeys(range(1, t.ndim), others[0])} for name, t in given.items()}
-    # An argument that is given twice would be one argument of the program.
+    # torch.export would treat a tensor under two names as one argument.
     given = {name: t.clone() for name, t in given.items()}
     begin = time.process_time()
     torch.export.export(model, (), given, strict=False, dynamic_shapes=shapes if free else None)
@@ -250,7 +250,7 @@ def _time_compile(model: nn.Module, inputs: Inputs, devices: int) -> dict[str, A
             phases[what] = phases.get(what, 0.0) + now - begun.pop(what)
 
     chain = fxsplit.DEFAULT.before("profile", marks).after("profile", marks)
-    # Devices that hold anything: whether a plan fits is no question here.
+    # Devices with unlimited memory, because the fit of the plan does not matter here.
     places = tuple(Device(f"cpu:{i}", torch.device("cpu")) for i in range(devices))
     machine = fxsplit.Machine(places, (inf,) * (devices - 1))
     with _measure_peak() as peak:
@@ -287,7 +287,7 @@ def _measure_peak() -> Iterator[list[float]]:
 
 
 def _read_memory(name: str) -> float:
-    """Return a figure of the process's memory, in 1e6 bytes; without Linux's own, its peak so far."""
+    """Return a figure of the process's memory from Linux, in 1e6 bytes; on other systems, its peak so far."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -296,7 +296,7 @@ def _read_memory(name: str) -> float:
 
 
 def _import_transformers() -> Any:
-    """Return the module transformers, which looks for torchvision's operators."""
+    """Return the module transformers, after declaring the operators of torchvision that it looks for."""
     declare_detection_operators()
     import transformers
 

@@ -34,14 +34,14 @@ SUITES = {
 }
 # float64 takes twice the memory, and so does the copy.
 LARGE = 3e8
-"""Parameters from which on a model is not copied into float64: on 24 GB there would be no room for it."""
+"""A model with more parameters is not copied into float64: the copy would not fit on 24 GB."""
 STEPS = ("traced", "planned", "run", "equal")
-"""How far a model may come."""
+"""The steps that a model may reach."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How far one model came, and why no further."""
+    """How far one model came, and the reason if it came no further."""
 
     name: str
     reached: str
@@ -63,7 +63,7 @@ def measure_model(
     name: str, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], n_microbatches: int = 2
 ) -> Row:
     """Compile, train two steps and compare; use whole batches if rows depend on each other."""
-    # Each line that is passed is a step of how far the model came; an error keeps the last one.
+    # Each line that succeeds moves the model one step on; after an error, the last step reached counts.
     begin = time.perf_counter()
     reached, front_end, nodes = "", "", 0
     try:
@@ -90,8 +90,8 @@ def measure_model(
 
 
 def one_step(pipe: fxsplit.Pipeline, model: torch.nn.Module, args: tuple[Any, ...]) -> float:
-    """Return the largest difference after one step in float32, on the one copy of a model that memory holds."""
-    # Batch norm changes its statistics in each run, so the second one starts from the same.
+    """Return the largest difference after one step in float32, with a single copy of the model in memory."""
+    # Batch norm changes its statistics in each run, so the second run starts from the same statistics.
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     with fxsplit.compile(model, ["cpu"] * 2, n_microbatches=2, costs=pipe.costs, loss_fn=sum_squares) as trained:
         found = run_pipeline_step(trained, args, ())
@@ -108,7 +108,7 @@ def _last(text: str) -> str:
 
 
 def rows(suite: str, only: list[str]) -> Iterator[Row]:
-    """Measure one suite after another model."""
+    """Measure the suites one after another."""
     module, table = SUITES[suite]
     factories = getattr(importlib.import_module(f"bench.coverage_models.{module}"), table)
     for name, factory in factories.items():
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--suite", action="append", choices=SUITES, help="default: all")
     parser.add_argument("--only", action="append", default=[], metavar="MODEL", help="default: all of a suite")
     arguments = parser.parse_args()
-    # Configurations come with the libraries; nothing is to be fetched.
+    # Configurations come with the libraries; nothing must be fetched.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -62,7 +62,7 @@ def count_faults(counts: Count, name: str, at: str, faults: list[str]) -> None:
 
 
 def choose_lines(lines: list[Line], stride: int, distinct: bool, draw: random.Random) -> list[int]:
-    """Return numbers of lines, shuffled: every `stride`-th, or each `distinct` one at a random time that it runs."""
+    """Return numbers of lines, shuffled: every `stride`-th, or with `distinct` one random run of each line."""
     numbers = list(range(draw.randrange(stride), len(lines), stride))
     if distinct:
         times: dict[Line, list[int]] = {}
@@ -193,7 +193,7 @@ def interrupt_after(seconds: float, work: Callable[[], object]) -> tuple[BaseExc
         took = time.monotonic() - sent[0] if sent else 0.0
         timer.cancel()
         timer.join()
-        # Python runs a handler between two instructions, perhaps only now.
+        # Python runs signal handlers between two instructions, perhaps only now.
         time.sleep(0.01)
     except KeyboardInterrupt:
         return error, 0.0
@@ -203,10 +203,10 @@ def interrupt_after(seconds: float, work: Callable[[], object]) -> tuple[BaseExc
 
 
 def send_signals(counts: Count, names: list[str], count: int, seed: int) -> None:
-    """Send `count` real SIGINTs, as many to each of the scenes."""
+    """Send `count` real SIGINTs, the same number to each scene."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     draw = random.Random(seed)
-    # These first: a process that has compiled is none that compiles for the first time.
+    # First compiles run first: after any compile, a process has no first compile any more.
     if "first" in names:
         first_s = run_in_fork(lambda: time_once(compile_and_step))
         for _ in range(count // len(names)):
@@ -214,7 +214,7 @@ def send_signals(counts: Count, names: list[str], count: int, seed: int) -> None
     if "command" in names:
         with tempfile.TemporaryDirectory() as folder:
             profile = f"{folder}/profile.json"
-            # Each in a process of its own, as other scenes compile for the first time.
+            # In a process of its own, because other scenes need a process that has not compiled yet.
             assert run_in_fork(lambda: fxsplit.profile(Net(), torch.randn(16, 16)).save(profile)) is None
             for number in range(count // len(names)):
                 command = COMMANDS[number % len(COMMANDS)]
@@ -263,14 +263,14 @@ def hit_command(counts: Count, command: list[str], draw: random.Random) -> None:
             running.kill()
             count_faults(counts, "command, signals", f"{seconds:.2f} s", ["hung"])
             return
-    # It may have been over just before the signal.
+    # The command may have ended just before the signal.
     right = (running.returncode, said) == (130, "fxsplit: interrupted\n") or running.returncode in (0, 2)
     faults = [] if right else [f"lost: exit code {running.returncode}, {said[-300:]!r}"]
     count_faults(counts, "command, signals", f"{seconds:.2f} s", faults)
 
 
 def find_state(process: int) -> str:
-    """Return the letter of a process's state, `X` of one that is gone."""
+    """Return the letter of a process's state, or `X` if the process is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -278,7 +278,7 @@ def find_state(process: int) -> str:
 
 
 def end_ranks(counts: Count, n: int, count: int) -> None:
-    """Press Ctrl-C on the example over n ranks, and print when each rank and the launcher were gone."""
+    """Press Ctrl-C on the example over n ranks, and print when each rank and the launcher ended."""
     root = Path(__file__).parents[1]
     script = [str(root / "examples" / "train_digits.py"), "--steps", "1000000"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *script]
@@ -291,7 +291,7 @@ def end_ranks(counts: Count, n: int, count: int) -> None:
             next(line for line in launcher.stdout if line.startswith("step 8 "))
             children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
             ranks, begin, ended = [int(number) for number in children.split()], time.monotonic(), dict[int, float]()
-            # As a terminal does: to all of them.
+            # To all of them, as a terminal does.
             os.killpg(launcher.pid, signal.SIGINT)
             while len(ended) < n and time.monotonic() < begin + FIRST_S:
                 gone = [rank for rank in ranks if rank not in ended and find_state(rank) in "ZX"]
@@ -335,7 +335,7 @@ def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
                 faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > CALL_S)
                 # An error that ends a program may be raised by a call, and once more as the program ends.
                 named = text.startswith("RankError") and f"rank {one['leaver']} " in text
-                # It may have nothing of the step in which it is to leave, and leaves after that.
+                # A rank may have no part in the step in which it is to leave; it then leaves after that step.
                 well = place == 0 and not text and one["place"] != "between"
                 faults += [f"lost: {call}: {text[:200] or 'went well'}"] * (
                     not (named or well) or (place > 1 and "its program has ended" not in text)

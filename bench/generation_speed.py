@@ -45,7 +45,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    # How steady the measured times were is said below, by the spread of repeats.
+    # The table shows how steady the times are by their spread, so the warning is not needed.
     warnings.simplefilter("ignore")
     model = make_model(given.model, given.width, given.layers)
     prompt = {"input_ids": torch.randint(3, 8192, (given.rows, given.prompt))}

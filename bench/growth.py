@@ -1,8 +1,8 @@
-"""How the time of a compile grows with the number of nodes, from 200 to 5,000, for models of several kinds.
+"""Measure how the time of a compile grows with the number of nodes, from 200 to 5,000, for models of several kinds.
 
 Run `python -m bench.growth`; `--plot FILE` draws the curves too, which needs matplotlib. Every model is compiled twice:
-its costs are measured first, and are known the second time. Seconds are of processor time on one thread, because a
-busy machine changes it less than the wall clock. The exponent is the slope of a line through the logarithms.
+its costs are measured first, and are known the second time. Seconds are of processor time on one thread, because a busy
+machine changes it less than the wall clock. The exponent is the slope of a line through the logarithms.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from bench.lib.size import choose
 from fxsplit.ir.facts.costs.costs import Costs
 
 NODES = choose((200, 600, 1800, 5000), (20, 60))
-"""About how many nodes the models have."""
+"""The approximate numbers of nodes of the models."""
 COSTS = ("measured", "known")
 
 
 class Point(NamedTuple):
-    """One compile: the kind of the model, how its costs came about, its nodes, and the seconds."""
+    """One compile: the kind of the model, the origin of its costs, its nodes, and the seconds."""
 
     kind: str
     costs: str
@@ -55,7 +55,7 @@ class GatedBlock(nn.Module):
 
 
 class LengthBlock(GatedBlock):
-    """The same, and it looks at a length, so that the model has to be exported."""
+    """A gated block with a branch on a length, so that the model must be exported."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` with the block's output added; a single position passes unchanged."""
@@ -80,7 +80,7 @@ class SliceBlock(nn.Module):
     """Writes to a row of a matrix, as linear attention does for each position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return another matrix, with one row that follows from all rows."""
+        """Return a new matrix, in which one row is computed from all rows."""
         matrix = x.clone()
         matrix[:, 1] = torch.tanh(matrix[:, 0]) + matrix.sum(1)
         return matrix
@@ -122,7 +122,7 @@ def measure(kind: str, nodes: int) -> list[Point]:
 
 
 def fit_exponent(points: Sequence[Point]) -> float:
-    """Return the power of the number of nodes with which the seconds of these points grow, by least squares."""
+    """Return the exponent with which the seconds grow in the number of nodes, by least squares."""
     nodes, seconds = np.log([p.nodes for p in points]), np.log([p.seconds for p in points])
     return float(np.polyfit(nodes, seconds, 1)[0])
 
@@ -164,7 +164,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def load_code(kinds: Sequence[str]) -> None:
-    """Compile small models of these kinds, which loads all that torch and fxsplit load late."""
+    """Compile small models of these kinds, which loads the modules that torch and fxsplit load late."""
     for kind in kinds:
         measure(kind, NODES[0])
 

@@ -82,8 +82,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _start(checkout: Path) -> subprocess.Popen[str]:
-    """Return a process that runs a round, of a checkout, for each line that it is given."""
-    # This file serves every checkout, also one that does not have it; all else is the checkout's.
+    """Start a process that runs a round with a checkout's code for each line on its standard input."""
+    # This file serves every checkout, even one that lacks it; all other code is the checkout's.
     return subprocess.Popen(
         [sys.executable, __file__, "--serve"],
         env=os.environ | {"PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
@@ -146,13 +146,13 @@ def build(network: str) -> tuple[nn.Module, Tensor, Tensor, int]:
     if network == "encoder":
         model: nn.Module = Encoder(width=16, heads=2, layers=12, length=4)
         return model, torch.randint(0, 1000, (8, 4)), torch.randint(0, 10, (8,)), 8
-    # Two products of 4 x 4 numbers: all that a step takes is the runtime's own.
+    # Two products of 4 x 4 numbers: the rest of a step's time is the runtime's own.
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return model, torch.randn(64, 4), torch.randint(0, 4, (64,)), 64
 
 
 def _time(run: Callable[[], object], actions: int) -> tuple[float, float, int]:
-    """Return the milliseconds of processor time and of wall clock that a run takes, and how many actions it has."""
+    """Return a run's milliseconds of processor time and of wall clock, and its number of actions."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return 1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall), actions

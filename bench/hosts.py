@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_obstacle() -> str:
-    """Return why two hosts cannot be made here, or an empty text."""
+    """Return the reason why two hosts cannot be made here, or an empty text."""
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             return f"there is no command {command!r} (Debian: iproute2)"
@@ -71,7 +71,7 @@ def find_obstacle() -> str:
 
 @contextlib.contextmanager
 def two_hosts(mbit: float) -> Iterator[list[str]]:
-    """Make two network namespaces with a link of a rate between them; yield their names."""
+    """Make two network namespaces, with a link of `mbit` Mbit/s between them; yield their names."""
     names = [f"fxsplit-{os.getpid()}-{i}" for i in range(2)]
     ends = [f"fx{os.getpid() % 10**7}x{i}" for i in range(2)]
     # The burst passes free of the limit with each message, but a burst that is too small keeps a fast link below its

@@ -52,7 +52,7 @@ def make(name: str, rows: int, n: int) -> tuple[nn.Module, Tensor, Tensor, Calla
     if name == "gpt":
         ids = torch.randint(200, (rows, 64))
         gpt = Gpt(200, 256, 12, 64)
-        # Untied: torch's runtime sums no gradients over ranks.
+        # Untied, because torch's runtime sums no gradients over ranks.
         gpt.head.weight = nn.Parameter(gpt.head.weight.detach().clone())
         return gpt, ids, torch.randint(200, (rows, 64)), F.cross_entropy
     return (
@@ -64,7 +64,7 @@ def make(name: str, rows: int, n: int) -> tuple[nn.Module, Tensor, Tensor, Calla
 
 
 def main() -> None:
-    """Take times in turns and print them on the first rank."""
+    """Time the runs in turn, and print the times on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network", help="empty, gpt, resnet18, resnet50 or another one of torchvision's")
     parser.add_argument("--rows", type=int, default=64)

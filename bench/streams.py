@@ -38,15 +38,15 @@ def main() -> int:
 
 
 def print_case(case: Case, *, verbose: bool) -> bool:
-    """Print the row of a case, and return whether nothing is wrong with it."""
+    """Print the row of a case, and return whether it is right."""
     begin = time.perf_counter()
     try:
         record, difference = examine(case)
-    # The table goes on: a case that raises is wrong too.
+    # The table goes on: a case that raises counts as wrong.
     except Exception as error:
         print(f"| {case} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
         return False
-    # The two copies of a batch and its target to their devices are the caller's.
+    # The copies of a batch and its target to their devices are the caller's.
     waits = sum(record.waits.values()) / BATCHES
     counts = " | ".join(str(record.count(kind)) for kind in (RACE, FREED, REUSED))
     seconds = time.perf_counter() - begin

@@ -19,8 +19,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
 
-# A shell that starts a command in the background has it ignore Ctrl-C, and processes inherit that: tests of interrupts,
-# and the programs that they start, would never see one.
+# A shell that starts a command in the background makes it ignore Ctrl-C, and child processes inherit that. Tests of
+# interrupts, and the programs that they start, would never see one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -65,9 +65,9 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The networks of tests are tiny, and it is their weights' gradients that tests of backwards in two halves see.
+    """Lower the limits for tests: their networks are tiny, and their backwards must be split in two all the same.
 
-    And most of the weights, but no biases, are large enough to be caught.
+    Most weights, but no biases, are large enough to be caught.
     """
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
     monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", 200)
@@ -88,7 +88,7 @@ def list_workers() -> set[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    # A test that fails keeps its pipeline in its traceback: later tests are not to blame.
+    # A failing test keeps its pipeline in its traceback, which must not fail later tests.
     before = list_workers()
     yield
     if list_workers() - before:  # with torch loaded, a collection takes longer than most tests

@@ -1,1 +1,1 @@
-"""Models people have, each as a factory of (model, args, kwargs)."""
+"""Popular models, each as a factory of (model, args, kwargs)."""

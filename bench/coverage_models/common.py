@@ -17,7 +17,7 @@ ROWS, LENGTH, VOCABULARY, SIDE = 4, 16, 64, 64
 
 @contextmanager
 def quick_init() -> Iterator[None]:
-    """Draw truncated normals as plain ones inside the block: a large network is made in a fraction of the time."""
+    """Draw truncated normals as plain normals inside the block, because a large network is then made much faster."""
     # Truncated normals are drawn by inverting a distribution, which takes minutes for a large network.
     slow = nn.init.trunc_normal_
 
@@ -32,9 +32,9 @@ def quick_init() -> Iterator[None]:
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Turn off every dropout, stochastic depth and drop path, fill parameters that begin as zeros, return the model.
+    """Turn off dropout, stochastic depth and drop path, fill parameters that begin as zeros, and return the model.
 
-    A head of zeros would make every gradient before it zero, and a comparison of gradients blind.
+    A head of zeros would make every gradient before it zero, so a comparison of gradients would see nothing.
     """
     # Two runs of a model that draws cannot be compared.
     for module in model.modules():

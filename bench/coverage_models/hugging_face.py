@@ -17,7 +17,7 @@ from fxsplit.torch_internals.torchvision_operators import declare_detection_oper
 def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: Any) -> Any:
     """Return a tiny configuration of `model_class` that draws nothing in training."""
     kind = model_class.config_class
-    # Architectures call the same number by many names; their configurations map these to TINY's.
+    # Architectures use many names for the same number; their configurations map these names to TINY's.
     aliases: dict[str, str] = kind.attribute_map
     known = {*inspect.signature(kind).parameters, *aliases, "num_labels"}
     given = {name: value for name, value in TINY.items() if name in known}
@@ -25,14 +25,14 @@ def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: A
     given = {name: value for name, value in given.items() if name not in taken and aliases.get(name) not in settings}
     config = kind(**{**given, **settings})
     parts = (config, getattr(config, "text_config", None), getattr(config, "vision_config", None))
-    # Models of images and text have a configuration inside for each.
+    # Models of images and text contain a configuration for each.
     for part in (p for p in parts if p is not None):
         for name, value in list(vars(part).items()):
             if ("drop" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     if hasattr(config, "apply_spec_augment"):
         config.apply_spec_augment = False  # draws with numpy
-    # A cache of keys and values is for generating, and no tensor that a pipeline could hand on.
+    # A cache of keys and values serves generation, and is no tensor that a pipeline could pass on.
     config.use_cache = use_cache
     return config
 

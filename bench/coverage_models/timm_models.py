@@ -47,7 +47,7 @@ def timm_model(name: str) -> Made:
     declare_detection_operators()
     import timm
 
-    # A smaller image trains as much of the network in a fraction of the time.
+    # A smaller image trains just as much of the network in a fraction of the time.
     side = TIMM_SIZES.get(name, SIDE)
     options: dict[str, Any] = {"img_size": side} if name in TIMM_SIZED else {}
     with quick_init():

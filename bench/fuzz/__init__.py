@@ -1,4 +1,4 @@
-"""Fuzzers: random cases without end, each made from a seed, that look for wrong answers and for errors of Python's own.
+"""Fuzzers: endless random cases, each made from a seed, that look for wrong answers and for errors of Python's own.
 
     python -m bench.fuzz planner --seed 0 --cases 10000
     python -m bench.fuzz files --seed 0 --cases 10000

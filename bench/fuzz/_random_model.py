@@ -1,4 +1,4 @@
-"""Random models: lists of steps on a few live tensors, which compute, write in place, and read values of Python."""
+"""Random models: lists of steps on a few live tensors. Steps compute, write in place, and read values of Python."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write_slice(a: int, b: int, c: int) -> Step:
 
 
 def swap_halves(a: int, b: int, c: int) -> Step:
-    """Join the halves of a tensor the other way round."""
+    """Swap the halves of a tensor."""
 
     def step(model: Random, live: Live) -> Tensor:
         first, second = _pick(live, a).chunk(2, 1)
@@ -190,7 +190,7 @@ def reset_globals() -> None:
     KNOWN.clear()
     for name in [name for name in sys.modules if name.startswith("fuzz_")]:
         del sys.modules[name]
-    # torch.compile gives a function up that it has compiled for eight models.
+    # torch.compile gives up on a function after it has compiled the function for eight models.
     torch.compiler.reset()
 
 
@@ -223,7 +223,7 @@ KNOWN: dict[str, float] = {}
 
 
 def _write_module(name: str) -> None:
-    """Let a module of a name be imported for the first time: it defines a function, and registers a number."""
+    """Register a module to be imported for the first time: it defines a function, and registers a number."""
     folder = Path(tempfile.gettempdir(), f"fxsplit-fuzz-{os.getpid()}")
     if not folder.exists():
         folder.mkdir()

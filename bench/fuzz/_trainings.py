@@ -29,9 +29,9 @@ from bench.fuzz.files import damage_bytes, damage_json
 from fxsplit.errors import FxsplitError
 
 OTHERS = ("step-007", "step-x", "step-5.bak", "notes.txt", ".fxsplit-step-mine")
-"""Names that are not fxsplit's, and stay whatever is saved."""
+"""Files that are not fxsplit's: they must stay, whatever is saved."""
 LEFT_OVER = (".fxsplit-step-3-0123456789abcdef", ".fxsplit-step-4-0123456789abcdef-old")
-"""Names of folders that killed writers have left."""
+"""Folders that killed writers have left."""
 OPTIMIZERS: tuple[Callable[[Any], Optimizer], ...] = (
     lambda groups: torch.optim.AdamW(groups, lr=0.01),
     lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
@@ -104,7 +104,7 @@ def train(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def read_all(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return copies of all that a load writes to."""
+    """Return copies of everything that a load writes to."""
     # The entries of an optimizer's state have no order.
     state = [dict(sorted(optimizer.state.get(weight, {}).items())) for weight in model.parameters()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -147,7 +147,7 @@ def save_from_threads(r: random.Random, folder: Path, save: Callable[[int, int |
 
 
 def damage(r: random.Random, path: Path) -> str:
-    """Damage a checkpoint, and return how."""
+    """Damage a checkpoint, and return the kind of damage."""
     how, training = r.randrange(7), path / "training.safetensors"
     if how == 0:
         return "whole"
@@ -235,7 +235,7 @@ def load(
         shutil.rmtree(path)
         return Outcome(f"{how} refused", fault)
     now = read_all(model, optimizer)[:3]
-    # Text that is damaged may say another rate, step or extra; it cannot say another tensor.
+    # Damaged text may state another rate, step or extra, but never another tensor.
     if how in ("whole", "tensors"):
         same = is_same(now, saved) and is_same(restored.extra, extra)
     else:

@@ -42,21 +42,21 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one row for each row."""
+        """Return one output row for each input row."""
         out: Tensor = self.last(torch.tanh(self.norm(self.first(x)))) * self.scale.sum()  # type: ignore[operator]
         return out
 
 
 @cache
 def make_pipeline() -> tuple[Model, fxsplit.Pipeline, dict[str, Tensor]]:
-    """Return a model, its pipeline, and the values that its weights start with."""
+    """Return a model, its pipeline, and the initial values of its weights."""
     model = Model()
     pipe = fxsplit.compile(model, 2, example_inputs=torch.randn(8, 4), n_microbatches=2, passes=CHAIN)
     return model, pipe, {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def write_checkpoint(r: random.Random, folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write values of a model's names, or of most of them, into one file or into two with an index."""
+    """Write values for a model's names, or for most of them, into one file or into two with an index."""
     made = {name: torch.rand_like(v) if v.is_floating_point() else v + 3 for name, v in state.items()}
     if r.random() < 0.7:  # a tied weight is in a file under one name, or under each with the same values
         made["last.weight"] = made["first.weight"].clone()
@@ -83,7 +83,7 @@ def damage(r: random.Random, folder: Path) -> None:
     content, how = file.read_bytes(), r.random()
     if file.name == INDEX:
         file.write_bytes((damage_json if how < 0.7 else damage_bytes)(r, content))
-    elif how < 0.5:  # eight bytes say how long the header is, which is JSON
+    elif how < 0.5:  # eight bytes give the length of the header, which is JSON
         length = int.from_bytes(content[:8], "little")
         header = (damage_json if how < 0.35 else damage_bytes)(r, content[8 : 8 + length])
         file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
@@ -124,7 +124,7 @@ def find_fault(model: nn.Module, held: Mapping[str, Tensor]) -> str | None:
     tied = {"first.weight": "last.weight", "last.weight": "first.weight"}
     for name, value in model.state_dict().items():
         said = held.get(name, held.get(tied.get(name, "")))
-        # Damaged bytes may be no number, and that is equal to nothing.
+        # Damaged bytes may decode to NaN, which is equal to nothing.
         if said is None or not torch.equal(value.nan_to_num(), said.to(value.dtype).nan_to_num()):
             return f"{name} is not what the checkpoint says"
     return None

@@ -1,6 +1,6 @@
-"""Damage files of every format that fxsplit reads, and arguments of its commands: each is read, or refused in words.
+"""Damage files of every format that fxsplit reads, and arguments of its commands: each is read, or refused clearly.
 
-A case is a file made well and then damaged a little, or a command with odd arguments. A fault is an error that is not
+A case is a valid file that is then damaged a little, or a command with odd arguments. A fault is an error that is not
 fxsplit's own, an exit code without a message, JSON with an infinity in it, or more than LONGEST_S seconds.
 """
 
@@ -55,7 +55,7 @@ def make_costs() -> Costs:
 
 @cache
 def make_files() -> dict[str, bytes]:
-    """Return a whole file of each kind: the first word of its name is the kind."""
+    """Return a valid file of each kind: the first word of its name is the kind."""
     costs = make_costs()
     with tempfile.TemporaryDirectory() as folder:
         costs.save(Path(folder) / "a")
@@ -89,7 +89,7 @@ def damage_json(r: random.Random, text: bytes) -> bytes:
     data = json.loads(text)
     for _ in range(r.choice((1, 1, 1, 2, 3))):
         parent, place = data, None
-        # Go down to some place, more often a deep one.
+        # Go down to some place in the JSON, usually a deep one.
         while isinstance(parent, (dict, list)) and parent:
             place = r.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
             if not isinstance(parent[place], (dict, list)) or not parent[place] or r.random() < 0.2:
@@ -193,7 +193,7 @@ def run_command(arguments: list[str]) -> tuple[int, str | None]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(arguments)
-        except SystemExit as error:  # argparse refuses by itself
+        except SystemExit as error:  # argparse exits by itself on bad arguments
             code = int(error.code or 0)
     if code not in (0, 2, 3):
         return code, f"exit code {code}"
@@ -216,7 +216,7 @@ def try_case(seed: int) -> Outcome:
         path = Path(folder) / "damaged"
         if kind == "arguments":
             command = make_odd_command(r, str(path))
-        elif r.random() < 0.1:  # some files stay whole, so that the commands are seen to run
+        elif r.random() < 0.1:  # some files stay valid, so that the commands really run
             path.write_bytes(make_files()[kind])
             command = make_command(r, kind, str(path))
         else:

@@ -26,12 +26,12 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.schedule.generators.catalogue import RUNNABLE
 
 TOLERANCE = 1e-9
-"""Of the largest number; in float64 both sides only round in another order."""
+"""Relative to the largest number; in float64 the two sides differ only by the order of rounding."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Give all nodes random times, so that cuts fall anywhere."""
+    """Gives all nodes random times, so that cuts fall anywhere."""
 
     seed: int = 0
 
@@ -39,7 +39,7 @@ class Shuffle:
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: fxsplit.IR) -> fxsplit.IR:
-        """Learn the costs with other times."""
+        """Return the IR with costs of other times."""
         made = random.Random(self.seed)
         costs = ir[Costs]
         nodes = (
@@ -81,11 +81,11 @@ def make_case(seed: int) -> Case:
     write = made.choice([None, None, *WRITES])
     if write is not None:
         steps.insert(made.randrange(len(steps)), lambda m, live: WRITES[write](m, live[-1]))
-    # From random numbers of its own: a seed makes the same model otherwise.
+    # The generator is separate, so that a seed makes the same model with and without the hooks.
     define = random.Random(~seed).choice([None, None, *DEFINES])
     if define is not None:
         steps.insert(random.Random(~seed).randrange(len(steps)), DEFINES[define](seed))
-    # A class of its own, since a class attribute may change.
+    # A new class, since a class attribute may change.
     model = type("Random", (Random,), {})(
         steps, [made.randrange(60) for _ in range(made.choice([1, 1, 2, 3]))]
     ).double()
@@ -193,7 +193,7 @@ def compare(case: Case) -> Outcome:
             each.eval()
         with torch.no_grad():
             found = pipe(batches[0][0])
-            # Piece by piece: a step may write a buffer in evaluation too.
+            # Microbatch by microbatch, because a step may write a buffer in evaluation too.
             right = [unsplit(part) for part in batches[0][0].tensor_split(case.options["n_microbatches"])]
         joined = [torch.cat(column) for column in zip(*map(to_tuple, right), strict=True)]
         near = all(is_close(p, q) for p, q in zip(joined, to_tuple(found), strict=True))
@@ -208,7 +208,7 @@ def try_case(seed: int) -> Outcome:
         weigh(copy.deepcopy(case.model)(torch.randn(4, WIDTH).double()), torch.zeros(4, WIDTH).double()).backward()
     except RuntimeError:
         return Outcome("no model: it does not train by itself")
-    # The pipeline is to be the first to import and to compile.
+    # The pipeline must be the first to import and to compile.
     reset_globals()
     case = make_case(seed)
     with warnings.catch_warnings(record=True) as said:

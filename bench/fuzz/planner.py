@@ -65,14 +65,14 @@ class Case:
 
     @staticmethod
     def _steer(small: int, most: tuple[int, int]) -> None:
-        """Set the planner's limits, which are no arguments of its functions."""
+        """Set the planner's limits, which are constants of its modules."""
         for module in (search, dense):
             setattr(module, "SMALL", small)  # noqa: B010
         solve.MOST_CELLS, solve.MOST_BOUNDED = most
 
 
 class Oracle(Weighing):
-    """The best plan by the definitions. Sets of nodes are bits of a number."""
+    """Finds the best plan by the definitions. Sets of nodes are bits of a number."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.machine, self.options = case, case.machine, case.options
@@ -84,7 +84,7 @@ class Oracle(Weighing):
         self.crossing = {ideal: self._cross(ideal) for ideal in self.ideals}
 
     def _mask(self, names: Iterable[str]) -> int:
-        """Return the nodes of some names as bits; names of the graph's inputs have none."""
+        """Return named nodes as bits; names of the graph's inputs have no bit."""
         return sum(self.bit.get(name, 0) for name in set(names))
 
     @cached_property
@@ -119,12 +119,12 @@ class Oracle(Weighing):
                 taken += (output + gradient) * bool(self._mask(readers) & stage)
         for exchange in self.costs.exchanges:
             pins = self._mask(exchange.nodes)
-            # Each stage that has some of the pins, and not all, pays once.
+            # Each stage that has some of the pins, but not all, pays once.
             given += exchange.output_bytes * (stage & pins not in (0, pins))
         return taken, given
 
     def rate(self, own: int, other: int) -> float:
-        """Return bytes per millisecond between two devices: of their link, of the slowest, or of the own link."""
+        """Return bytes per millisecond between two devices: by their link, or by the slowest link if they have none."""
         if self.machine.devices[own].host:
             return inf
         between = self.machine.links[min(own, other)] if abs(own - other) == 1 else min(self.machine.links, default=inf)
@@ -173,14 +173,14 @@ class Oracle(Weighing):
         return all(device in devices for node, device in self.pinned.items() if end & ~begin & node)
 
     def splits(self) -> Iterator[Split]:
-        """Yield every way to give devices to stages: any may idle, unless all are to be used."""
+        """Yield every way to give devices to stages: any device may idle, unless all must be used."""
         count = len(self.machine)
         for used in range(1, count + 1):
             if used < count and self.options.use_all:
                 continue
             pick = itertools.permutations if self.options.free else itertools.combinations
             for chosen in pick(range(count), used):
-                # Between two devices lies a cut, or they are neighbours that share a stage as replicas.
+                # Two devices are separated by a cut, or they are neighbours that share a stage as replicas.
                 for cuts in itertools.product((True, False), repeat=used - 1):
                     groups = [[chosen[0]]]
                     for device, cut in zip(chosen[1:], cuts, strict=True):
@@ -247,7 +247,7 @@ class Oracle(Weighing):
 
 
 def try_case(seed: int) -> Outcome:
-    """Plan a random case, and compare the plan, its bound and its claim with the best plan there is."""
+    """Plan a random case, and compare the plan, its bound and its claim with the best possible plan."""
     r = random.Random(f"planner {seed}")
     case = make_case(r)
     prefer_compiled(r.random() < 0.5)

@@ -12,7 +12,7 @@ from fxsplit.planner import Options
 
 
 class Weighing:
-    """Weighs stages between two sets of nodes. bit: the bit of each node. full: all nodes."""
+    """Computes the memory of stages between two sets of nodes. bit: the bit of each node. full: all nodes."""
 
     costs: Costs
     options: Options

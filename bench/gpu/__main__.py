@@ -28,7 +28,7 @@ from bench.gpu.suite import run_gpu_tests, run_suite
 from bench.gpu.timing import SIZES
 
 SIZED: dict[str, Callable[[Setting, Sequence[str]], int]] = {"bench": run_speed, "green": run_green}
-"""The parts that take names of sizes."""
+"""The parts that take names of sizes as arguments."""
 PARTS: dict[str, Callable[[Setting], int]] = {
     "hang": partial(run_checks, checks=[call_and_backward]),
     "tests": run_gpu_tests,
@@ -40,14 +40,14 @@ PARTS: dict[str, Callable[[Setting], int]] = {
     "graphs": run_graphs,
 }
 MARGIN_S = 3.0
-"""A part plans to be over so long before it would be ended."""
+"""Seconds before its limit at which a part plans to end."""
 SOON_S = 0.001
 MOST_CODE = 100
 """An exit code is one byte."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, or one part; return how many of its parts, or checks, did not end well."""
+    """Run a command, or one part; return how many of its parts, or of its checks, failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="What to run on a machine with one GPU.")
     parser.add_argument("command", choices=[*COMMANDS, *PARTS, *SIZED])
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of bench and green: {', '.join(SIZES)}")
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_part(setting: Setting, given: argparse.Namespace) -> int:
-    """Run one part; return how many of its checks do not hold."""
+    """Run one part; return how many of its checks failed."""
     if given.command in SIZED:
         return SIZED[given.command](setting, given.sizes)
     if given.command == "chaos":

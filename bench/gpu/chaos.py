@@ -1,4 +1,4 @@
-"""Random delays around everything that streams hand over: an event that is missing becomes a wrong number."""
+"""Put random delays around everything that streams hand over: a missing event then gives a wrong number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_CYCLES = 2e6
 """The longest delay: about a millisecond."""
 DRY_S = 5.0
 MORE_ROWS = 4
-"""With the few rows of a check, batch norm makes rounding a hundred times larger, in some of thousands of steps."""
+"""With a check's few rows, batch norm makes rounding errors a hundred times larger, in a few of thousands of steps."""
 OFTEN = 0.3
 """The share of places that are delayed: if every place is late, all keep in step again."""
 
@@ -75,7 +75,7 @@ def delay_streams(setting: Setting, delay: Callable[[], None]) -> Iterator[None]
 
 
 def make_late_stream(delay: Callable[[], None], base: type[Any] = torch.Stream) -> type[Any]:
-    """Return a class of streams, below `base`, on which marks and waits come late."""
+    """Return a subclass of the stream class `base` with late marks and waits."""
 
     class LateStream(base):  # type: ignore[misc]
         def record_event(self, *args: Any) -> Any:
@@ -96,7 +96,7 @@ def make_late_stream(delay: Callable[[], None], base: type[Any] = torch.Stream) 
 
 
 def list_placements(setting: Setting) -> list[list[str]]:
-    """Return the devices of pipelines: on one GPU, and on devices between which values are copied."""
+    """Return lists of devices: a single GPU for all stages, and devices between which values are copied."""
     gpu = setting.name
     found = [[gpu] * 2, [gpu] * 4, [gpu, "cpu"], ["cpu", gpu, "cpu", gpu]]
     if not setting.dry and torch.cuda.device_count() > 1:
@@ -105,7 +105,7 @@ def list_placements(setting: Setting) -> list[list[str]]:
 
 
 def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) -> tuple[int, float]:
-    """Return how many steps were taken until the time was over, and their largest difference from the unsplit model."""
+    """Take steps until the time is over; return how many, and their largest difference from the unsplit model."""
     batch = [torch.cat([values] * MORE_ROWS) for values in setting.make_batch()]
     end = time.monotonic() + seconds
     steps, worst = 0, 0.0
@@ -121,14 +121,14 @@ def _step_for(setting: Setting, seconds: float, delay: Callable[[float], None]) 
         with setting.compile(model, len(devices), **options) as pipe:
             for _ in range(STEPS):
                 delay(LONGEST_CYCLES / 2)
-                # Other inputs in each step: a value of the step before would go unnoticed among equal ones.
+                # New inputs in each step: among equal inputs, a leftover value of the step before would go unnoticed.
                 inputs = torch.randn_like(x)
                 expected = run_unsplit_step(twin, [inputs], y, F.cross_entropy, MICROBATCHES)
                 model.zero_grad()
                 twin.zero_grad()
                 found = run_pipeline_step(pipe, [inputs], y.to(devices[-1]))
                 differences = compare(found, expected)
-                # Deferred batch norm is to leave other statistics than the unsplit model, so buffers are left out.
+                # Deferred batch norm has other statistics than the unsplit model by design, so buffers are left out.
                 worst = max(worst, differences.output, differences.gradient)
                 steps += 1
     return steps, worst

@@ -22,7 +22,7 @@ ASKED = {
 
 
 def describe_device(dry: bool) -> dict[str, Any]:
-    """Return the GPU with its driver and clocks, torch with its CUDA, Python, the cores and the date."""
+    """Return the GPU with its driver and clocks, the versions of torch, CUDA and Python, the cores and the date."""
     told = {"name": f"CPU ({platform.machine()})"} if dry else ask_driver()
     return told | {
         "torch": torch.__version__,

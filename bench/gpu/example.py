@@ -14,21 +14,21 @@ from bench.gpu.setting import Setting
 README = Path(__file__).parents[2] / "README.md"
 HEADING, DEVICES = "## First example", '["cpu", "cpu"]'
 CLOSE = 1e-4
-"""Relative difference in single precision that other orders of summation explain."""
+"""The relative difference in single precision that a different order of summation explains."""
 
 
 def read_example() -> str:
     """Return the first block of Python under the README's heading."""
     text = README.read_text(encoding="utf-8")
     block = text[text.index(HEADING) :].split("```python\n", 1)[1].split("```", 1)[0]
-    # The example names its devices, and they are all that is changed of it.
+    # The list of devices in the example is all that is changed.
     if block.count(DEVICES) != 1:
         raise ValueError(f"the first example of {README.name} does not name {DEVICES} once")
     return block
 
 
 def run_example(setting: Setting) -> int:
-    """Run the example with the GPU in its devices' place; return how many checks do not hold."""
+    """Run the example with the GPU in place of its devices; return how many checks failed."""
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     # Tensors that the example makes without a device are made on the GPU too.
@@ -36,7 +36,7 @@ def run_example(setting: Setting) -> int:
         exec(read_example().replace(DEVICES, repr([setting.name] * 2)), names)
     names["pipe"].close()
     model, x, y, optimizer, loss = (names[name] for name in ("model", "x", "y", "optimizer", "loss"))
-    # The example ends with a step of its optimizer: back to the weights before it.
+    # The example ends with an optimizer step, so go back to the weights before it.
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for own, stepped in zip(twin.parameters(), model.parameters(), strict=True):

@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 @dataclass
 class Findings:
-    """Rows, in the order in which they were found; a file has all of them after each one.
+    """Rows, in the order in which they were found; after each row, a file has all of them.
 
-    `until` is when the part must be over, by `time.monotonic()`: a part that sees that its time runs out leaves the
-    rest out, and says so. `failed` is how many checks do not hold, None before the end.
+    `until` is the end of the part's time, by `time.monotonic()`: a part that runs out of time leaves the rest out, and
+    says so. `failed` is the number of failed checks, None before the end.
     """
 
     path: Path | None = None
@@ -33,7 +33,7 @@ class Findings:
         self._write()
 
     def finish(self, failed: int) -> int:
-        """Note that the part has come to its end, and how many of its checks do not hold; return their number."""
+        """Note that the part has ended, and how many of its checks failed; return their number."""
         self.failed = failed
         self._write()
         return failed
@@ -43,20 +43,20 @@ class Findings:
         return self.until - time.monotonic()
 
     def _write(self) -> None:
-        """Write the file, if there is to be one."""
+        """Write the file, if there is a path."""
         if self.path is not None:
             write_whole(self.path, json.dumps({"failed": self.failed, "rows": self.rows}, indent=1))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: whoever reads it may come at any time, and the writer may be ended."""
+    """Write a file whole or not at all: a reader may open it at any time, and the writer may be killed."""
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def show(value: Any) -> str:
-    """Return a value as a table shows it: a number with as many digits as it is worth."""
+    """Return a value as a table shows it: floats with as many digits as are meaningful."""
     if isinstance(value, float):
         return f"{value:.1e}" if value and abs(value) < 1e-2 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
     return str(value)

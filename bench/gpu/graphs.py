@@ -14,13 +14,13 @@ from bench.gpu.timing import measure
 
 
 def run_graphs(setting: Setting) -> int:
-    """Note the host's and the GPU's time with and without a graph; return how many checks do not hold."""
+    """Note the host's and the GPU's time with and without a graph; return how many checks failed."""
     # Small layers: their kernels take less time than their launches.
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))]
     net = nn.Sequential(*layers).to(setting.device)
     x = torch.randn(64, 256, device=setting.device, requires_grad=True)
     calls, rounds = (1, 1) if setting.dry else (20, 10)
-    # A graph has memory of its own, and would take the weights of the eager model with it.
+    # A CUDA graph has memory of its own, and would capture the weights of the eager model.
     graphed: Any = net if setting.dry else torch.cuda.make_graphed_callables(copy.deepcopy(net), (x,))
     for name, model in (("eager", net), ("graphed", graphed)):
 

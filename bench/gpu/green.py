@@ -77,7 +77,7 @@ def run_green(setting: Setting, names: Sequence[str] = ()) -> int:
 
 
 def _on_first(partitions: list[Partition]) -> AbstractContextManager[Any]:
-    """Return a context in which this thread's work goes to the first partition."""
+    """Return a context that sends this thread's work to the first partition."""
     return torch.cuda.stream(partitions[0][1]) if partitions else nullcontext()
 
 
@@ -107,10 +107,10 @@ def to_plain_stream(stream: Any) -> torch.Stream:
 
 @contextmanager
 def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Let the profile be measured inside a context, which its own thread enters."""
+    """Return a profile that is measured inside a context, which its own thread enters."""
 
     def in_thread_inside(run: Callable[[], Any], intraop_threads: int, device: torch.device) -> Any:
-        # The context is entered in the profile's own thread, as the current stream is a thread's.
+        # The profile's own thread enters the context, because the current stream belongs to a thread.
         def run_inside() -> Any:
             with context():
                 return run()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bench.gpu.setting import Setting
 
-# A product so small that the GPU is done before the next one is launched.
+# A product so small that the GPU finishes before the next launch.
 SIZE = 64
 THREADS = (1, 2, 4)
 DEFAULT_INTERVAL_S, SHORT_INTERVAL_S = 5e-3, 1e-4
@@ -53,11 +53,11 @@ def _stream(setting: Setting) -> AbstractContextManager[Any]:
 
 
 def _launch_s(setting: Setting, weights: Sequence[Tensor], count: int) -> float:
-    """Return how long threads take, one for each weight, to launch `count` products and as many tanh each."""
+    """Return how long threads, one for each weight, take to launch `count` products and as many tanh each."""
 
     def launch(weight: Tensor) -> None:
         with _stream(setting), torch.no_grad():
-            # Each launch needs the one before, as in a layer after a layer.
+            # Each launch reads the result of the one before, as in a stack of layers.
             x = weight
             for _ in range(count):
                 x = torch.mm(x, weight).tanh_()
@@ -84,7 +84,7 @@ def _launch_in_turn_us(setting: Setting, weights: Sequence[Tensor], operators: i
 def _train_us(setting: Setting, count: int) -> float:
     """Return the microseconds for each layer of forward and backward, spread over `count` threads."""
     layers, rounds = (5, 4) if setting.dry else (50, 40)
-    # Small layers without activations: launches are all that takes time.
+    # Small layers without activations: launching takes all the time.
     net = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(layers))).to(setting.device)
     x = torch.randn(8, SIZE, device=setting.device)
 
@@ -94,14 +94,14 @@ def _train_us(setting: Setting, count: int) -> float:
                 torch.autograd.grad(model(x).sum(), list(model.parameters()))
 
     train(net)
-    # Gradients of threads that share weights would wait for each other.
+    # Threads that share weights would wait for each other's gradients.
     nets = [copy.deepcopy(net) for _ in range(count)]
     setting.synchronize()
     return 1e6 * _time_threads([partial(train, m) for m in nets], setting) / rounds / layers
 
 
 def _time_threads(runs: Sequence[Callable[[], None]], setting: Setting) -> float:
-    """Return how long threads take, one for each of `runs`, until all of them return, in seconds."""
+    """Run each of `runs` in a thread; return the seconds until all threads have returned."""
     threads = [threading.Thread(target=run) for run in runs]
     begin = time.perf_counter()
     for thread in threads:

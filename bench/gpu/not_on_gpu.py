@@ -1,4 +1,4 @@
-"""Which of the tests of CPU devices run on a GPU in their place, and which of them cannot, with the reason."""
+"""The tests of CPU devices that run on a GPU instead, and the tests that cannot, with the reason."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ NOT_ON_GPU = {
     "tests/runtime/job/test_stopwatch.py": STATES,
     "tests/runtime/stage/test_streams.py": STATES,
 }
-"""Folders, files, and tests as `file::function`, that are left out."""
+"""Folders, files, and tests as `file::function`, that are skipped."""
 
 
 def find_reason(test: str) -> str | None:
-    """Return why a test, by pytest's name for it, is left out; None for one that runs."""
+    """Return why a test, given by its pytest name, is skipped; None if it runs."""
     file, _, rest = test.partition("::")
     function = rest.split("[")[0]
     places = (f"{file}::{function}", file, *map(str, PurePosixPath(file).parents))

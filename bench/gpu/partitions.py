@@ -15,7 +15,7 @@ import torch
 from bench.gpu.setting import Setting
 
 Partition = tuple[Any, torch.cuda.Stream]
-"""A green context, which must be kept alive, and a stream in it."""
+"""A green context, which must be kept alive, and a stream of it."""
 
 
 def make_partitions(setting: Setting, count: int, multiprocessors: int) -> list[Partition]:
@@ -61,7 +61,7 @@ def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[P
     whole = call(driver.cuDeviceGetDevResource(handle, kind))
     groups, _, _ = call(driver.cuDevSmResourceSplitByCount(count, whole, 0, multiprocessors))
     partitions: list[Partition] = []
-    # A green context is made of a description of its share of the GPU.
+    # The driver makes a green context from a description of its share of the GPU.
     for group in groups[:count]:
         description = call(driver.cuDevResourceGenerateDesc([group], 1))
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
@@ -73,7 +73,7 @@ def _by_driver(device: torch.device, count: int, multiprocessors: int) -> list[P
 
 def run_apart(setting: Setting, partitions: list[Partition]) -> bool:
     """Return whether two partitions at work take about as long as one, so that each has its own multiprocessors."""
-    # A product that fills any partition for milliseconds.
+    # A product that fills any partition for some milliseconds.
     matrix = torch.randn(4096, 4096, device=setting.device, dtype=torch.bfloat16)
     first, second = (stream for _, stream in partitions[:2])
     one = _multiply_s(setting, matrix, [first])
@@ -84,7 +84,7 @@ def run_apart(setting: Setting, partitions: list[Partition]) -> bool:
 
 
 def _multiply_s(setting: Setting, matrix: torch.Tensor, streams: list[torch.cuda.Stream]) -> float:
-    """Return how long 20 products on each of the streams take, in seconds, once they have run before."""
+    """Return how long 20 products on each of the streams take, in seconds, after a warm-up."""
     begin = 0.0
     for _ in range(2):
         setting.synchronize()

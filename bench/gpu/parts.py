@@ -38,7 +38,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The name of its files."""
+        """The name of the part's files."""
         return "-".join(self.words).replace(" ", "-")
 
 
@@ -117,7 +117,7 @@ def run_part(part: Part, out: Path, *, dry: bool) -> dict[str, Any]:
 
 
 def judge(failed: int | None, code: int | None, seconds: float, limit_s: float) -> str:
-    """Return in words how a part ended: `failed` as it said itself, its exit code, and how long it took of its time."""
+    """Return a part's outcome in words, from its number of failed checks, its exit code, its time and its limit."""
     if failed is not None:
         return "ok" if failed == 0 else f"{failed} failed"
     if code is None or seconds >= limit_s:
@@ -129,14 +129,14 @@ def make_environment() -> dict[str, str]:
     """Return the environment of a part: this checkout's modules, and caches in a folder that any user may write."""
     caches = Path(tempfile.gettempdir()) / "fxsplit-bench-gpu"
     defaults = {"NUMBA_CACHE_DIR": str(caches / "numba"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
-    # OpenMP's threads spin while they wait, which the threads of stages would pay for.
+    # OpenMP's threads spin while they wait, at the expense of the stages' threads.
     defaults |= {"OMP_NUM_THREADS": "1"}
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     return defaults | dict(os.environ) | own | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was started with a session of its own, and all that it has started in turn."""
+    """Kill a process that has a session of its own, and all processes that it has started."""
     with suppress(ProcessLookupError):  # all of them have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -25,12 +25,12 @@ MMAP_THRESHOLD, PAGES_OF_THEIR_OWN = -3, 1 << 16
 MOST, LEAST = 1.3, 0.5
 """Bounds of measured over planned peak: above, values live longer than planned; below, some are missing."""
 DRY_MOST, DRY_LEAST = 2.5, 0.4
-"""The same for a dry run: a process keeps some of the pages that its tensors have left."""
+"""The same for a dry run: a process keeps some of the pages of freed tensors."""
 
 
 def measure_peak_gib(setting: Setting, model: nn.Module, run: Callable[[], object]) -> float:
     """Return the peak memory of the model and `run` together, in GiB; NaN if it cannot be measured."""
-    model.zero_grad()  # gradients are of the run
+    model.zero_grad()  # the run makes its own gradients
     setting.release_memory()
     if not setting.dry:
         torch.cuda.reset_peak_memory_stats()
@@ -46,7 +46,7 @@ def measure_peak_gib(setting: Setting, model: nn.Module, run: Callable[[], objec
     except (OSError, AttributeError):  # no Linux, another library than glibc, or a container that forbids it
         return nan
     run()
-    # The weights were there before.
+    # The weights existed before the run.
     held = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
     return (held + _read_peak_bytes() - before) / GIB
 
@@ -60,13 +60,13 @@ def _read_peak_bytes() -> int:
 
 
 def predict_gib(pipe: Pipeline) -> float:
-    """Return the memory that the plan counts for all stages, in GiB, less the optimizer's, which is not there."""
+    """Return the memory that the plan counts for all stages, in GiB, without the optimizer's: none is made here."""
     factor = pipe.plan.model.optimizer_factor
     return sum(stage.memory_bytes - factor * stage.parameter_bytes for stage in pipe.plan.stages) / GIB
 
 
 def judge_peaks(found: Mapping[str, tuple[float, float]], *, dry: bool = False) -> tuple[bool, str]:
-    """Return whether peaks are as planned, and in words how far they are: both in GiB, by the name of a run."""
+    """Return whether peaks are as planned, and a text with the ratios; `found` has peak and plan in GiB by run."""
     ratios = {name: peak / planned for name, (peak, planned) in found.items()}
     told = [f"{name}: {peak:.3f} GiB, {ratios[name]:.2f} of the plan" for name, (peak, _) in found.items()]
     most, least = (DRY_MOST, DRY_LEAST) if dry else (MOST, LEAST)

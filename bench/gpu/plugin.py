@@ -19,7 +19,7 @@ import torch
 from bench.gpu.not_on_gpu import find_reason
 from fxsplit.ir.facts.given.machine import Device, Machine
 
-# Read at import, as pytest loads plugins before it reads its options.
+# Read at import, because pytest loads plugins before it reads its options.
 ON = os.environ.get("FXSPLIT_ON", "cuda:0")
 find_machine = Machine.of
 

@@ -35,12 +35,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The device's name."""
+        """Return the device's name."""
         return "cpu" if self.dry else "cuda:0"
 
     @property
     def device(self) -> torch.device:
-        """The device."""
+        """Return the device."""
         return torch.device(self.name)
 
     @property
@@ -56,7 +56,7 @@ class Setting:
     def occupy(self, cycles: float) -> None:
         """Keep the current stream busy for `cycles` cycles of the GPU's clock; 2e9 are about a second."""
         if not self.dry:
-            # There is no public way to make a kernel of a known length.
+            # torch has no public function for a kernel of a known length.
             torch.cuda._sleep(int(cycles))
 
     def release_memory(self) -> None:
@@ -93,7 +93,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores: [rows, WIDTH] -> [rows, CLASSES]."""
-        # The first value is read by the last stage: it crosses every cut.
+        # The last stage reads the first value, so it crosses every cut.
         first = x
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = self.drop(F.relu(norm(layer(x)), inplace=True))
@@ -107,6 +107,6 @@ def flatten_gradients(model: nn.Module) -> Tensor:
 
 
 def largest_difference(vectors: Sequence[Tensor]) -> float:
-    """Return how far any of the vectors is from the first one, relative to the first one's norm."""
+    """Return the largest distance of any vector from the first vector, relative to the first one's norm."""
     first = vectors[0]
     return max(float((v - first).norm() / first.norm()) for v in vectors)

@@ -45,7 +45,7 @@ LONGER = 1.3
 
 def run_speed(setting: Setting, names: Sequence[str] = ()) -> int:
     """Note the unsplit model and each pipeline of each size; return 0."""
-    # Single precision without it is bound by products so slow that the runtime cannot be seen.
+    # Single precision without TF32 is bound by slow products, so that the runtime would not be seen.
     torch.backends.cuda.matmul.allow_tf32 = True
     for name in names or list(SIZES)[: 1 if setting.dry else None]:
         _measure_size(setting, name, 1 if setting.dry else 5 if name.startswith("large") else 10)
@@ -116,13 +116,13 @@ def _measure_pipeline(
 
 
 def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, rounds: int) -> None:
-    """Note torchgpipe's step on copies of the same stages, or why there is none."""
+    """Note torchgpipe's step on copies of the same stages, or the reason why it was not run."""
     if find_spec(PEER) is None:
         setting.note("beside others", size=name, pipeline=PEER, left_out="it is not installed here")
         return
     what = f"{len(pipe.stages.stages)} x {PEER}"
     try:
-        # Copies, so that it adds to no gradient of the pipeline's.
+        # Copies, so that torchgpipe adds nothing to the pipeline's gradients.
         stages = nn.ModuleList(copy.deepcopy(stage.module) for stage in pipe.stages.stages)
         train = torchgpipe_step(list(stages), case.n_microbatches, case.x, case.y, [setting.name] * len(stages))
 
@@ -132,12 +132,12 @@ def _measure_peer(setting: Setting, name: str, case: Case, pipe: Pipeline, round
 
         taken, unsplit = measure_in_turns(setting, [step, case.run_unsplit], rounds)
         _note_step(setting, name, what, taken, unsplit, peak_GiB=measure_peak_gib(setting, case.model, step))
-    except Exception as error:  # a peer that fails is a finding, and not the end of this size
+    except Exception as error:  # an error of torchgpipe is a finding, and does not end this size
         setting.note("beside others", size=name, pipeline=what, left_out=f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> float:
-    """Return the step time that the plan predicts, in milliseconds, with a device for each stage."""
-    # As if nothing shared the GPU: stages that do share it take at least the sum of their work.
+    """Return the step time that the plan predicts, in milliseconds, as if each stage had a device."""
+    # Without sharing: stages that share a GPU take at least the sum of their work.
     schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
     return simulate(schedule, read_times(pipe.plan, schedule)).step_ms

@@ -22,21 +22,21 @@ from bench.gpu.parts import ROOT, make_environment
 from bench.gpu.setting import Setting
 
 PROCESSES = 8
-"""Each takes about half a GiB of the GPU for itself, and a core."""
+"""Each process takes about half a GiB of the GPU for itself, and a core."""
 FEWEST_S = 8.0
-"""With less time than this no process is started any more: it takes as long to load torch."""
+"""With less time left, no process is started any more: it takes as long to load torch."""
 DRY = ("tests/runtime/job/test_channels.py", "tests/runtime/job/test_forwards.py")
 SHOWN = 60
-"""How many tests that fail are named."""
+"""How many failing tests are named."""
 STACKS = 1500
-"""How many characters of the stacks of a process that hangs are kept."""
+"""How many characters of a hanging process's stacks are kept."""
 
 Line = dict[str, str]
 """A line of the tally: a test, its outcome, and why."""
 
 
 def run_gpu_tests(setting: Setting) -> int:
-    """Run the tests that carry the marker gpu; return how many fail."""
+    """Run the tests with the marker gpu; return how many fail."""
     files = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in read(p)]
     return run_files(setting, "tests that need a GPU", files, ["-m", "gpu"], {})
 
@@ -49,7 +49,7 @@ def run_suite(setting: Setting) -> int:
 
 
 def list_files() -> list[str]:
-    """Return the files of tests that run on the GPU, the largest first: it should not be the last one to start."""
+    """Return the files of tests that run on the GPU, the largest first, because a large file should not start last."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
     return [str(p.relative_to(ROOT)) for p in sorted(found, key=lambda p: (-p.stat().st_size, str(p)))]
 
@@ -57,7 +57,7 @@ def list_files() -> list[str]:
 def run_files(
     setting: Setting, what: str, files: Sequence[str], words: Sequence[str], environment: Mapping[str, str]
 ) -> int:
-    """Run files of tests, note how many tests passed, failed and so on, and each that failed; return how many did."""
+    """Run files of tests; note how many tests passed, failed and so on, and each failure; return how many failed."""
     count = min(PROCESSES, os.cpu_count() or 1, len(files))
     hands = [list(files[i::count]) for i in range(count)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
@@ -98,7 +98,7 @@ def run_hand(
 
 
 def run_pytest(setting: Setting, words: Sequence[str], environment: Mapping[str, str], tally: Path) -> str:
-    """Run pytest; return how it ended, and the last that it has printed."""
+    """Run pytest; return how it ended, with the end of its output."""
     # A file that cannot be imported is one failure; the rest of the files still run.
     options = ["-q", "--continue-on-collection-errors", "-p", "bench.gpu.tally", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *words]
@@ -119,7 +119,7 @@ def run_pytest(setting: Setting, words: Sequence[str], environment: Mapping[str,
             process.kill()
             process.wait()
     text = read(printed)
-    # faulthandler begins so, and prints the innermost call of each thread first.
+    # faulthandler's text begins with this word, and it prints the innermost call of each thread first.
     stacks = text.find("Timeout (")
     return f"pytest ended with exit code {code}: {text[stacks:][:STACKS] if stacks >= 0 else text[-STACKS:]}"
 

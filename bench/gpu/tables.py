@@ -1,4 +1,4 @@
-"""A command's results as Markdown: a table for each kind of finding, to be read, and to be put into the README."""
+"""Turn a command's results into Markdown: a table for each kind of finding, to read and to copy into the README."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def format_table(rows: Sequence[Row]) -> list[str]:
-    """Return rows as lines of a Markdown table, with a column for each name that any of the rows has."""
+    """Return rows as lines of a Markdown table, with a column for each name in any of the rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---"] * len(names), *([show(row.get(name, "")) for name in names] for row in rows)]
-    # A bar or a line's end inside of a cell would end the cell.
+    # A bar or a line break inside a cell would end the cell.
     return [f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |" for line in lines]

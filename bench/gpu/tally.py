@@ -24,14 +24,14 @@ MOST = 300
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note which test starts, and give it its time."""
+    """Note the start of a test, and begin its time limit."""
     append(nodeid, "started")
     # A thread that waits inside of C code sees no signal, but this timer's thread runs on.
     faulthandler.dump_traceback_later(TEST_S, exit=True, file=ERRORS)
 
 
 def pytest_runtest_logfinish() -> None:
-    """Take back the test's time limit."""
+    """Cancel the test's time limit."""
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -48,13 +48,13 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Note tests that are left out."""
+    """Note tests that are skipped."""
     for item in items:
         append(item.nodeid, "deselected")
 
 
 def pytest_sessionfinish() -> None:
-    """Note that all tests were run: the exit code of a process that has ended itself may be that of tests that fail."""
+    """Note that all tests were run: the exit code of a process that ends itself may be the code of failing tests."""
     append("", "ended")
 
 
@@ -63,12 +63,12 @@ def tell(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])[:MOST]
     crash = getattr(report.longrepr, "reprcrash", None)
-    # The error of an import comes after all the lines that it came through.
+    # The error of an import comes at the end, after all the lines of the traceback.
     return str(crash.message)[:MOST] if crash else str(report.longrepr)[-MOST:]
 
 
 def append(test: str, outcome: str, why: str = "") -> None:
-    """Append a line to the file, if there is to be one."""
+    """Append a line to the file, if one is given."""
     if path := os.environ.get("FXSPLIT_TALLY"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"test": test, "outcome": outcome, "why": why}) + "\n")

@@ -1,4 +1,4 @@
-"""Times of work that is queued: until the call returns, until the GPU is done, and on the GPU itself."""
+"""Time queued work: until the call returns, until the GPU is done, and on the GPU itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = {
     "small bf16": Size(512, 12, 128, 2, 8, torch.bfloat16),
     "tiny fp32": Size(128, 12, 32, 1, 16, torch.float32),
 }
-"""From bound by the GPU to bound by the host."""
+"""From sizes bound by the GPU to sizes bound by the host."""
 DRY = Size(8, 1, 4, 1, 4, torch.float32)
 
 
@@ -66,7 +66,7 @@ class Case(NamedTuple):
         x = torch.randint(0, 1000, (rows, size.length), device=setting.device)
         y = torch.randint(0, 10, (rows,), device=setting.device)
         tokens = rows * size.length
-        # Forward and backward take six operations a parameter and token; attention's own products come on top.
+        # Forward and backward take six operations a parameter and token; attention's own products add to that.
         flops = 6.0 * sum(p.numel() for p in model.parameters()) * tokens
         flops += 12.0 * size.layers * size.length * size.width * tokens
         return cls(model, x, y, size.n_microbatches, flops)
@@ -80,12 +80,12 @@ class Case(NamedTuple):
 
 
 def measure(setting: Setting, run: Callable[[], Any], rounds: int) -> Taken:
-    """Return how long `run` takes, after two rounds that do not count."""
+    """Return how long `run` takes, after two rounds of warm-up."""
     return measure_in_turns(setting, [run], rounds)[0]
 
 
 def measure_in_turns(setting: Setting, runs: Sequence[Callable[[], Any]], rounds: int) -> list[Taken]:
-    """Return how long each run takes, after two rounds that do not count.
+    """Return how long each run takes, after two rounds of warm-up.
 
     Runs take turns, so that a GPU that gets warm, or another program on the machine, slows down all of them.
     """
@@ -101,7 +101,7 @@ def measure_in_turns(setting: Setting, runs: Sequence[Callable[[], Any]], rounds
 def _measure_once(setting: Setting, run: Callable[[], Any]) -> tuple[float, float, float]:
     """Return the milliseconds until `run` returned, until the GPU was done, and between two events on the GPU."""
     setting.synchronize()
-    # Nothing is left on the GPU of the round before.
+    # Finish the work of the round before.
     events = [] if setting.dry else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     begin = time.perf_counter()
     for event in events[:1]:
@@ -109,7 +109,7 @@ def _measure_once(setting: Setting, run: Callable[[], Any]) -> tuple[float, floa
     run()
     for event in events[1:]:
         event.record()
-    # The host is done once all is queued; if that takes as long as the GPU, the GPU waits for the host.
+    # The host has queued everything; if that took as long as the GPU's work, the GPU waits for the host.
     host_s = time.perf_counter() - begin
     setting.synchronize()
     wall_s = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""The peers' runtimes on the very stage modules that fxsplit cut: torchgpipe, and torch.distributed.pipelining."""
+"""Competing runtimes on exactly the stage modules that fxsplit cut: torchgpipe, and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Flat(nn.Module):
 
 
 class Chunked(nn.Module):
-    """A stage as torchgpipe wants it: a tensor or a tuple in, a tensor or a tuple out."""
+    """A stage in the form that torchgpipe wants: it takes and returns a tensor or a tuple."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Chunked(nn.Module):
 def torchgpipe_step(
     stages: Sequence[nn.Module], n_microbatches: int, x: Tensor, y: Tensor, devices: Sequence[str] | None = None
 ) -> Callable[[], None]:
-    """Return a training step by torchgpipe, a device for each stage (default: CPU devices)."""
+    """Return a training step by torchgpipe, with a device for each stage (default: CPU devices)."""
     from torchgpipe import GPipe
 
     model = GPipe(
@@ -73,8 +73,8 @@ class Processes:
 
     @classmethod
     def start(cls, case: Case, costs: str) -> Processes:
-        """Start them; each compiles the same model from the same costs, and so has the same stages."""
-        # spawn, since a fork of a process with threads may hold locks that nobody frees.
+        """Start both; each compiles the same model from the same costs, and so has the same stages."""
+        # spawn, since a forked process with threads may hold locks that nobody frees.
         context = mp.get_context("spawn")
         folder = tempfile.mkdtemp()
         links, processes = [], []
@@ -90,7 +90,7 @@ class Processes:
         return cls(links, processes)
 
     def step_s(self) -> float:
-        """Return how long one step takes, as the slower process measures it from a common barrier."""
+        """Return how long one step takes on the slower process, from a common barrier."""
         for link in self.links:
             link.send(True)
         return max(float(link.recv()) for link in self.links)
@@ -113,7 +113,7 @@ def _serve(rank: int, case: Case, costs: str, store: str, link: Connection) -> N
     model, x, y = build(case)
     with fxsplit.compile(model, ["cpu"] * 2, costs=costs, n_microbatches=case.n_microbatches, example_inputs=x) as pipe:
         modules = [Flat(pipe.stages[i].module) for i in range(2)]
-    # The stages' shapes, which torch wants in advance: one microbatch through both of them.
+    # The shapes of the stages, which torch needs in advance: run one microbatch through both.
     rows = x.shape[0] // case.n_microbatches
     given = x[:rows]
     between = modules[0](given)

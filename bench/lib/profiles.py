@@ -1,4 +1,4 @@
-"""A profile of a transformer traced operator by operator, from its shapes: planning needs no model of that size."""
+"""A transformer's profile, operator by operator, from its shapes: planning needs no real model of that size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLOPS_PER_MS, BYTES_PER_MS, ELEMENT = 1e11, 1e9, 2
 
 
 class _Trace:
-    """Collects nodes as a tracer meets them."""
+    """Collects nodes in the order in which a tracer would meet them."""
 
     def __init__(self) -> None:
         self.nodes: list[NodeCost] = []
@@ -19,7 +19,7 @@ class _Trace:
 
     def add(self, op: str, inputs: Sequence[str], out: float, flops: float = 0.0, weight: float = 0.0) -> str:
         """Add an operator with its time from work and bytes; backward takes twice as long."""
-        # Reading a weight takes no time; all else is bound by its products or by its bytes, and pays for both.
+        # Reading a weight takes no time. Any other operator's time is the sum of its compute and its memory traffic.
         name = f"{op}_{len(self.nodes)}"
         ms = 0.0 if op == "get_attr" else flops / FLOPS_PER_MS + out / BYTES_PER_MS
         size = int(out)

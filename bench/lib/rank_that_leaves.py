@@ -52,7 +52,7 @@ class Point(nn.Module):
 
 
 def leave(way: Any) -> None:
-    """End this program; "return" does nothing: its caller returns."""
+    """End this program; for "return" do nothing, because the caller returns."""
     if way == "exit":
         sys.exit(0)
     if way == "_exit":
@@ -61,7 +61,7 @@ def leave(way: Any) -> None:
         raise ValueError("the data is gone")
     if way != "return":
         os.kill(os.getpid(), way)
-        # One that Python handles comes a moment later.
+        # Python handles some signals a moment later.
         time.sleep(5.0)
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     leaver, way, before = draw.randrange(n), draw.choice(WAYS), draw.randrange(3)
     place, after = draw.choice(PLACES) if way != "return" else "between", draw.randrange(4)
     fails, moment_s = draw.random() < 0.5 or place == "making groups", draw.choice([0.0, draw.uniform(0.0, 1.0)])
-    # A shell that starts programs in the background lets them ignore it.
+    # A shell that starts programs in the background makes them ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     training = Training(folder)
@@ -140,7 +140,7 @@ def main() -> None:
     for _ in range(before + 1):
         training.step()
     if fails:
-        # Groups are made again by the next call, and one rank does not come to it.
+        # The next call makes groups again, and one rank does not take part.
         training.bad = draw.randrange(n)
         try:
             training.step()

@@ -49,7 +49,7 @@ def main(path: str) -> None:
 
 
 def _copies(rows: list[Any]) -> None:
-    """Print one row a network: a step's processor time with gradients taken over, and with all of them copied."""
+    """Print one row a network: a step's processor time as it is, and with a copy of each first gradient."""
     if not rows:
         return
     print("| work | taken over, CPU s | copied, CPU s |\n|---|---|---|")
@@ -59,7 +59,7 @@ def _copies(rows: list[Any]) -> None:
 
 
 def _inference(rows: list[Any]) -> None:
-    """Print one row a network: how long its batches take without gradients, and the stream's share of the bound."""
+    """Print one row a network: the time of its batches without gradients, and the stream's share of the bound."""
     if not rows:
         return
     names = list(rows[0]["inference_s"])
@@ -82,10 +82,10 @@ def _shapes(rows: list[Any]) -> None:
 
 
 def _runtime(rows: list[Any]) -> None:
-    """Print one row a network and batch: how many times as fast as the unsplit model on one thread everybody is."""
+    """Print one row a network and batch: the speed of each runtime relative to the unsplit model on one thread."""
     if not rows:
         return
-    # The unit of the table, and the traced steps that only the bound needs, have no columns.
+    # The unit of the table, and the traced steps, which only the bound needs, have no columns.
     names = [name for name in rows[0]["seconds"] if name not in ("whole, 1 thread", "traced")]
     print(
         f"| work | {' | '.join(names)} | share of the bound | CPU time of the loop's |\n|---|"
@@ -144,7 +144,7 @@ def _compiler(rows: list[Any]) -> None:
         "| emit 4 / 8 | total 4 / 8 | speed-up 4 / 8 |"
     )
     print("|---|" + "---|" * 11)
-    # Only whole rows: who asks pytest for some of the benchmarks gets a table of their networks.
+    # Only whole rows: a run of selected benchmarks prints only their networks.
     for name, title in TABLE_1.items():
         if not {(name, "augment", 0), *((name, "total", devices) for devices in (4, 8))} <= found.keys():
             continue

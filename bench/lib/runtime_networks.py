@@ -13,7 +13,7 @@ from bench.networks.transformer import Encoder
 
 @dataclass(frozen=True)
 class Case:
-    """A network by name, and how its batch is made and cut."""
+    """A network by name, the rows of its batch, and its number of microbatches."""
 
     network: str
     rows: int
@@ -55,12 +55,12 @@ def build(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
         )
     if case.network == "empty":
         return Empty(), torch.randn(case.rows, 4), torch.randint(0, 4, (case.rows,))
-    # Small images: a step of a convolutional network on two threads is to take about a second.
+    # Small images, so that a step of a convolutional network on two threads takes about a second.
     side = {"resnet50": 96, "vgg16": 64}[case.network]
     model = zoo.build(case.network, num_classes=10)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # or the runtimes would draw differently
+            module.p = 0.0  # no dropout, because the runtimes would draw differently
     return model, torch.randn(case.rows, 3, side, side), _draw_classes(case)
 
 

@@ -1,8 +1,8 @@
-"""How large benchmarks are: as large as the tables of bench/README.md need them, or at their smallest.
+"""Choose the size of benchmarks: the size of the tables in bench/README.md, or the smallest.
 
     FXSPLIT_BENCH=smallest python -m pytest bench/bench_*.py --benchmark-only --benchmark-json=smallest.json
 
-runs each of them once, on a tiny network. Such figures say nothing: tests run benchmarks so, to see that they run.
+runs each of them once, on a tiny network. Such figures mean nothing: tests use them to see that benchmarks run.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def show_share(plan: float, held: int) -> str:
 def run(
     network: str, schedule: str, way: str, count: int, known: Costs | None, *, live: bool = False
 ) -> tuple[Pipeline, list[Peak]]:
-    """Return a pipeline of a network that has run steps, and the peak of each device in the last one."""
+    """Return a pipeline of a network that has run steps, and the peak of each device in the last step."""
     torch.manual_seed(0)
     asynchronous = schedule in ASYNCHRONOUS
     model, x, y = NETWORKS[network](ROWS * count)
@@ -89,7 +89,7 @@ def run(
 
 
 def list_said(pipe: Pipeline, count: int) -> list[float]:
-    """Return the most that each device holds by the plan's simulation, in bytes."""
+    """Return each device's peak in the plan's simulation, in bytes."""
     schedule = find_program(pipe).schedule(count)
     simulation = simulate(schedule, read_times(pipe.plan, schedule))
     return [find_peak(trace) for trace in trace_memory(simulation, read_footprints(pipe.plan))]

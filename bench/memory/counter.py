@@ -37,7 +37,7 @@ def start_counting() -> ctypes.CDLL:
 
 
 def find_slot(storage: UntypedStorage) -> int:
-    """Return the slot that a storage was made for; counting must have begun before."""
+    """Return the slot of a storage; counting must have begun before the storage was made."""
     return int(start_counting().find_slot(storage.data_ptr())) if storage.nbytes() else 0
 
 

@@ -63,7 +63,7 @@ def log_storages() -> Iterator[Log]:
 
 
 def _find_peak(rows: list[tuple[int, ...]], actions: list[str]) -> Counter[Storage]:
-    """Return the storages that were there when a slot held most."""
+    """Return the storages that were alive at a slot's peak."""
     read_maker = start_counting().read_maker
     now = most = 0
     place = -1

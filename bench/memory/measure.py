@@ -43,7 +43,7 @@ class Peak:
 
 @dataclass
 class Watch:
-    """Follows the actions of all workers; `peaks` has the highest of each."""
+    """Follows the actions of all workers; `peaks` has each worker's highest peak."""
 
     peaks: dict[int, Peak] = field(default_factory=dict)
     traces: dict[int, list[Peak]] = field(default_factory=dict)
@@ -99,9 +99,9 @@ def watch_workers(first: int) -> Iterator[Watch]:
 def measure_step(
     pipe: Pipeline, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, *, asynchronous: bool, live: bool = False
 ) -> tuple[list[Peak], Watch]:
-    """Return the peak of every worker in a step that begins without gradients, and all that was seen.
+    """Return the peak of every worker in a step that begins without gradients, and all actions that were watched.
 
-    live: find out which storages each peak consists of, too.
+    live: list the storages of each peak, too.
     """
     # Live storages of earlier pipelines' workers do not count for this pipeline, which has run nothing yet.
     gc.collect()
@@ -132,7 +132,7 @@ def measure_step(
 
 
 def find_program(pipe: Pipeline) -> Program:
-    """Return the program of a pipeline's training mode, which has been compiled."""
+    """Return the program of a pipeline's training mode, which must be compiled."""
     compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
     assert compiled is not None
     return compiled.program

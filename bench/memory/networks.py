@@ -1,4 +1,4 @@
-"""Eight small networks of the kinds that people train, each with a batch that is mostly activations or mostly weights.
+"""Eight small networks of popular kinds, each with a batch that is mostly activations or mostly weights.
 
 Every constructor returns a model, a batch of `rows` rows, and the class of each row or token.
 """
@@ -103,7 +103,7 @@ def make_resnet(rows: int) -> Case:
 
 
 def make_vgg(rows: int) -> Case:
-    """Return convolutions in front of a classifier that has most of the weights."""
+    """Return convolutions in front of a classifier that holds most of the weights."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
@@ -120,7 +120,7 @@ def make_vgg(rows: int) -> Case:
 
 
 class Dense(nn.Module):
-    """Layers that each read all that was made before: [rows, channels, ...] -> with `count * growth` channels more."""
+    """Layers that each read all earlier outputs: [rows, channels, ...] -> with `count * growth` channels more."""
 
     def __init__(self, channels: int, growth: int, count: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from fxsplit.schedule.action import Action
 Handler = Callable[[Job, Action, int, DeviceStream], None]
 
 LONGEST_S = 60.0
-"""No action waits longer for its turn: a device that has failed never waits for a message."""
+"""The longest time that an action waits for its turn, because a device that has failed never waits for a message."""
 
 
 class RunAhead:
@@ -62,7 +62,7 @@ class RunAhead:
             with self._turn:
                 if device == self._device:
                     self._sent.add(message.action)
-                    # The sender begins no other action, for the device goes on.
+                    # The sender must not begin another action, because the device goes on.
                     if message.action == self._awaited:
                         self._awaited = None
             send(inboxes, device, message)

@@ -1,4 +1,4 @@
-"""Real networks to plan, prove and measure with: torchvision's, and two that cut in other places."""
+"""Real networks to plan, prove and measure with: torchvision's, and two that are cut in other places."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over all positions."""
-        # One product for all three, as is usual.
+        # One product for queries, keys and values, as is usual.
         query, key, value = self.project(x).chunk(3, dim=-1)
         split = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value)]
         mixed = F.scaled_dot_product_attention(*split)
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the same shape."""
-        # Two sums: values that go around the attention and the network cross every cut inside the block.
+        # Two residual sums: their inputs bypass the attention and the network, and cross every cut inside the block.
         x = x + self.attention(self.norm1(x))
         return x + cast(Tensor, self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return class scores from the mean over positions."""
-        # Operator by operator, and no nn.TransformerEncoder, which would be one node that no cut can part.
+        # Written operator by operator: nn.TransformerEncoder would be one node that cannot be cut.
         x = self.embed(tokens) + self.position
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""A small U-Net: its skips are long, so values are threaded through many stages."""
+"""A small U-Net: its skip connections are long, so values pass through many stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UNet(nn.Module):
 
     def __init__(self, classes: int = 4, width: int = 16, depth: int = 3) -> None:
         super().__init__()
-        # Twice the channels at half the size, level by level.
+        # Halve the size and double the channels at each level.
         sizes = [width * 2**i for i in range(depth + 1)]
         self.enter = _double(3, width)
         self.down = nn.ModuleList(_double(a, b) for a, b in itertools.pairwise(sizes))
@@ -36,8 +36,8 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(width, classes, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Go down keeping every level, and up joining each."""
-        # Every level is kept until the way up has come back to it.
+        """Go down and keep every level, then go up and join each level."""
+        # Every level is kept until the way up reaches it.
         levels = [self.enter(image)]
         for down in self.down:
             levels.append(down(self.pool(levels[-1])))

@@ -40,7 +40,7 @@ def run_smallest(path: Path, folder: Path) -> list[Any]:
     for name, text in (("dnn_partitioning/a.json", json.dumps(DNN_PARTITIONING)), ("pipedream/a.txt", PIPEDREAM)):
         (folder / name).parent.mkdir()
         (folder / name).write_text(text)
-    # pytest-benchmark measures nothing in a worker of xdist, and takes the child of a worker for one.
+    # pytest-benchmark measures nothing in an xdist worker, and mistakes a worker's child for a worker.
     own = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     env = {**own, "FXSPLIT_BENCH": "smallest", "FXSPLIT_PROFILES": str(folder), "PYTHONPATH": str(ROOT)}
     options = ["-q", "-p", "no:cacheprovider", "--benchmark-only", f"--benchmark-json={folder / 'found.json'}"]

@@ -9,7 +9,7 @@ import pytest
 from bench.fuzz import Outcome, checkpoints, files, models, planner
 
 HAD_A_BOUND_ABOVE_THE_OPTIMUM = (1013787, 1017033, 1017227, 1019776, 2018881)
-"""Seeds of cases with few states, in which only the last devices were tried to be left idle."""
+"""Seeds of cases with few states in which only the last devices used to be tried as idle devices."""
 
 
 def list_faults(try_case: Callable[[int], Outcome], seeds: Iterable[int]) -> list[str]:

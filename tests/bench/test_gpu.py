@@ -1,4 +1,4 @@
-"""The commands for a machine with a GPU run dry on the CPU, so that they still work on the day there is one."""
+"""The commands for a machine with a GPU run dry on the CPU, so that they work when there is a GPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class MadeUp(Setting):
         return "toy:0"
 
     def release_memory(self) -> None:
-        """Give nothing back."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("check", IN_HOST_MEMORY, ids=lambda check: str(check.__name__))
@@ -90,7 +90,7 @@ def test_checks_of_host_memory_hold_on_a_made_up_accelerator(check: Check) -> No
 
 
 def test_targets_that_are_not_moved_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check held whether such targets ran or were refused."""
+    """The check used to hold both if such targets ran and if they were refused."""
     monkeypatch.setattr(Targets, "place", lambda self, microbatch, device: self.given[microbatch])
     with use_accelerator():
         holds, told = run_check(MadeUp(), placement.inputs_and_targets_in_host_memory)
@@ -189,7 +189,7 @@ def test_a_part_that_hangs_costs_its_own_time_and_what_it_found_is_kept(
 
 
 def test_a_part_that_waits_in_c_code_says_where(tmp_path: Path) -> None:
-    """The limit is over before torch is loaded, which is as good a place as any."""
+    """The limit is over before torch is loaded."""
     found = run_part(Part(("graphs",), 4.001), tmp_path, dry=True)
     assert found["outcome"].startswith("not over after") and not found["rows"]
 
@@ -214,7 +214,7 @@ def test_tables_have_a_column_for_each_name() -> None:
 
 
 def test_tests_that_fail_hang_or_crash_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends before its time costs the rest of the file it was at; the other files are run after it."""
+    """A process that ends early costs the rest of the file that it was running; the other files are run after it."""
     for name, text in {
         "test_a.py": "def test_good(): pass\ndef test_bad(): assert 1 == 2\n",
         "test_b.py": "import os\ndef test_crash(): os._exit(7)\ndef test_lost(): pass\n",
@@ -244,7 +244,7 @@ def test_without_time_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_left_out_of_the_suite_is_there() -> None:
-    """A test that has been renamed would run on a GPU, and fail there for the reason that it was left out for."""
+    """A renamed test would run on a GPU, and fail there for the reason for which it was skipped."""
     for name, reason in not_on_gpu.NOT_ON_GPU.items():
         file, _, function = name.partition("::")
         assert reason and file.startswith(not_on_gpu.FOLDERS) and (ROOT / file).exists(), name
@@ -310,7 +310,7 @@ def test_all_that_streams_hand_over_comes_late(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_partitions_stream_becomes_one_for_any_accelerator() -> None:
-    """An event of a stream of CUDA's own kind is not one that the other kind of streams can wait for."""
+    """One kind of stream cannot wait for events of the other kind."""
     plain = to_plain_stream(SimpleNamespace(stream_id=5, device_index=0, device_type=1))
     assert type(plain) is torch.Stream and plain.stream_id == 5 and plain.device == torch.device("cuda:0")
 

@@ -1,4 +1,4 @@
-"""The commands for a machine with a GPU, run as on one: with the CPU in its place, and a made-up `torch.cuda`."""
+"""The commands for a machine with a GPU, run for real with the CPU in its place, and a made-up `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Event:
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Note when it is."""
+        """Note the present time."""
         self.at = time.perf_counter()
 
     def elapsed_time(self, other: Event) -> float:
@@ -84,7 +84,7 @@ NEEDS_ONE = (
     placement.a_number_of_devices_is_the_gpu,
     backends.inductor,  # takes as long as all the rest
 )
-"""Checks that a CPU cannot hold, or not in a moment."""
+"""Checks that fail on a CPU, or take too long."""
 
 
 COMPILES_OFTEN = (memory.peak_beside_the_plan, equality.schedules_equal_the_unsplit_model)
@@ -154,7 +154,7 @@ class GreenContext:
         return GreenContext()
 
     def Stream(self) -> Stream:
-        """Return a stream of it."""
+        """Return a stream of the part."""
         return Stream()
 
 
@@ -191,7 +191,7 @@ def test_parts_of_a_gpu_are_made_by_torch_or_by_the_driver(
     monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", contexts)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    # One product, two at once on parts, and one on the whole GPU.
+    # The times of one product, of two at once on two parts, and of one on the whole GPU.
     times = iter([1.0, 1.0 if apart else 2.0, 0.5] * 2)
     monkeypatch.setattr(partitions, "_multiply_s", lambda *given: next(times))
     assert len(partitions.make_partitions(setting, 4, 32)) == 4

@@ -1,4 +1,4 @@
-"""The table and the plot of how compiles grow are made, on models that take no time."""
+"""The table and the plot of growing compiles are made, on models that take no time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_row_for_each_kind_of_model_and_of_costs(
 def test_points_of_earlier_runs_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Kinds may be measured one at a time, when the machine is quiet."""
+    """Kinds may be measured one at a time, whenever the machine is quiet."""
     path = tmp_path / "points.json"
     first, second, *_ = KINDS
     path.write_text(json.dumps([Point(second, "known", n, float(n)) for n in (10, 1000)]))

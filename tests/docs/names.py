@@ -18,7 +18,7 @@ from fxsplit.cli.main import main
 from tests.docs.markdown import ROOT
 
 OTHERS_KEYWORDS = {"labels", "use_reentrant", "from_shapes"}
-"""Keywords of other libraries' functions and of the project's own inner ones, which pages name."""
+"""Keywords of other libraries' functions, and of the project's inner functions, that pages name."""
 
 
 class Parsed(Exception):
@@ -27,7 +27,7 @@ class Parsed(Exception):
 
 @cache
 def find_parser() -> argparse.ArgumentParser:
-    """Return the parser of the `fxsplit` command, which main() makes and keeps."""
+    """Return the parser that main() of the `fxsplit` command makes."""
 
     def give_away(parser: argparse.ArgumentParser, *_: object) -> None:
         raise Parsed(parser)

@@ -49,7 +49,7 @@ def run_page(page: Path, folder: Path) -> list[Shown]:
     """Run all blocks of a page in an empty folder; return the blocks that show an output, with the real output."""
     module = ModuleType("page")
     loaded = set(sys.modules)
-    # Drawings are as wide as the terminal.
+    # Drawings take the width of the terminal.
     with (
         chdir(folder),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),

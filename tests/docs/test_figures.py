@@ -97,7 +97,7 @@ def test_the_models_that_are_counted_are_listed() -> None:
 
 
 def test_the_table_of_schedules_has_the_figures_of_the_simulator() -> None:
-    """Idle time and activations on 4 devices: one figure of activations if all devices hold as many."""
+    """Idle time and activations on 4 devices: a single figure of activations if all devices hold the same number."""
     rows = re.findall(
         r"^\| `([\w-]+)`(.*?) \|.*?\| ([\d.]+) %.*? \| ([\d., ]+) \|$",
         (ROOT / "docs/schedules.md").read_text(),

@@ -1,4 +1,4 @@
-"""The map of CONTRIBUTING has all rooms in their rows, and a compile and a step flow as its tables say."""
+"""The map in CONTRIBUTING has all rooms in their rows, and its tables show the true flow of a compile and a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Place = tuple[str, str]
 
 
 def read_section(page: Path, heading: str) -> list[str]:
-    """Return the lines of a section of a page, its blocks left out."""
+    """Return the lines of a section of a page, without its blocks."""
     lines = [line for _, line in read_prose(page)]
     start = lines.index(f"## {heading}") + 1
     ends = [number for number, line in enumerate(lines) if number >= start and line.startswith("## ")]
@@ -39,7 +39,7 @@ def read_flow(heading: str) -> list[Place]:
 
 
 def record_calls(run: Callable[[], object]) -> list[Place]:
-    """Return the project's functions that are called, in the order of their first calls, in any thread."""
+    """Return the project's functions that were called, in any thread, in the order of their first calls."""
     called: dict[Place, None] = {}
     root, passes = f"{ROOT / 'fxsplit'}/", f"{ROOT / 'fxsplit' / 'passes'}/"
 
@@ -61,7 +61,7 @@ def record_calls(run: Callable[[], object]) -> list[Place]:
 
 
 def find_place(place: Place, called: list[Place]) -> int:
-    """Return when a function, or the first method of a class, was first called."""
+    """Return the time of the first call of a function, or of a class's first method."""
     file, name = place
     times = [i for i, (f, n) in enumerate(called) if f == file and (n == name or n.startswith(f"{name}."))]
     assert times, f"the page says that {name} of {file} is called, and it is not"
@@ -85,7 +85,7 @@ def test_the_map_has_every_room_in_its_row_and_no_other() -> None:
 
 
 def test_a_compile_flows_as_the_page_says() -> None:
-    compile_small_model().close()  # modules are loaded when they are first used, and their classes run then
+    compile_small_model().close()  # modules are loaded when they are first used, and their class bodies run then
     flow, called = read_flow("How a compile flows"), record_calls(lambda: compile_small_model().close())
     assert len(flow) >= 10
     times = [find_place(place, called) for place in flow]
@@ -118,7 +118,7 @@ def test_all_that_the_tables_name_is_in_its_file() -> None:
 
 
 def list_definitions(path: str) -> set[str]:
-    """Return the functions, classes and methods of a file, a method with the name of its class."""
+    """Return the functions, classes and methods of a file; a method has the name of its class in front."""
     found = set()
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

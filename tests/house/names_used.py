@@ -1,4 +1,4 @@
-"""Which names of a package the project's own code uses."""
+"""The names of a package that the project's own code uses."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def uses(name: str, package: str) -> set[str]:
 
 
 def private_uses(name: str, package: str) -> set[str]:
-    """Return the private ones of these names."""
+    """Return the private names among these."""
     return {full for full in uses(name, package) if any(is_private(part) for part in full.split("."))}

@@ -32,7 +32,7 @@ def tree(name: str) -> ast.Module:
 
 
 def room(name: str) -> str:
-    """Return the room that a module lies in: the first folder of its name."""
+    """Return the room of a module: the first folder of its name."""
     return name.split(".")[0]
 
 
@@ -78,20 +78,20 @@ def functions(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunct
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return how many lines a function's body has, its docstring left out."""
+    """Return the number of lines of a function's body, without its docstring."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return how many parameters a function has, `self` and `cls` left out."""
+    """Return the number of a function's parameters, without `self` and `cls`."""
     given = function.args
     names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is its file's own: one underscore before it, and no two around it."""
+    """Return whether a name is private to its file: it begins with one underscore, and is no magic name."""
     return name.startswith("_") and not name.startswith("__")
 
 

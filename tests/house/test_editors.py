@@ -1,6 +1,6 @@
 """Type checkers, and so editors, find fxsplit from outside of the checkout, as `make test` installs it.
 
-Once the editable install was a finder hook, which type checkers do not run: they reported import-not-found, and every
+The editable install used to be a finder hook, which type checkers do not run: they reported import-not-found, and every
 type was Any.
 """
 
@@ -41,7 +41,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a user's script, and a virtual environment in which the checkout is installed as editable."""
+    """A folder with a user's script, and a virtual environment with an editable install of the checkout."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
     build = f"from setuptools import build_meta; build_meta.build_editable({str(folder)!r})"

@@ -1,4 +1,4 @@
-"""The house keeps its rooms and layers: imports go to lower rows, inside of rooms too, and never in a circle."""
+"""Rooms and layers hold: imports go to lower rows, inside of rooms too, and never in a circle."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_imports_go_down() -> None:
 
 
 def find_inner_rows(name: str) -> dict[str, tuple[str, int]]:
-    """Return, for each room that a module lies in, its folder or file there, and the row of that."""
+    """Return, for each room around a module, its folder or file in that room, and the row of that."""
     found = {}
     for outer, rows in INNER.items():
         if name.startswith(f"{outer}."):
@@ -171,7 +171,7 @@ def test_nothing_imports_what_is_beside_the_package() -> None:
 
 
 def test_tests_import_bench_and_bench_imports_only_what_tests_share() -> None:
-    """tests/support is below bench, which is below other tests. Code in strings, for other processes, counts too."""
+    """tests/support is below bench, and bench is below the other tests. Code in strings counts too."""
     may_import = {"tests/support": ("tests.support",), "bench": ("tests.support", "bench")}
     found = [
         (str(path.relative_to(ROOT)), full)

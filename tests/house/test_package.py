@@ -28,7 +28,7 @@ def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, and the wheel built from it, from the files git knows."""
+    """The sdist, and the wheel built from it, from the files that git knows."""
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -72,7 +72,7 @@ print(fxsplit.DEFAULT)
 
 
 def test_passes_cannot_be_imported_under_a_second_name(tmp_path: Path) -> None:
-    """The editable install puts the root of the checkout on the path, and with it the folder passes/."""
+    """The editable install puts the root of the checkout on the path, and so the folder passes/ too."""
     code = "try: import passes\nexcept ImportError as error: print(error)"
     assert "import fxsplit.passes" in python("-c", code, cwd=tmp_path, path=ROOT)
 
@@ -118,7 +118,7 @@ def only(pattern: str, text: str) -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, which sort as versions do."""
+    """Return the numbers of a version, which sort in the order of versions."""
     return tuple(map(int, version.split(".")))
 
 
@@ -129,7 +129,7 @@ def minor(version: str) -> str:
 
 @pytest.fixture
 def rows() -> list[tuple[str, str]]:
-    """torch and Python in each row of the table of docs/devices.md."""
+    """torch and Python of each row of the table in docs/devices.md."""
     section = read("docs/devices.md").partition("\n## Versions\n")[2].partition("\n## ")[0]
     found = re.findall(r"^\| (\d+\.\d+\.\d+) \| (\d+\.\d+) \|", section, re.MULTILINE)
     assert len(found) > 2 and [torch for torch, _ in found] == sorted({torch for torch, _ in found}, key=release)

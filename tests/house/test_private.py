@@ -35,7 +35,7 @@ def private_names(name: str) -> set[str]:
 
 def test_private_attributes_of_objects_stay_in_their_file() -> None:
     """Such as `job._sums` in a second module: the name `job` does not show the module that defines `_sums`."""
-    # torch.nn.Module's own, such as `module._buffers`, has the name of some attributes of ours.
+    # torch.nn.Module's own attributes, such as `module._buffers`, share their names with some of ours.
     defined = {name: private_names(name) - {*dir(nn.Module())} for name in modules()}
     found = []
     for name in modules():
@@ -46,7 +46,7 @@ def test_private_attributes_of_objects_stay_in_their_file() -> None:
 
 
 def test_the_runtime_knows_no_ir() -> None:
-    """Stages, a schedule and places are all that another process would need: of the IR's room, only facts."""
+    """A process needs only stages, a schedule and devices to run: of the room ir, only facts."""
     found = [(name, other) for name in modules() if room(name) == "runtime" for other in imports(name)]
     known = [(name, other) for name, other in found if room(other) == "ir"]
     assert [each for each in known if not each[1].startswith("ir.facts.")] == []
@@ -60,6 +60,6 @@ def test_the_planner_and_schedules_never_name_torch() -> None:
 
 
 def test_only_kernels_import_numba() -> None:
-    """Compiling takes seconds: whoever plans a small model never loads numba."""
+    """Compiling a kernel takes seconds, so planning a small model must not load numba."""
     users = {name for name in modules() for _, full in imported(name) if full.split(".")[0] == "numba"}
     assert users and all("kernels" in name.split(".") for name in users), users

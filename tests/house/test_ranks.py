@@ -23,11 +23,11 @@ def total(rank: int, world: int, number: int) -> tuple[int, torch.Tensor, int]:
 
 def fail(rank: int, world: int, folder: Path) -> None:
     (folder / str(rank)).write_text(str(os.getpid()))
-    dist.barrier()  # both have written
+    dist.barrier()  # both ranks have written
     if rank == 1:
         print("rank one was here")
         raise InputError("x=3 is odd")
-    # It waits for a rank that never comes, until that one's connection closes.
+    # It waits for a rank that never comes, until that rank's connection closes.
     dist.all_reduce(torch.ones(1))
 
 
@@ -74,7 +74,7 @@ def test_the_first_exception_is_raised_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_killed_and_says_where_it_was() -> None:
-    # On a busy machine the other rank may not have left the process group by then.
+    # On a busy machine the other rank may not have left the process group yet.
     with pytest.raises(RankFailed, match=r"(?s)ranks (0, )?1 took longer than 3 s.*in hang_on"):
         ranks(2, hang_on, limit_s=3)
 
@@ -92,5 +92,5 @@ def test_what_no_pickle_takes_is_raised_as_text() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="threads are counted in /proc, which Linux has")
 def test_the_fork_server_has_one_thread() -> None:
-    """Locks of other threads would be copied locked into every rank."""
+    """A fork would copy locks of other threads into every rank, still locked."""
     assert ranks(1, count_threads_of_the_server) == [1]

@@ -12,7 +12,7 @@ VERBS = {"api.compile": "compile", "api.plan": "plan"}
 
 
 def is_kernel(name: str) -> bool:
-    """Return whether a module holds loops that numba compiles, which calls of functions would slow down."""
+    """Return whether a module holds loops that numba compiles, in which function calls would cost time."""
     return room(name) == "planner" and "kernels" in name.split(".")
 
 

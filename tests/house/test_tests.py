@@ -1,4 +1,4 @@
-"""Tests lie in the room of the file that they test, and every one of them is run by make test or make test-long."""
+"""Tests lie in the room of the file that they test, and make test or make test-long runs each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.house.sources import ROOT, files_of_tests
 
-WHOLE = {"proof", "house", "docs"}  # rooms of tests that are about the whole: the promise, the code, the text
+WHOLE = {"proof", "house", "docs"}  # rooms of tests about the whole project: its promise, its code, its text
 
 
 def mirrors(path: Path) -> bool:

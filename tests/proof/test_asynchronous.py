@@ -36,8 +36,8 @@ def delayed(
 ) -> list[float]:
     """Train the unsplit model in one thread, with each stage's weights as old as the schedule has them.
 
-    Forwards and backwards microbatch after microbatch with the versions that the schedule names; a stage's optimizer
-    steps on the newest version with the gradients that belong to its step. Returns the microbatches' losses.
+    Runs forward and backward microbatch after microbatch, with the versions that the schedule names. A stage's
+    optimizer steps on the newest version, with the gradients that belong to its step. Returns the microbatches' losses.
     """
     named = dict(model.named_parameters())
     own = [{n: p for n, p in named.items() if stage_of[n] == s} for s in range(schedule.n_stages)]
@@ -85,7 +85,7 @@ def stages_of(pipe: fxsplit.Pipeline, model: nn.Module) -> dict[str, int]:
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer too, an LSTM, dropout of nothing, and a weight that nothing reads."""
+    """An embedding that is the output layer too, an LSTM with dropout of rate 0, and a weight that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_asynchronous_is_delayed_sgd(
 
 
 def test_a_stream_of_batches_trains() -> None:
-    """Step after step with one optimizer, its schedule of rates, and hooks on gradients, which see each step's sum."""
+    """Train several batches with one optimizer, a learning rate schedule, and hooks that see each step's sum."""
     torch.manual_seed(0)
     model, x, y = MODELS["mlp"](16)
     model = model.double()
@@ -189,7 +189,7 @@ def test_who_steps_and_who_does_not() -> None:
 
 
 def test_a_weight_read_from_elsewhere_is_refused() -> None:
-    """A module that stays whole may keep its weight in a list: no other version of it can be put there."""
+    """A module that stays whole may keep its weight in a list, in which no other version of it can be put."""
     torch.manual_seed(0)
     kept = nn.Linear(8, 8).double()
     listed = [kept.weight]

@@ -30,7 +30,7 @@ class Adds(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_each_stage_has_the_default_device_for_itself(recompute: str) -> None:
-    """Both stages made the tensor on the first one's device, and the second stage failed; recomputing it did too."""
+    """Both stages used to make the tensor on the first stage's device, and the second stage failed."""
     model, x = Adds(), torch.randn(8, 8)
     unsplit = copy.deepcopy(model)
     expected = unsplit(x)

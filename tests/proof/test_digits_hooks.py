@@ -22,7 +22,7 @@ BATCH, TRAINED = 64, 1500
 
 
 def choose_rows(step: int) -> Tensor:
-    """Return which images a step is made with: each epoch has all of them in an order of its own."""
+    """Return the indices of a step's images: each epoch has all images in an order of its own."""
     epoch, number = divmod(step, TRAINED // BATCH)
     order = torch.randperm(TRAINED, generator=torch.Generator().manual_seed(epoch))
     return order[number * BATCH : (number + 1) * BATCH]
@@ -32,7 +32,7 @@ def train(rank: int, n: int, hook: str | None, steps: int) -> tuple[float, str]:
     """Return the accuracy after some steps, and the text about the traffic of gradients."""
     mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
     images, digits = EXAMPLE["read_digits"]()
-    # The last ones of the file are of other hands.
+    # The last digits of the file are from other writers.
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     images, digits = images[order].float(), digits[order]
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Loops that people write, around a pipeline and around the unsplit model: the weights are the same after each."""
+"""Common training loops, around a pipeline and around the unsplit model: the weights are equal after each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fxsplit
 from tests.support.models import FAST
 
 Run = Callable[..., Tensor]
-"""A model or its pipeline, called."""
+"""A model or its pipeline."""
 Loop = Callable[[nn.Module, Run], object]
 
 OPTIONS: Any = {"n_microbatches": 4, "passes": FAST, "loss_fn": F.mse_loss}
@@ -118,7 +118,7 @@ LOOPS: list[Loop] = [
 ]
 
 
-# Gradients of anomaly mode, layers that are replaced and weights that are frozen later are announced.
+# Warnings of anomaly mode, and of layers that are replaced or weights that are frozen later.
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:compiling again")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_ends_with_the_same_weights(loop: Loop) -> None:
@@ -134,7 +134,7 @@ def test_a_loop_ends_with_the_same_weights(loop: Loop) -> None:
 
 
 def train_adversaries(generator: nn.Module, critic: nn.Module, make: Run, judge: Run) -> None:
-    """Two networks in turn; the critic is frozen while the generator learns from it."""
+    """Two networks in turn; the critic is frozen while the generator trains."""
     mine, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (generator, critic))
     for step in range(2):
         theirs.zero_grad()

@@ -70,7 +70,7 @@ def test_tokens_are_the_models(name: str, devices: int, dtype: torch.dtype, capt
             check(pipe, **make_prompt(model, rows, length), max_new_tokens=9)
         check(pipe, input_ids=make_prompt(model, 4, 6)["input_ids"].clamp(min=3), max_new_tokens=8)
         assert len(captured) == (3 if name == "t5" else 2), "nor do other prompts and other batches"
-        # One token is another shape, as an exported graph takes lengths of one for constants.
+        # A single token needs a graph of its own, because an exported graph takes lengths of one for constants.
         check(pipe, **make_prompt(model, 3, 1), max_new_tokens=9)
         with pytest.warns(FxsplitWarning, match="a batch of 1 rows is cut into 1 microbatches"):
             check(pipe, **make_prompt(model, 1, 7), max_new_tokens=9)
@@ -99,7 +99,7 @@ def check_logits(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor]) -> None:
 
 
 def check_where_they_are_kept(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor]) -> None:
-    """Look for keys and values in every stage, and in all that is sent between them for a token."""
+    """Look for keys and values in every stage, and in all messages between stages for a token."""
     sent: list[Tensor] = []
     send, run_next = Inboxes.send, Programs.run_next
 
@@ -132,7 +132,7 @@ def check_where_they_are_kept(pipe: fxsplit.Pipeline, prompt: dict[str, Tensor])
 
 
 def test_a_pipeline_that_was_compiled_keeps_its_places() -> None:
-    """Weights stay on the stages of the pipeline's own program, and it goes on as before."""
+    """Weights stay on the stages of the pipeline's own program, and the pipeline goes on as before."""
     model = make_text_model("llama")
     ids = make_prompt(model)["input_ids"]
     with fxsplit.compile(
@@ -156,7 +156,7 @@ def test_text_follows_the_weights() -> None:
             for weight in model.parameters():
                 weight.add_(torch.randn_like(weight) * 0.3)
         assert not torch.equal(check(pipe, **prompt, max_new_tokens=12), first)
-        # Trained in between, in the pipeline.
+        # Trained in between, by the pipeline.
         ids = prompt["input_ids"]
         pipe.train()
         pipe.step(input_ids=ids, labels=ids, use_cache=False)

@@ -1,4 +1,4 @@
-"""A model in host memory, compiled for accelerators, which are made up here: it moves there, and stays the model."""
+"""A model in host memory, compiled for made-up accelerators: it moves there, and stays the same model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_both_modes_are_compiled_from_a_batch_in_host_memory(devices: list[str])
 
 @pytest.mark.parametrize(("devices", "of_batch"), [(DEVICES[0], "cpu"), (DEVICES[1], "toy:0"), (DEVICES[2], "cpu")])
 def test_a_pipeline_on_accelerators_is_verified(devices: list[str], of_batch: str) -> None:
-    """The unsplit model could not run: no device has all weights, or the one that has them has nothing of the batch."""
+    """The unsplit model could not run: no device has all weights, or the device with the weights lacks the batch."""
     x = torch.randn(ROWS, WIDTH)
     with use_accelerator():
         x = x.to(of_batch)

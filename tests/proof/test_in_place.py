@@ -34,7 +34,7 @@ class WritesDropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.drop = nn.Dropout(1.0)  # the one rate that leaves nothing to chance and yet copies
+        self.drop = nn.Dropout(1.0)  # the only rate that draws nothing random and still copies
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -94,7 +94,7 @@ class CountsWithOperators(nn.Module):
 
 
 class SavesWhatItWrites(nn.Module):
-    """A buffer that each microbatch writes, and that the backward of the one before still needs."""
+    """A buffer that each microbatch writes, although the backward of the microbatch before still needs it."""
 
     mean: Tensor
 
@@ -170,7 +170,7 @@ class SquaresThenWrites(nn.Module):
 
 
 class Detaches(nn.Module):
-    """Cuts a value off from autograd in place: who reads it afterwards must see that."""
+    """Detaches a value from autograd in place: later readers must see that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class FillsAnIndex(nn.Module):
 
 
 class SolvesWithAView(nn.Module):
-    """A matrix that is positive definite only after a write through a view of it."""
+    """A matrix becomes positive definite only by a write through a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_the_profiler_shows_readers_what_was_written(model: type[nn.Module]) -> 
 
 
 def test_weights_on_several_devices_are_observed_in_host_memory() -> None:
-    """As in the second mode of a model that is spread over GPUs; without one, a meta tensor is another device."""
+    """This happens in the second mode of a model that is spread over GPUs; here a meta tensor is the second device."""
     split = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with make_runnable(split, [torch.zeros(2, 8)], from_shapes=False) as (same, _):
         assert same is split

@@ -18,7 +18,7 @@ from tests.support.models import FAST, Mlp, Residual
 
 WIDTH = 256
 WEIGHTS = 8 * WIDTH * WIDTH * 4
-"""The bytes of `make_square()`'s weights, biases aside."""
+"""The bytes of `make_square()`'s weights, without biases."""
 
 
 def make_square() -> nn.Module:
@@ -68,7 +68,7 @@ def test_what_fits_for_inference_is_not_refused() -> None:
     assert any("under torch.no_grad(), or inference=True" in note for note in caught.value.__notes__)
     with torch.no_grad(), compile_fast(model, x, machine) as pipe:
         assert len(pipe.plan.stages) == 2 and torch.equal(pipe(x), model(x))
-        # Outputs that are to be differentiable need the training plan, which says why there is none.
+        # Outputs that need gradients need the training plan; the error says why there is none.
         with torch.enable_grad(), pytest.raises(NoFit, match="short by"):
             pipe(x)
         assert torch.equal(pipe(x), model(x)), "the plan for inference is still there"

@@ -1,6 +1,6 @@
 """An exception at any line leaves model and torch as they were, and the next step equal to the unsplit model.
 
-A few lines are drawn with a seed; `python -m bench.faults lines` takes them all.
+The test draws a few lines with a seed; `python -m bench.faults lines` takes them all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_an_interrupt_at_any_line_leaves_no_trace(name: str, count: int) -> None
     scene = make_scene(name)
     try:
         begin = time.monotonic()
-        # The first run in a process takes ways that later ones do not.
+        # The first run in a process takes paths that later runs do not take.
         scene.act()
         lines = list_lines(scene.act)
         # On a busy machine the rest of a scene takes longer after an interrupt, but a hang takes longer than that.
@@ -56,7 +56,7 @@ def test_an_interrupt_at_any_line_leaves_no_trace(name: str, count: int) -> None
 
 @pytest.mark.long
 def test_an_interrupt_in_the_first_compile_of_a_process() -> None:
-    """Half of torch was imported then, and nothing could be compiled any more."""
+    """Half of torch used to be imported then, and nothing could be compiled any more."""
     command = [sys.executable, "-m", "bench.faults", "first", "--count", "2", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

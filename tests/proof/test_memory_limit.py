@@ -1,7 +1,7 @@
 """Training in little memory: a process that may map 2.5 times the weights builds, loads, compiles and trains a model.
 
-The least that training needs is the weights and one set of gradients. A runtime that holds another set, as for the
-gradients of one microbatch, needs 3 times the weights.
+Training needs at least the weights and one set of gradients. A runtime with a second set, such as the gradients of one
+microbatch, needs 3 times the weights.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ INPUTS: dict[str, Callable[[Tensor, Any, float], Tensor]] = {
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_numbers_that_change_are_inputs(kind: str, exported: bool, captured: list[nn.Module]) -> None:
-    """Another value was once refused: compile another pipeline for the other value."""
+    """Another value used to be refused: compile another pipeline for the other value."""
     model, x = Takes(INPUTS[kind], exported=exported).double(), torch.randn(8, 4, dtype=torch.float64)
     unsplit = copy.deepcopy(model)
     with fxsplit.compile(model, 2, loss_fn=nn.functional.mse_loss, **OPTIONS) as pipe:
@@ -73,7 +73,7 @@ def test_a_number_that_decides_compiles_once_for_each_value(captured: list[nn.Mo
                     torch.testing.assert_close(pipe(x, n), model(x, n))
                 assert said[0].filename == __file__
         assert len(captured) == 3
-        for n in (1, 3, 2, 1):  # without a warning, which is an error here
+        for n in (1, 3, 2, 1):  # no warning, as warnings are errors here
             torch.testing.assert_close(pipe(x, n), model(x, n))
         assert len(captured) == 3
         torch.testing.assert_close(pipe(x, 1, rate=0.5), model(x, 1, rate=0.5))

@@ -1,4 +1,4 @@
-"""Python numbers that change from call to call: as eager training has them, and without a compile for each value."""
+"""Python numbers that change from call to call: same results as eager training, without a compile for each value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ZB-H1": {"schedule": "ZB-H1"},
     "Chimera": {"schedule": "Chimera"},
     "recompute": {"recompute": "always"},
-    "compiled stages": {"stage_backend": "aot_eager"},  # which says that it compiles again, for a number that changes
+    "compiled stages": {"stage_backend": "aot_eager"},  # warns that it compiles again, for a number that changes
     "exported": {"kind": AnnealedByShape},
     "exported, recompute": {"kind": AnnealedByShape, "recompute": "always"},
 }
@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:aot_eager has compiled again:fxsplit.errors.RecompileWarning")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_annealed_numbers_are_those_of_eager_training(name: str, captured: list[nn.Module]) -> None:
-    """Each value once cost a compile and a warning. Warnings are errors here."""
+    """Each value used to cost a compile and a warning. Warnings are errors here."""
     options = dict(SETTINGS[name])
     model = options.pop("kind", Annealed)().double()
     anneal(model, 0)
@@ -80,11 +80,11 @@ def test_annealed_numbers_are_those_of_eager_training(name: str, captured: list[
             torch.testing.assert_close(take_grads(model), wanted)
             out = pipe(x)
             torch.testing.assert_close(out, eager(x))
-            # Read at the time of the forward, as in eager training.
+            # Read when the forward runs, as in eager training.
             anneal(model, 9)
             F.mse_loss(out, y).backward()
             anneal(model, step)
-            if name != "recompute":  # there the leaky module, which reads for itself, runs again
+            if name != "recompute":  # a recomputed module reads the number again
                 torch.testing.assert_close(take_grads(model), wanted)
             model.zero_grad()
             eager.zero_grad()
@@ -110,12 +110,12 @@ def test_both_modes_follow(captured: list[nn.Module]) -> None:
 
 
 def test_other_shapes_follow(captured: list[nn.Module]) -> None:
-    """A graph for every length is held against the model with the numbers of now."""
+    """The graph for each length is compared with the model at its present numbers."""
     model, x = ByLength(), torch.randn(8, 6, 4)
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2) as pipe:
         for step in range(1, 5):
             model.rate = 1.0 + step
-            # The second is right for the graph of the first one; the third takes another branch.
+            # The second value is right for the first one's graph; the third takes another branch.
             for length in (6, 6 + step, 20):
                 x = torch.randn(8, length, 4)
                 torch.testing.assert_close(pipe(x), model(x))
@@ -152,7 +152,7 @@ def test_a_number_that_decides_a_branch_compiles_again(captured: list[nn.Module]
             model.temperature /= 2
             torch.testing.assert_close(pipe(x), model(x))  # without a warning
         assert len(captured) == 5
-        # Of the programs for other values four are kept.
+        # Four of the programs for other values are kept.
         anneal(model, 3)
         torch.testing.assert_close(pipe(x), model(x))
         assert len(captured) == 5
@@ -168,7 +168,7 @@ def test_a_rate_of_dropout_is_read_by_the_module(captured: list[nn.Module]) -> N
             model.train()
             assert dropped > 0.9
         assert len(captured) == 1
-        dropout.p = 0.0  # then it makes no new memory
+        dropout.p = 0.0  # dropout of rate 0 returns its input
         with pytest.warns(fxsplit.FxsplitWarning, match="'1.p' of the model changed from more than 0 to 0.0"):
             torch.testing.assert_close(pipe(x), model(x))
 
@@ -193,7 +193,7 @@ def test_whole_numbers_compile_again() -> None:
 
 
 def test_promotion_is_that_of_python_numbers() -> None:
-    """A tensor in place of the number would make a double of a scalar, or of whole numbers."""
+    """A tensor in place of the number would change a scalar, or whole numbers, to double."""
 
     class Promotes(nn.Module):
         def __init__(self) -> None:

@@ -102,7 +102,7 @@ def test_lightning() -> None:
 def test_hugging_face_trainer(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    # Dropout would draw other masks in a pipeline than in the unsplit model.
+    # Dropout would draw different masks in a pipeline than in the unsplit model.
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**sizes, **rates, intermediate_size=32, max_position_embeddings=16)
     mask = torch.ones(8, dtype=torch.int64)
@@ -137,7 +137,7 @@ def test_peft(name: str, targets: list[str], tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     model = make_text_model(name)
     model.config.use_cache = False
-    for part in model.modules():  # dropout would draw other masks in a pipeline
+    for part in model.modules():  # dropout would draw different masks in a pipeline
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     config = peft.LoraConfig(
@@ -161,7 +161,7 @@ def test_peft(name: str, targets: list[str], tmp_path: Path) -> None:
 
     wanted = train(model, model)
     with fxsplit.compile(twin, 2, n_microbatches=2, passes=FAST) as pipe:
-        # The loss is computed in float32, whatever the model's dtype is.
+        # The loss is computed in float32, whatever the model's dtype.
         assert train(pipe, twin) == pytest.approx(wanted, abs=1e-6)
         assert fxsplit.verify(pipe, (), {"input_ids": tokens, "labels": tokens}).equal
     assert wanted[2] < wanted[0]

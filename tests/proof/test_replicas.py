@@ -1,4 +1,4 @@
-"""Stages on several devices: microbatches are dealt out, gradients summed once, and the model is the unsplit one."""
+"""Stages on several devices: microbatches are dealt out, gradients summed once, and results are the unsplit model's."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def machine(counts: Sequence[int], shared: bool) -> fxsplit.Machine:
-    """Replicas that share the weights, or have copies as they do on different GPUs.
+    """Return a machine whose replicas share the weights, or have copies, as on different GPUs.
 
-    To torch, "cpu:0" is another device than "cpu" although the memory is the same.
+    To torch, "cpu:0" and "cpu" are different devices although the memory is the same.
     """
     first = {sum(counts[:i]) for i in range(len(counts))}
     places = [torch.device("cpu" if shared or d in first else "cpu:0") for d in range(sum(counts))]
@@ -75,7 +75,7 @@ def assert_trains_as(pipe: fxsplit.Pipeline, unsplit: nn.Module, x: Tensor, y: T
 def test_replicated_stages_are_the_unsplit_model(
     name: str, counts: tuple[int, ...], schedule: str, shared: bool
 ) -> None:
-    """Two steps of an optimizer, so that copies must follow; batch norm's statistics in microbatches' order."""
+    """Two optimizer steps, so that copies must follow; batch norm's statistics follow the order of microbatches."""
     model, x, y = case(name)
     unsplit = copy.deepcopy(model)
     options: Any = {"n_microbatches": 5, "schedule": schedule, "passes": chain(counts), "costs": profile(name)}
@@ -106,7 +106,7 @@ def test_chimera_is_the_unsplit_model(name: str, devices: int, shared: bool) -> 
 
 
 def test_replicas_deal_with_less_memory() -> None:
-    """They hold as many microbatches as keep them busy, or as fit."""
+    """A stage holds as many microbatches as keep its replicas busy, or as fit."""
     homes = ((0,), (1, 2, 3), (4,))
     assert count_in_flight(homes) == [5, 2, 1] and count_in_flight(((0,), (1,), (2,))) == [3, 2, 1]
     fast = schedule_replicas("1F1B", homes, 12, count_in_flight(homes))

@@ -18,7 +18,7 @@ from tests.support.text_models import make_text_model
 
 STEPS = 3
 Loop = Callable[[Any], list[float]]
-"""Trains a model, or a pipeline of one, and evaluates it; returns all that it prints."""
+"""Trains a model, or its pipeline, and evaluates it; returns everything that it prints."""
 
 
 def compare(model: nn.Module, loop: Loop, **options: Any) -> None:
@@ -217,7 +217,7 @@ def test_two_towers_are_trained_together_and_asked_alone() -> None:
 
 
 class Tasks(nn.Module):
-    """One body with heads that a text names."""
+    """One body with several heads; a text names the head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two gradients or values agree to rounding."""
+    """Return whether two gradients or values agree up to rounding."""
     if a is None or b is None:
         return a is b
     return torch.allclose(a, b, rtol=1e-9, atol=1e-11)
@@ -37,7 +37,7 @@ def grads(model: nn.Module) -> list[Tensor | None]:
 
 
 class SequenceFirst(nn.Module):
-    """Batched on dimension 1, with a mask that all rows share and a number."""
+    """Batched on dimension 1, with a number, and a mask that all rows share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SequenceFirst(nn.Module):
 
 
 def test_a_batch_in_another_dimension() -> None:
-    """Stated for an argument; found for outputs; tensors without a batch go to every microbatch."""
+    """The batch dimension is stated for the argument and found for outputs; all microbatches get the whole mask."""
     model = SequenceFirst().double()
     x, mask = torch.randn(5, 6, 4, dtype=torch.float64), torch.rand(5, 5, dtype=torch.float64)
     x.requires_grad_()
@@ -223,7 +223,7 @@ class Language(nn.Module):
 def test_tied_weights_are_one_parameter_wherever_they_are_read() -> None:
     """In several stages by default, in one on request; never two copies that drift apart."""
     ids = torch.randint(0, 11, (6, 5))
-    # The cut is not to depend on times, which may put both readers into one stage.
+    # The cut must not depend on times, which may put both readers into one stage.
     apart = parse_chain(FAST, PASSES).before("partition", Keep("head", 1))
     together = FAST.replace("repeats=1", "repeats=1,tied=together")
     for passes, shared in ((apart, True), (together, False)):
@@ -250,7 +250,7 @@ def test_tied_weights_are_one_parameter_wherever_they_are_read() -> None:
 
 
 def trained(model: nn.Module, forward: Any, x: Tensor, y: Tensor) -> None:
-    """A loop with about everything that loops have."""
+    """A loop with almost everything that loops have."""
     decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
     plain = [p for n, p in model.named_parameters() if not n.endswith("weight")]
     adam = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], 0.01)
@@ -350,7 +350,7 @@ def test_autocast_and_a_gradient_scaler() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
 def test_stages_compiled_by_torch(schedule: str) -> None:
-    """Not by inductor, which takes twenty seconds here and nothing else; the way there is the same."""
+    """Not with inductor, which takes twenty seconds here; the code path is the same."""
     x, y = torch.randn(8, 8), torch.randint(0, 3, (8,))
     model = Mlp().double()
     unsplit = copy.deepcopy(model)

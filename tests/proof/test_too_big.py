@@ -1,4 +1,4 @@
-"""Models that are never in memory as a whole: captured and planned by their shapes, loaded stage by stage."""
+"""Models that are never in memory as a whole: captured and planned from their shapes, loaded stage by stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, a buffer that is no part of a checkpoint, and Python flow by shape."""
+    """An embedding that is also the head, a buffer that checkpoints lack, and Python control flow by shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Tied(nn.Module):
 
 
 class Exported(Tied):
-    """The same, with Python flow that only torch.export follows."""
+    """The same, with control flow that only torch.export follows."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[1] > 3:
@@ -60,7 +60,7 @@ def tokens(rows: int = 4) -> Tensor:
 
 
 def sharded(model: nn.Module, folder: Path) -> Path:
-    """Save a model as two files with an index; a tied weight goes by one name, as Hugging Face's files have it."""
+    """Save a model as two files with an index; a tied weight has one name, as in Hugging Face's files."""
     held: dict[int, tuple[str, Tensor]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         held.setdefault(id(weight), (name, weight.detach()))
@@ -159,7 +159,7 @@ def test_a_plan_needs_no_weights() -> None:
 
 
 def test_weights_are_read_stage_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the stages, each to its own device; a machine may have too little memory for the whole."""
+    """Stages load in order, each to its own device; a machine may have too little memory for the whole model."""
     wanted = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     save_file(wanted.state_dict(), tmp_path / "model.safetensors")
     with fxsplit.without_weights():
@@ -178,7 +178,7 @@ def test_weights_are_read_stage_by_stage(tmp_path: Path, monkeypatch: pytest.Mon
     x = torch.randn(4, 64)
     machine = fxsplit.Machine(tuple(devices), (float("inf"),))
     with fxsplit.compile(model, machine, example_inputs=x, weights=tmp_path, **OPTIONS) as pipe:
-        assert len(pipe.stages) == 2  # with gradients, sums and the optimizer's state it is five times the weights
+        assert len(pipe.stages) == 2  # training takes five times the weights, with the optimizer's state
         stages = [[n for n, p in model.named_parameters() if any(p is w for w in s.module.parameters())]
                   for s in pipe.stages.stages]  # fmt: skip
         assert [name for name, _ in read] == [name for stage in stages for name in stage]
@@ -273,7 +273,7 @@ print(sum(p.nbytes for p in model.parameters()), building.grown, planning.grown,
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peaks of memory from Linux's /proc")
 def test_peak_of_memory(tmp_path: Path) -> None:
-    """Building and planning take a few operators' memory, and loading the weights' own and a few tensors more."""
+    """Building and planning take the memory of a few operators; loading takes the weights and a few tensors more."""
     layers, width = 48, 1024
     one = {"weight": torch.randn(width, width), "bias": torch.randn(width)}
     index: dict[str, str] = {}
@@ -283,7 +283,7 @@ def test_peak_of_memory(tmp_path: Path) -> None:
         index |= dict.fromkeys(held, f"{number}.safetensors")
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": index}))
-    # malloc gives large blocks back at once then. By default it keeps some after the first, another number in each run.
+    # malloc then gives large blocks back at once. By default it keeps a varying number of them after the first.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", PEAKS, str(path)], check=True, capture_output=True, text=True, env=env)
     total, building, planning, loading = (int(n) for n in done.stdout.split())

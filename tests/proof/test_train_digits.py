@@ -1,4 +1,4 @@
-"""examples/train_digits.py: the same losses on any number of devices and ranks, and after a rank or a host is gone."""
+"""examples/train_digits.py: the same losses on any number of devices and ranks, and after losing a rank or a host."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LIMIT_S = 240
 
 def make_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # A test that is itself one of several ranks has names of its own for them.
+    # If the test is itself one of several ranks, its own variables of that name must not be inherited.
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def launch(n: int, *options: str, restarts: int = 0) -> list[str]:
-    """Return the command that starts the example on n ranks, at a port that is free."""
+    """Return the command that starts the example on n ranks, at a free port."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
     return [*run, f"--max-restarts={restarts}", SCRIPT, *options]
 
 
 def run(*command: str) -> list[str]:
-    """Return the lines that a command prints; it ends well, and prints nothing but steps."""
+    """Return the lines that a command prints; the command must succeed, and print only steps."""
     done = subprocess.run(command, env=make_environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
@@ -52,7 +52,7 @@ def test_losses_of_ranks_are_those_of_devices() -> None:
 
 @pytest.mark.long
 def test_it_goes_on_on_other_devices(tmp_path: Path) -> None:
-    """Saved on three ranks, gone on from on one device."""
+    """Saved on three ranks, resumed on one device."""
     expected = run(sys.executable, SCRIPT, "--steps", "6", "--devices", "3")
     folder = str(tmp_path / "runs")
     assert run(*launch(3, "--steps", "4", "--checkpoint", folder, "--resume")) == expected[:4]
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, r
         with subprocess.Popen(
             command, env=make_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
-            # It ends all ranks, should it hang.
+            # Ends all ranks if the launcher hangs.
             limit = threading.Timer(LIMIT_S, process.terminate)
             limit.start()
             assert process.stdout is not None
@@ -135,7 +135,7 @@ def test_a_world_that_becomes_smaller_plans_anew_and_goes_on(tmp_path: Path) -> 
         return [line for name in ("stays", "goes") for line in (tmp_path / f"{name}.out").read_text().splitlines()]
 
     stays = start_agent(port, tmp_path, "stays")
-    # The first one there keeps the store through which they meet.
+    # The first launcher there keeps the store through which they meet.
     wait_until(lambda: accepts(port))
     goes = start_agent(port, tmp_path, "goes")
     try:

@@ -35,7 +35,7 @@ SIZES = {"inception_v3": 139, "vgg16": 32, "squeezenet1_0": 40, "resnet18": 40, 
 
 
 def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
-    """Cross-entropy of every output there is: inception has an auxiliary one, the U-Net one for each pixel."""
+    """Return the cross-entropy of every output: inception has an auxiliary output, the U-Net one for each pixel."""
     heads = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.stack([F.cross_entropy(head, target) for head in heads]).sum()
 
@@ -182,7 +182,7 @@ def test_training_step_equals_unsplit(name: str, devices: int, schedule: Schedul
 
 
 def _inside_a_block(plan: fxsplit.Plan, costs: fxsplit.Costs) -> bool:
-    """Whether some boundary is crossed by more than one value: a cut between top-level modules never is."""
+    """Return whether more than one value crosses some boundary, which never happens between top-level modules."""
     stage_of = plan.stage_of()
     for boundary in range(1, len(plan.stages)):
         crossing = [
@@ -200,7 +200,7 @@ LARGER = [pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "d
 
 @pytest.mark.parametrize("name", ["encoder", *LARGER])
 def test_cuts_fall_inside_blocks(name: str) -> None:
-    """Cut somewhere that several values cross, whatever the measured times say, and compare again."""
+    """Cut where several values cross, whatever the measured times say, and compare again."""
     _, x, target, n_microbatches = case(name)
     costs, unsplit = profile(name), expected(name, n_microbatches)
     chain = fxsplit.DEFAULT.replace("partition", worst_cut(costs))
@@ -235,7 +235,7 @@ def worst_cut(costs: fxsplit.Costs) -> Callable[[fxsplit.IR], fxsplit.IR]:
 
 @pytest.mark.parametrize("name", ["encoder", "unet", pytest.param("inception_v3", marks=pytest.mark.long)])
 def test_eval_equals_whole_batch(name: str) -> None:
-    """In eval mode microbatches make no difference, and inception returns one tensor instead of two."""
+    """In eval mode the number of microbatches makes no difference, and inception returns one tensor instead of two."""
     model, x, _, n_microbatches = case(name)
     model = copy.deepcopy(model)
     with fxsplit.compile(model, 3, example_inputs=x, n_microbatches=n_microbatches, costs=profile(name)) as pipe:

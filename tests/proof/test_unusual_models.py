@@ -29,7 +29,7 @@ def proven(model: nn.Module, *args: Any) -> str:
 
 
 class Decides(nn.Module):
-    """Decides by values, as an operator of torch's own."""
+    """Decides by values, as some of torch's own operators do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Siamese(nn.Module):
 
 
 class TeacherFirst(nn.Module):
-    """The same in the other order."""
+    """The same in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_number_for_each_row_is_no_constant() -> None:
 
 
 def test_scripted_modules_are_refused() -> None:
-    with pytest.warns((DeprecationWarning, FutureWarning)):  # which of them follows from torch's version
+    with pytest.warns((DeprecationWarning, FutureWarning)):  # the kind depends on torch's version
         scripted: Any = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TraceError, match=r"submodule '1' of Sequential is from torch\.jit.*scripted from"):
         fxsplit.compile(sequential(scripted), 2, example_inputs=torch.randn(8, 4), **OPTIONS)
@@ -186,7 +186,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
 
 
 class Spreads(nn.Module):
-    """Multiplies by a sparse matrix that it keeps, or makes of a weight."""
+    """Multiplies by a sparse matrix that it keeps, or makes from a weight."""
 
     adjacency: Tensor
 
@@ -214,7 +214,7 @@ class Graphs(nn.Module):
 
 
 def test_sparse_tensors_inside_of_a_submodule_and_whole_as_an_argument() -> None:
-    """Each of them failed with torch's own error, of an operator that sparse tensors do not have."""
+    """Each of them failed with an error of torch's, about an operator that sparse tensors lack."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), Spreads(kept=True), nn.Tanh(), Spreads(kept=False), nn.Linear(6, 3)).double()
     assert proven(model, torch.randn(8, 4).double()) == "symbolic_trace, with submodules kept whole"

@@ -1,4 +1,4 @@
-"""One pipeline is called in several ways, with labels and without, and each of them compiles once and stays."""
+"""One pipeline is called in several ways, with labels and without: each way compiles once, and stays compiled."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def run_way(pipe: fxsplit.Pipeline, unsplit: nn.Module, way: dict[str, Any], beg
 
 
 def list_homes(pipe: fxsplit.Pipeline) -> list[dict[str, int]]:
-    """Return, for each program, the stage that each weight lives with."""
+    """Return, for each program, the stage of each weight."""
     names = {id(w): name for name, w in pipe.model.named_parameters()}
     programs = pipe.compiler.list_programs()
     owners = [p.list_owners().items() for p in programs]
@@ -124,7 +124,7 @@ def list_homes(pipe: fxsplit.Pipeline) -> list[dict[str, int]]:
 
 
 def test_each_way_compiles_once_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second way of calling was refused: "compile another pipeline for the other way of calling the model"."""
+    """The second way used to be refused: "compile another pipeline for the other way of calling the model"."""
     torch.manual_seed(0)
     captured, unsplit, ways = count_compiles(monkeypatch), Words().double(), make_ways()
     with fxsplit.compile(copy.deepcopy(unsplit), ["cpu"] * 2, **OPTIONS) as pipe:
@@ -246,7 +246,7 @@ def test_of_many_ways_the_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_that_change_compile_the_way_that_reads_them() -> None:
-    """An attribute that both ways read compiles both again, each when it is called, and both may return."""
+    """A changed attribute that both ways read compiles both again at their next calls, and either may be used again."""
 
     class Scaled(Reversible):
         scale = 2
@@ -269,7 +269,7 @@ def test_values_that_change_compile_the_way_that_reads_them() -> None:
 
 
 def run_ways(rank: int, n: int) -> int:
-    """Train and evaluate over ranks in each way, twice; return how many weights are here."""
+    """Train and evaluate over ranks in each way, twice; return the number of weights on this rank."""
     torch.manual_seed(0)
     unsplit, ways = Words().double(), make_ways()
     with fxsplit.compile(copy.deepcopy(unsplit), "world", **OPTIONS) as pipe:

@@ -34,7 +34,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_leaves_what_was_there(name: str, tmp_path: Path) -> None:
-    """A file that had taken minutes to make was lost, and a cut-off one stood in its place."""
+    """A file that had taken minutes to make used to be lost, with a truncated file in its place."""
     path = tmp_path / name
     WRITERS[name](path)
     before = path.read_bytes()
@@ -48,7 +48,7 @@ def test_a_full_disk_leaves_what_was_there(name: str, tmp_path: Path) -> None:
 def test_the_command_says_which_file_cannot_be_written(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command ended with a traceback."""
+    """The command used to end with a traceback."""
     for path in (tmp_path / "none" / "a.svg", tmp_path / "a\0.svg"):
         assert main(["simulate", option, str(path)]) == 2
         assert repr(str(path)) in capsys.readouterr().err

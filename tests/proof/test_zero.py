@@ -25,7 +25,9 @@ def train_both(rank: int, n: int, folder: Path) -> list[Trained]:
 
 
 def train(n: int, which: str, folder: Path) -> Trained:
-    """Return how far weights are from plain AdamW on the unsplit model, and of how many parameters state is kept."""
+    """Return the largest distance from plain AdamW's weights, and the counts of optimizer states and of local
+    weights.
+    """
     # The import warns of torch.jit.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -56,7 +58,7 @@ def train(n: int, which: str, folder: Path) -> Trained:
 def test_zero_is_the_plain_optimizer(tmp_path: Path) -> None:
     for which, found in zip(("local", "all"), zip(*ranks(4, train_both, tmp_path), strict=True), strict=True):
         assert max(worst for worst, _, _ in found) < 1e-12
-        # Ranks 0 and 2 have the same stages, as have 1 and 3.
+        # Ranks 0 and 2 have the same stages, and so do ranks 1 and 3.
         for one, other in ((0, 2), (1, 3)):
             assert found[one][1] + found[other][1] == found[one][2], "each parameter's state is on one rank"
             assert which == "all" or min(found[one][1], found[other][1]) > 0
@@ -65,7 +67,7 @@ def test_zero_is_the_plain_optimizer(tmp_path: Path) -> None:
 def refuse(rank: int, n: int) -> str:
     """Broadcast weights among all ranks, although each weight is on some ranks only."""
     pipe, _ = compile_row(make_mesh(n))
-    # The group of the mesh's own stages is fine; all ranks are not.
+    # The mesh's group for these stages works; the group of all ranks does not.
     with pytest.raises(ElsewhereError) as caught:
         for weight in pipe.parameters():
             if is_remote(weight):

@@ -63,7 +63,7 @@ def step(run: nn.Module, optimizer: Optimizer) -> float:
 
 
 def read(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return all that a checkpoint is to bring back, by name."""
+    """Return everything that a checkpoint must restore, by name."""
     names = {id(w): name for name, w in reversed([*model.named_parameters(remove_duplicate=False)])}
     state = {f"{names[id(w)]} {key}": v for w, kept in optimizer.state.items() for key, v in kept.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

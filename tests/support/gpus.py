@@ -12,7 +12,7 @@ FREE, RESERVED = 70_000_000_000, 5_000_000_000
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor of another device, which has no values."""
+    """A tensor on a device that does not exist here, without values."""
 
     @staticmethod
     def on(device: str) -> Elsewhere:

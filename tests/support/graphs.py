@@ -1,4 +1,4 @@
-"""Random profiles, and a planner that follows the definitions: slow, obvious, and nothing like the real one."""
+"""Random profiles, and a planner that follows the definitions: slow, obvious, and unlike the real one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def f(*values: object) -> object:
 
 
 def node(name: str, inputs: Sequence[str] = (), ms: float = 1.0, **figures: float) -> NodeCost:
-    """A node that takes `ms` forward and twice that backward."""
+    """Return a node that takes `ms` forward and twice as long backward."""
     given = {"forward_ms": ms, "backward_ms": 2 * ms, "output_bytes": 0, "gradient_bytes": 0, "kept_bytes": 0}
     given |= {"parameter_bytes": 0, "buffer_bytes": 0} | figures
     return NodeCost(name, "call_function:f", "", f"f {name}", tuple(inputs), **given)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def profiles(draw: st.DrawFn, max_nodes: int = 9) -> Costs:
 
 @st.composite
 def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Machine:
-    """1 to `max_devices` devices of different speeds, half of them with little memory, and links of any speed."""
+    """Draw 1 to `max_devices` devices of different speeds, half of them with little memory, and links of any speed."""
     count = draw(st.integers(1, max_devices))
     memory = st.sampled_from([inf, inf, 1e4, 3e3, 1e3]) if bounded else st.just(inf)
     devices = tuple(
@@ -139,9 +139,9 @@ def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Mac
 
 
 def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
-    """1F1B's demands; on an odd number of devices PipeDream's, with a version of the weights for each.
+    """Return 1F1B's memory demands; on an odd number of devices PipeDream's, with versions of the weights.
 
-    On four devices backwards are divided in two.
+    On four devices backwards are split in two.
     """
     peaks = {k: tuple(min(n_microbatches, k - s) for s in range(k)) for k in range(1, len(machine) + 1)}
     if len(machine) % 2:
@@ -150,12 +150,12 @@ def workload(machine: Machine, n_microbatches: int = 3) -> Workload:
 
 
 def one_each(stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], tuple[int], bool]]:
-    """The split that puts stage i on device i."""
+    """Return the split that puts stage i on device i."""
     return [(names, (i,), False) for i, names in enumerate(stages)]
 
 
 def downsets(costs: Costs) -> list[frozenset[str]]:
-    """Every set of nodes that holds all that its members need and parts nothing that stays together."""
+    """Return every set of nodes that holds its members' inputs and separates no nodes that stay together."""
     names = [n.name for n in costs.nodes]
     edges = [(i, n.name) for n in costs.nodes for i in n.inputs if i in names] + list(costs.ordered)
     found = []
@@ -168,7 +168,7 @@ def downsets(costs: Costs) -> list[frozenset[str]]:
 
 
 def chains(sets: Sequence[frozenset[str]], n_stages: int) -> Iterator[list[frozenset[str]]]:
-    """Every chain {} < ... < all of `n_stages` steps."""
+    """Yield every chain {} < ... < all with `n_stages` steps."""
     everything = max(sets, key=len)
 
     def extend(chain: list[frozenset[str]]) -> Iterator[list[frozenset[str]]]:
@@ -185,7 +185,7 @@ def chains(sets: Sequence[frozenset[str]], n_stages: int) -> Iterator[list[froze
 
 
 def assignments(machine: Machine, options: Options, n_stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to give `n_stages` stages their devices."""
+    """Yield every way to give `n_stages` stages their devices."""
     count = len(machine)
     if options.free:
         if options.use_all and n_stages != count:
@@ -196,14 +196,14 @@ def assignments(machine: Machine, options: Options, n_stages: int) -> Iterator[t
     longest = count if options.model == "replicated" else 1
     runs = [(a, b) for a in range(count) for b in range(a + 1, min(a + longest, count) + 1)]
     for chosen in itertools.combinations(runs, n_stages):
-        # In the machine's order, and any device may be left out.
+        # In the machine's order; any device may be left out.
         apart = all(one[1] <= other[0] for one, other in itertools.pairwise(chosen))
         if apart and (not options.use_all or sum(b - a for a, b in chosen) == count):
             yield tuple(tuple(range(a, b)) for a, b in chosen)
 
 
 def best_bottleneck(costs: Costs, machine: Machine, load: Workload, options: Options | None = None) -> float | None:
-    """The smallest bottleneck over all chains of downsets and all assignments that fit in memory, or None."""
+    """Return the smallest bottleneck over all chains of downsets and all assignments that fit in memory, or None."""
     options = options or Options()
     best: float | None = None
     sets = downsets(costs)

@@ -73,7 +73,7 @@ class Scene:
 
     @property
     def changes_state(self) -> bool:
-        """Whether the scene adds gradients."""
+        """Return whether the scene adds gradients."""
         return self.name.split()[0] in CHANGES_STATE
 
 
@@ -125,7 +125,7 @@ def watch(scene: Scene) -> None:
 
 
 def set_gradients(scene: Scene) -> None:
-    """Give every parameter a gradient that is known."""
+    """Give every parameter a known gradient."""
     for parameter in scene.model.parameters():
         parameter.grad = torch.full_like(parameter, STEADY)
 
@@ -179,7 +179,7 @@ def interrupt(scene: Scene, number: int, kind: type[BaseException] = KeyboardInt
         error = caught
     seconds = time.monotonic() - where[0][2] if where else 0.0
     at = f"{where[0][0].rpartition('/')[2]}:{where[0][1]}" if where else "not reached"
-    # A call in a worker may take another way each time, and then the line is not reached.
+    # A call in a worker may take another path each time, and then the line is not reached.
     if not where:
         return at, []
     return at, find_faults(scene, before, error, kind, seconds)
@@ -190,7 +190,7 @@ def find_faults(
 ) -> list[str]:
     """Return the faults after an interrupt, and of the next step."""
     found = []
-    # Any other exception may be turned into an error that says more, or lead to another way of compiling.
+    # Any other exception may become an error with more detail, or lead to another way of compiling.
     if issubclass(kind, KeyboardInterrupt) and not isinstance(error, KeyboardInterrupt):
         found.append("lost" if error is None else f"lost: {type(error).__name__}: {str(error)[:200]}")
     if seconds > scene.slow_s:

@@ -1,4 +1,4 @@
-"""Press Ctrl-C at one exact line of fxsplit or of the context managers that it uses, or raise something else there."""
+"""Press Ctrl-C at one exact line of fxsplit or of the context managers that it uses, or raise another error there."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ROOT = Path(fxsplit.__file__).resolve().parent.parent
 TESTS = [f"{ROOT}/tests/torch_internals/scopes/test_{name}.py" for name in ("undo", "modes")]
 FILES = (f"{ROOT}/fxsplit/", f"{ROOT}/passes/", *TESTS, contextlib.__file__)
 TORCH = tuple(module.__file__ or "?" for module in (grad_mode, graph, autocast_mode, _device, _python_dispatch))
-"""Blocks of torch's own. Interrupted in the middle of torch.export, some of them make torch abort the process."""
+"""torch's own context managers: interrupted in torch.export, some of them make torch abort the process."""
 Line = tuple[str, int]
-"""File and number of a line."""
+"""The file and the number of a line."""
 
 
 class Dropped(KeyboardInterrupt):
-    """Stands for a KeyboardInterrupt that Python drops, as it comes in a finaliser."""
+    """Stands for a KeyboardInterrupt that Python drops, such as one in a finaliser."""
 
 
 class Finalised:
-    """Ctrl-C is pressed when it is deleted."""
+    """Presses Ctrl-C when it is deleted."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -40,7 +40,7 @@ class Finalised:
 
 @functools.cache
 def is_traced(file: str, files: tuple[str, ...]) -> bool:
-    """Return whether interrupts come in a file."""
+    """Return whether a file's lines are interrupted."""
     return str(Path(file).resolve()).startswith(files) if file[:1] == "/" else False
 
 
@@ -56,7 +56,7 @@ def trace(visit: Callable[[FrameType], None], files: tuple[str, ...]) -> Any:
 
 
 def list_lines(run: Callable[[], object], files: tuple[str, ...] = FILES) -> list[Line]:
-    """Return the lines that a run executes in this thread, in order, each as often as it is executed."""
+    """Return the lines that a run executes in this thread, in order, including repetitions."""
     lines: list[Line] = []
     sys.settrace(trace(lambda frame: lines.append((frame.f_code.co_filename, frame.f_lineno)), files))
     try:

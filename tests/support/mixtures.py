@@ -1,4 +1,4 @@
-"""A mixture of experts, as models of Hugging Face have it: one matrix for each expert, and rows sorted by expert."""
+"""A mixture of experts in Hugging Face's form: one matrix for each expert, and rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mixture(nn.Module):
         self.experts = nn.Parameter(torch.randn(N_EXPERTS, width, 2 * width) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Send each row through the expert that the gate gives the most."""
+        """Send each row through the expert with the highest gate."""
         h = torch.tanh(self.first(x))
         chosen = self.gate(h).argmax(1)
         order = chosen.argsort()

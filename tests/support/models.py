@@ -1,4 +1,4 @@
-"""Small models for tests, each with one thing in it that splitting could get wrong."""
+"""Small models for tests, each with one feature that splitting could get wrong."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModeDependent(nn.Module):
 
 
 class LateReader(nn.Module):
-    """Reads a value before and after it is written in place: order matters although no value flows."""
+    """Reads a value before and after it is written in place: the order matters although no value flows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ torch.fx.wrap("explode")
 
 
 class Two(nn.Module):
-    """Two layers; `narrow` sends a model to torch.export, since it decides by a shape."""
+    """Two layers; `narrow` adds a branch on a shape, which sends the model to torch.export."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Two(nn.Module):
 
 
 class FrozenNorm(nn.Module):
-    """Keeps batch norm in evaluation whatever mode is set, and uses a parameter directly."""
+    """Keeps batch norm in evaluation in every mode, and uses a parameter directly."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class Keep:
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, which a pass may edit, and the copy of each node."""
+    """Return a copy of a graph, which a pass may edit, and the copy of each node."""
     copy = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, made))
@@ -58,7 +58,7 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def fold_in_evaluation(ir: IR) -> IR:
-    """Fold batch norms as fold_conv_bn does, and only in the mode in which that is right."""
+    """Fold batch norms like fold_conv_bn, but only in evaluation, where that is right."""
     return fold_conv_bn(ir) if ir.mode == "eval" else ir
 
 

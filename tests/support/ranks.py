@@ -63,7 +63,7 @@ GRACE_S = 1.0
 DUMP_S = 30.0
 """How long ranks may take to write their stacks down before they are killed; a busy machine is slow in it."""
 OUTERMOST = "in <module>"
-"""The frame of the main thread that is written down last."""
+"""The outermost frame of the main thread, which is written last."""
 SHOWN = 6000
 """How many characters of a rank's output a failing test shows."""
 
@@ -93,14 +93,14 @@ def ranks(
             process = context.Process(target=_run, args=(rank, n, folder, limit_s, there, function, args))
             process.start()
             started.append(_Rank(rank, n, process, here, Path(folder, f"{rank}.txt")))
-            # The rank's end is the only one that is left open: its death is heard at once.
+            # Only the rank keeps this end open, so that its death is noticed at once.
             there.close()
-        # They wait until the server has loaded torch, and for each other, which is none of the function's time.
+        # Ranks wait until the server has loaded torch, and for each other; this time does not count for the function.
         for one in started:
             if not one.link.poll(START_S):
                 raise RankFailed(f"rank {one.rank} of {n} has not begun within {START_S} s")
             one.listen()
-        # One that dies at once may not break the connections of another that still makes its own.
+        # A rank that dies at once must not break the connections of a rank that is still making them.
         for one in started:
             with contextlib.suppress(OSError):
                 one.link.send_bytes(GO)
@@ -108,7 +108,7 @@ def ranks(
 
 
 def end_by_error(error: Exception) -> None:
-    """End this rank's program as a process of torch's spawn() ends: with a number, after the error was noted."""
+    """End this rank's program like a process of torch's spawn(): with an exit code, after its error was recorded."""
     with contextlib.suppress(SystemExit):
         try:
             raise error
@@ -120,7 +120,7 @@ def end_by_error(error: Exception) -> None:
 
 
 class _Rank:
-    """One rank as it is seen from the test."""
+    """One rank, as the test sees it."""
 
     def __init__(self, rank: int, n: int, process: Any, link: Connection, log: Path) -> None:
         self.rank, self.n, self.process, self.link, self.log = rank, n, process, link, log
@@ -136,7 +136,7 @@ class _Rank:
                 return
             self.result = pickle.loads(sent)
         except (EOFError, OSError):
-            # The exit code comes by way of the fork server, which a busy machine may let wait.
+            # The exit code comes through the fork server, which may take a while on a busy machine.
             self.process.join(DUMP_S)
         self.over = True
 
@@ -192,15 +192,15 @@ def _dump(waiting: list[_Rank]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
     end = time.monotonic() + DUMP_S
-    # The handler is of C and writes at once, unless the process is stopped or has to wait for a processor.
+    # The handler is written in C and writes at once, unless the process is stopped or waits for a processor.
     while time.monotonic() < end and not all(OUTERMOST in rank.print_log() for rank in waiting):
         time.sleep(0.05)
     return "\n".join(rank.print_log() or f"--- rank {rank.rank} of {rank.n} did not answer" for rank in waiting)
 
 
 def _end(started: list[_Rank]) -> None:
-    """End the processes, each by its number."""
-    # A rank that has sent its result only has to leave.
+    """Kill the processes, each by its number."""
+    # A rank that has sent its result only has to exit.
     until = time.monotonic() + GRACE_S
     for rank in started:
         rank.process.join(max(until - time.monotonic(), 0))
@@ -218,7 +218,7 @@ def _run(
     """Run the function in a rank, and send its result or error."""
     with _printing_to(Path(folder, f"{rank}.txt")) as log:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-        # Whoever started it may be gone by then.
+        # The process that started this rank may be gone by then.
         faulthandler.dump_traceback_later(START_S + limit_s + 2 * DUMP_S, exit=True, file=log)
         # Memory of the fork server is shared with the rank, unless the garbage collector writes to it.
         gc.freeze()
@@ -239,12 +239,12 @@ def _call(function: Callable[..., Any], *args: Any) -> tuple[str, float, bytes, 
     try:
         return "returned", time.monotonic(), pickle.dumps(function(*args)), ""
     except BaseException as error:
-        # Before the process group is left: that makes the ranks raise that wait for this one.
+        # Before leaving the process group, because leaving makes waiting ranks raise errors of their own.
         return _describe(error)
 
 
 def _describe(error: BaseException) -> tuple[str, float, bytes, str]:
-    """Return an exception with the time, in bytes unless it does not come out of them again, and as text."""
+    """Return an exception with the time, as bytes if it can be pickled, and as text."""
     text = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps(error)
@@ -267,19 +267,19 @@ def _printing_to(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
-    """Join the process group, as a launcher's script does, and leave it."""
+    """Join the process group, like a launcher's script, and leave it at the end."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
     os.environ.update({name: str(number) for name, number in names.items()})
-    # The name of a machine is known to nobody in some containers.
+    # In some containers the name of the machine cannot be resolved.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # As in tests/conftest.py, in a process that it is not run in.
+    # As in tests/conftest.py, which does not run in this process.
     grad_split.LEAST_PRODUCTS = defaultdict(int)
     eager_accumulator.LEAST_BYTES = 200
     state_times()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
-    # On a busy machine ranks take a while to meet, which is none of the function's time.
+    # On a busy machine ranks take a while to meet, which does not count for the function.
     limit = timedelta(seconds=max(limit_s, START_S))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=limit)
     try:

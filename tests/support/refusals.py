@@ -1,4 +1,4 @@
-"""Expect a refusal, an error of fxsplit's own with the words that it must say; and a disk that is full."""
+"""Expect a refusal, which is one of fxsplit's own errors with a given text; and simulate a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refused(error: type[Exception], message: str) -> Any:
 
 @contextmanager
 def full_disk(room: int = 1000) -> Iterator[None]:
-    """Let no file grow beyond `room` bytes, as on a disk that is full."""
+    """Let no file grow beyond `room` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))

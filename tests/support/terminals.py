@@ -1,4 +1,4 @@
-"""A terminal for tests, on which bars of progress are drawn."""
+"""A terminal for tests that draw progress bars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 
 class Terminal(io.StringIO):
-    """A terminal, which says when a text has been shown on it."""
+    """A terminal that reports when a text has been shown on it."""
 
     def __init__(self, text: str = "profiling") -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 WORDS, PAD, EOS = 90, 0, 1
-"""The number of words, and two of them: one that fills rows up, and one that ends a text."""
+"""The size of the vocabulary, the padding token, and the token that ends a text."""
 ENDS = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS, "vocab_size": WORDS}
 
 
@@ -26,13 +26,13 @@ def make_llama(hub: Any) -> Any:
 
 
 def make_mistral(hub: Any) -> Any:
-    """Four heads share two of keys and values, and none sees further back than six tokens."""
+    """Four query heads share two key and value heads, and each token sees only the last six."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     return hub.MistralForCausalLM(hub.MistralConfig(num_key_value_heads=2, sliding_window=6, **sizes, **ENDS))
 
 
 def make_gpt_neo(hub: Any) -> Any:
-    """Of two layers, one sees all tokens and one sees four."""
+    """The first layer sees all tokens, the second only four."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "window_size": 4}
     kinds = {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}
     return hub.GPTNeoForCausalLM(hub.GPTNeoConfig(**sizes, **kinds, **ENDS))
@@ -60,14 +60,14 @@ def make_text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     model = MAKERS[name](hub)
     with torch.no_grad():
         for weight in model.parameters():
-            # As they are initialised, all words are about as likely as each other.
+            # With the initial weights, all words are about equally likely.
             if weight.ndim > 1:
                 weight.mul_(6)
     return model.to(dtype).eval()
 
 
 def make_prompt(model: Any, rows: int = 5, length: int = 7) -> dict[str, Tensor]:
-    """Return a prompt of rows of several lengths, filled up on the left, or on the right for an encoder."""
+    """Return a prompt with rows of several lengths, padded on the left, or on the right for an encoder."""
     ids = torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(rows + length))
     mask = torch.ones_like(ids)
     for row in range(1, rows, 2):

@@ -23,7 +23,7 @@ from fxsplit.passes.profile.time_in_step import NodeTimes
 FORWARD_MS, BACKWARD_MS, LATE_MS = 1.0, 2.0, 1.0
 """The times of a node's forward, of its backward, and of the weights' gradients within its backward."""
 LAUNCH = 0.5
-"""The share of its time that a node takes of an accelerator's host."""
+"""The share of a node's time that goes to an accelerator's host."""
 MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
 """The functions that measure. Both return times by the names of nodes."""
 _slower: dict[str, float] = {}
@@ -41,13 +41,13 @@ def state_times(**forward_ms: float) -> None:
 
 
 def measure_times() -> None:
-    """Let operators be timed from now on."""
+    """Let operators be measured again from now on."""
     for name, measure in MEASURE.items():
         setattr(profile, name, measure)
 
 
 def _replace_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:
-    """Return a function that measures as `measure` does, and replaces the milliseconds."""
+    """Return a function that runs `measure`, and replaces the milliseconds."""
 
     def run(*args: Any, **kwargs: Any) -> NodeTimes:
         return {name: _state(found, _slower.get(name, FORWARD_MS)) for name, found in measure(*args, **kwargs).items()}

@@ -1,4 +1,4 @@
-"""A small transformer as torchtitan takes them: forward() tolerates parts that are missing, and hands one tensor on."""
+"""A small transformer for torchtitan: forward() tolerates missing parts, and passes one tensor on."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ ALL: tuple[Check, ...] = (
 
 
 def run_checks(setting: Setting, checks: Sequence[Check] = ALL) -> int:
-    """Run checks one after another and note each; return how many do not hold."""
+    """Run checks one after another and note each; return how many failed."""
     begin, failed = time.monotonic(), 0
     for check in checks:
         holds, text = run_check(setting, check)
@@ -55,10 +55,10 @@ def run_check(setting: Setting, check: Check) -> tuple[bool, str]:
         warnings.simplefilter("always")
         try:
             holds, text = check(setting)
-        except Exception as error:  # the checks after this one are to run too
+        except Exception as error:  # the following checks must run too
             traceback.print_exc(limit=-4)
             holds, text = False, f"{type(error).__name__}: {str(error)[:300]}"
-    # The memory of one check is not to count in the next one.
+    # The memory of one check must not count in the next one.
     setting.release_memory()
     # A warning that comes in each step is reported once.
     told = sorted({str(w.message).splitlines()[0][:110] for w in caught})

@@ -12,7 +12,7 @@ from bench.gpu.setting import MICROBATCHES, Net, Setting, flatten_gradients, lar
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 
 CLOSE = 1e-9
-"""Relative difference in float64 that other orders of summation explain."""
+"""The relative difference in float64 that a different order of summation explains."""
 
 
 def schedules_equal_the_unsplit_model(setting: Setting) -> tuple[bool, str]:
@@ -21,7 +21,7 @@ def schedules_equal_the_unsplit_model(setting: Setting) -> tuple[bool, str]:
     found = {}
     for n_devices, schedule in itertools.product((2,) if setting.dry else (2, 4), setting.schedules):
         model = Net().double().to(setting.device)
-        # On a copy: the pipeline and the unsplit model would add to the same gradients.
+        # A copy, because both would add to the same gradients.
         expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
         with setting.compile(model, n_devices, schedule=schedule, example_inputs=x) as pipe:
             found[schedule, n_devices] = compare(run_pipeline_step(pipe, [x], y), expected).largest
@@ -52,7 +52,7 @@ def autocast_holds_in_workers(setting: Setting) -> tuple[bool, str]:
     model = Net().to(setting.device)
     with setting.compile(model, 2, example_inputs=x) as pipe, torch.autocast(setting.device.type, torch.bfloat16):
         _, out = pipe.step(x, target=y, return_outputs=True)
-    # Weights are in single precision, and so are their gradients, also inside autocast.
+    # Weights are in single precision, and so are their gradients, even inside autocast.
     gradients = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     holds = out.dtype == torch.bfloat16 and gradients == {torch.float32}
     return holds, f"outputs {out.dtype}, gradients {gradients}"

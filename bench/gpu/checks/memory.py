@@ -41,7 +41,7 @@ def failed_steps_keep_no_memory(setting: Setting) -> tuple[bool, str]:
     layers = [*(nn.Linear(2000, 2000) for _ in range(4)), breakable, nn.Linear(2000, CLASSES)]
     x, y = torch.randn(8000, 2000, device=setting.device), torch.randint(0, CLASSES, (8000,), device=setting.device)
     model = nn.Sequential(*layers).to(setting.device)
-    # A leaf stays one node, so the graph calls the module's own forward and sees `broken`.
+    # The leaf stays one node, so the graph calls the module's own forward and sees `broken`.
     with setting.compile(model, 2, example_inputs=x, passes="leaf{path=4}," + FAST) as pipe:
         pipe.step(x, target=y)
         pipe.zero_grad()
@@ -80,7 +80,7 @@ class Recurrent(nn.Module):
 
 def recurrent_weights_stay_flat(setting: Setting) -> tuple[bool, str]:
     """Compile a recurrent model from host memory: cuDNN warns in each call if placing has scattered the weights."""
-    # Built in host memory, and moved by the pipeline and not by nn.Module.to, which keeps weights flat.
+    # Built in host memory, and moved by the pipeline: nn.Module.to would keep the weights flat.
     x, y = torch.randn(32, 7, WIDTH), torch.randint(0, CLASSES, (32,)).to(setting.device)
     with setting.compile(Recurrent(), 2, example_inputs=x) as pipe:
         pipe.step(x, target=y)

@@ -27,7 +27,7 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return class scores: [rows, WIDTH] -> [rows, CLASSES]."""
-        # Half of the rows pass: whole masks that differ change gradients by far more than rounding.
+        # Half of the rows pass: different masks change gradients by far more than rounding does.
         keep = torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device).add(0.5).floor()
         scores: Tensor = self.b(torch.tanh(self.a(x)) * keep)
         return scores

@@ -20,14 +20,14 @@ SECOND = 2e9
 
 
 def backward_runs_on_the_stream_of_its_forward(setting: Setting) -> tuple[bool, str]:
-    """Look at the current stream in an autograd function's forward and backward."""
+    """Records the current stream in an autograd function's forward and backward."""
     seen: dict[str, tuple[str, int]] = {}
 
     def look(what: str) -> None:
         stream = 0 if setting.dry else torch.cuda.current_stream().cuda_stream
         seen[what] = threading.current_thread().name, stream
 
-    # An autograd function sees the thread and the stream that its own kernels are launched with.
+    # An autograd function sees the thread and the stream that launch its kernels.
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def backward_runs_on_the_stream_of_its_forward(setting: Setting) -> tuple[bool, 
 
 
 def inputs_made_on_a_side_stream(setting: Setting) -> tuple[bool, str]:
-    """Step in the context of a stream that makes the inputs late: workers must wait for that stream."""
+    """Step in the context of a stream that makes the inputs late: workers must wait for this stream."""
     if setting.dry:
         return True, "needs a GPU"
     x, y = setting.make_batch()
@@ -64,7 +64,7 @@ def inputs_made_on_a_side_stream(setting: Setting) -> tuple[bool, str]:
     difference = 0.0
     with setting.compile(model, 3, example_inputs=x) as pipe:
         side = torch.cuda.Stream()
-        # A race comes up now and then, so one step proves little.
+        # A race shows only now and then, so one step proves little.
         for _ in range(20):
             model.zero_grad()
             with torch.cuda.stream(side):

@@ -55,7 +55,7 @@ def gradient_of_an_input_in_host_memory(setting: Setting) -> tuple[bool, str]:
 
 
 def pinned_input_overwritten_after_the_call(setting: Setting) -> tuple[bool, str]:
-    """Fill a pinned input with zeros as soon as the call returns, as a loader does that reuses its buffer."""
+    """Fill a pinned input with zeros as soon as the call returns, like a data loader that reuses its buffer."""
     if setting.dry:
         return True, "needs a GPU"
     x, _ = setting.make_batch(torch.float32)

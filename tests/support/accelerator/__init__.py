@@ -58,7 +58,7 @@ SEAM = (
     "synchronize",
     "release_cached_memory",
 )
-"""The functions of `torch_internals/tensors/accelerators.py` that know the driver."""
+"""The functions of `torch_internals/tensors/accelerators.py` that the driver replaces."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data", data, create=True))
         stack.enter_context(mock.patch.object(torch_devices, "KINDS", (*torch_devices.KINDS, NAME)))
         stack.enter_context(mock.patch.object(toys, "present", True))
-        # Of the small networks here, too, every gradient that can be put off is, and most weights count as large.
+        # Small networks must defer gradients and catch most weights too, as large networks do.
         stack.enter_context(mock.patch.object(grad_split, "LEAST_PRODUCTS", defaultdict(int)))
         stack.enter_context(mock.patch.object(eager_accumulator, "LEAST_BYTES", 200))
         stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))

@@ -41,7 +41,7 @@ def burn(x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """Layers with a skip from the first to the last, so that values pass stages by; written to in place."""
+    """Layers with a skip connection from the first to the last, so that values pass stages by; it writes in place."""
 
     def __init__(self, *, norm: bool = False, dropout: float = 0.0, layers: int = 8) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Double(torch.autograd.Function):
 
 
 def compute_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    # Stages of a schedule may be such that the last one is on several devices. Into host memory a copy is waited for.
+    # Under some schedules the last stage is on several devices. A copy into host memory must be waited for.
     return F.cross_entropy(outputs, target.to(outputs.device, non_blocking=outputs.device.type != "cpu"))
 
 
@@ -117,7 +117,7 @@ class Case:
 
 
 class Unsplit:
-    """The model itself in place of its pipeline: run microbatch by microbatch."""
+    """The model itself in place of its pipeline, run microbatch by microbatch."""
 
     def __init__(self, model: nn.Module, n_microbatches: int) -> None:
         self.model, self.n_microbatches = model, n_microbatches
@@ -152,7 +152,7 @@ class Run:
         self._generator = torch.Generator().manual_seed(1)
 
     def train(self) -> None:
-        """Run one batch, which the caller's current stream makes, and drop all of it."""
+        """Run one batch, which is made on the caller's current stream, and drop all of it."""
         x = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=self._generator).to(self.first) * 1.0
         y = torch.randint(0, KINDS_OF_ROWS, (ROWS,), generator=self._generator).to(self.last) * 1
         self.results = [LOOPS[self.case.loop](self, x, y) * 1.0]
@@ -161,7 +161,7 @@ class Run:
         torch.ones(ROWS, WIDTH, dtype=torch.float64, device=self.first)
 
     def renew(self) -> None:
-        """Let the weights be in memory that the caller's stream has made, as before the first batch."""
+        """Move the weights into memory that the caller's stream has made, as before the first batch."""
         for weight in self.model.parameters():
             weight.data = weight.data.clone()
 
@@ -200,7 +200,7 @@ def call_and_backward(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def accumulate(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """Two backwards before a step: the second adds to gradients that are there."""
+    """Run two backwards before a step: the second adds to existing gradients."""
     run.optimizer.zero_grad()
     for _ in range(2):
         loss = compute_loss(run.pipe(x), y)
@@ -210,7 +210,7 @@ def accumulate(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def call_and_then_step(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """Steps that add to gradients which a backward of the caller's has added to."""
+    """Take steps that add to gradients from a backward of the caller's."""
     run.optimizer.zero_grad()
     compute_loss(run.pipe(x), y).backward()
     for _ in range(2):
@@ -243,7 +243,7 @@ def call_on_a_side_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def call_on_another_stream(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """The pipeline is called on a stream of its own, which is not current any more when the backward is."""
+    """Call the pipeline on a stream of its own, which is not current any more during the backward."""
     run.optimizer.zero_grad()
     if x.device.type == "cpu":
         loss = compute_loss(run.pipe(x), y)
@@ -277,7 +277,7 @@ def step_in_between(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def fail_and_go_on(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    """A step fails at its end, and the caller writes the weights and goes on."""
+    """Let a step fail at its end; the caller then writes the weights and goes on."""
     global armed
     state = {name: value.clone() for name, value in run.model.state_dict().items()}
     armed = True
@@ -309,7 +309,7 @@ LOOPS: dict[str, Loop] = {
 
 @contextmanager
 def start(case: Case) -> Iterator[Run]:
-    """Yield a case that is compiled."""
+    """Yield the run of a compiled case, and close it."""
     run = Run(case, case.devices)
     with run.pipe:
         yield run
@@ -352,5 +352,5 @@ def examine(case: Case) -> Outcome:
 
 
 def find_difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of any number."""
+    """Return the largest difference of any element."""
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

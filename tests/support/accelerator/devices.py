@@ -68,7 +68,7 @@ toys = Toys()
 
 
 class _Hook(backend_registration._DummyPrivateUse1Hook):
-    """torch's engine asks it whether a device is in use, before it looks for the device's streams."""
+    """torch's engine asks whether a device is in use before it looks for the device's streams."""
 
     def is_available(self) -> bool:
         return toys.present
@@ -81,7 +81,7 @@ def register() -> None:
 
 
 def find_index(device: Any) -> int:
-    """Return the number of a device that is given as torch allows: None is the current one."""
+    """Return the number of a device in any form that torch accepts; None is the current device."""
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index

@@ -25,7 +25,7 @@ from tests.support.accelerator.tensors import Toy
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 STREAM = "toy stream"
-"""Under this name a node of torch's keeps the stream that was current when it was made."""
+"""The key under which one of torch's nodes keeps the stream that was current when it was made."""
 MISMATCH = "The AccumulateGrad node's stream does not match the stream of the node that produced the gradient"
 """The start of torch's warning about a leaf with a gradient that is made on one stream and added on a second one."""
 
@@ -68,7 +68,7 @@ class EngineStreams:
         return stack
 
     def _note(self, outputs: Iterable[Any], inputs: Sequence[Any]) -> None:
-        """Note the streams that are current as a node is made: for it, and for the accumulation into its leaves."""
+        """Note the current stream when a node is made: for the node, and for the accumulation into its leaves."""
         node: Any = next((t.grad_fn for t in outputs if isinstance(t, Toy) and t.grad_fn is not None), None)
         if hasattr(type(node), "apply"):
             # Only tensor arguments have a node.
@@ -120,7 +120,7 @@ class EngineStreams:
 
 
 class _Engine:
-    """Torch's engine, for calls that add gradients to leaves and do nothing else; other calls are handed on."""
+    """torch's engine, for calls that only add gradients to leaves; other calls are passed on."""
 
     def __init__(self, driver: Driver, engine: Any) -> None:
         self._driver = driver
@@ -130,7 +130,7 @@ class _Engine:
         return getattr(self._engine, name)
 
     def run_backward(self, roots: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
-        """Run a backward; each gradient goes to the stream of its leaf, for which the caller's waits at the end."""
+        """Run a backward: each gradient goes to its leaf's stream, for which the caller's stream waits at the end."""
         found = []
         if options.get("accumulate_grad"):
             streams = [_find_accumulation(root) for root in roots]
@@ -156,7 +156,7 @@ def _find_accumulation(root: Any) -> Stream | None:
 def note_accumulations(driver: Driver, inputs: Iterable[Any]) -> None:
     """Note the current stream for the node that adds gradients to each leaf among the inputs of an operator.
 
-    torch makes that node with the first operator that reads the leaf, and keeps it for as long as a graph has it.
+    torch makes that node with the first operator that reads the leaf, and keeps it as long as a graph holds it.
     """
     for leaf in (t for t in inputs if isinstance(t, Toy) and t.is_leaf and t.requires_grad):
         node: Any = get_gradient_edge(leaf).node

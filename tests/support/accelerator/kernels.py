@@ -34,7 +34,7 @@ WAITS = {
 }
 """Operators that make the host wait for their result."""
 
-# Kernels that write arguments which their schema does not name: the running statistics of batch norm.
+# Kernels that write arguments without saying so in their schema: the running statistics of batch norm.
 HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 
 
@@ -46,7 +46,7 @@ class Watch:
 
 
 watches: list[Watch] = []
-"""The watch of the block of `use_accelerator` that is entered; empty outside of any."""
+"""The watch of the current block of `use_accelerator`; empty outside."""
 
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return run_foreach(func, args, kwargs, reads, writes)
     device = find_asked(kwargs) or check_devices(func, [*reads, *writes])
     out = compute(func, args, kwargs, device)
-    # Values of arguments by their memory: a result with the same memory is a view, or the argument itself.
+    # The arguments by their memory: a result with the same memory is a view, or the argument itself.
     own = {find_storage(t.raw): t for t in found if t.layout == torch.strided}
     written = {id(t.raw): t for t in writes if isinstance(t, Toy)}
     stream = note_kernel(func, reads, writes, device, queues=not is_view(func, out, own, writes))
@@ -84,7 +84,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def run_foreach(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[Tensor], writes: list[Tensor]
 ) -> None:
-    """Write to tensors of several devices, by one kernel on each; torch does it one tensor after the other."""
+    """Write to tensors of several devices, by one kernel on each; torch writes one tensor after the other."""
     assert not func._schema.returns, f"{func} of several devices is not emulated"
     for device in sorted({t.device for t in writes}, key=str):
         note_kernel(func, [t for t in reads if t.device == device], [t for t in writes if t.device == device], device)
@@ -106,7 +106,7 @@ def sort_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def check_devices(func: Any, tensors: list[Tensor]) -> torch.device:
     """Return the device that all tensors are on; raises RuntimeError, as torch does, if there are two."""
-    # Indices may be on the CPU; they are copied, and a tensor of one number is an argument of the kernel.
+    # Indices may be on the CPU, because they are copied. A tensor with one element is passed to the kernel.
     large = [t for t in tensors if t.dim() or t.device.type == NAME]
     if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
         large = [t for t in large if t.device.type == NAME]
@@ -133,7 +133,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: to
         if not any(isinstance(a, torch.Generator) for a in (*raw_args, *raw_kwargs.values())):
             raw_kwargs["generator"] = generator
         return func(*raw_args, **raw_kwargs)
-    # No argument for a generator: the CPU's default one stands in for the device's.
+    # The operator takes no generator, so the CPU's default generator stands in for the device's.
     before = torch.default_generator.get_state()
     torch.default_generator.set_state(generator.get_state())
     try:
@@ -144,7 +144,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: to
 
 
 def is_view(func: Any, out: Any, own: dict[int, Toy], writes: list[Tensor]) -> bool:
-    """Return whether an operator only makes views, or asks for sizes: then it queues nothing."""
+    """Return whether an operator only makes views or reads sizes, and so queues nothing."""
     if writes or func._schema.name in WAITS:
         return False
     return all(find_storage(t) in own for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
@@ -174,21 +174,21 @@ def note_kernel(
 
 
 def make_toy(raw: Tensor, device: torch.device, stream: Stream | None, label: str) -> Toy:
-    """Return a tensor of a toy in new memory, which the kernel queued last on a stream has written."""
+    """Return a toy's tensor in new memory, written by the last kernel on a stream."""
     if stream is None or not raw.numel():
         return Toy(raw, device)
     record = watches[-1].record
     label = f"{label.removeprefix('aten.').split('.')[0]} {list(raw.shape)}"
     with record.lock:
         block = record.allocate(str(device), stream.name, label)
-        # Memory that is given back before its first kernel is over must wait for that kernel too.
+        # Memory that is freed before its first kernel is over must wait for that kernel too.
         if record.clocks[stream.name].get(stream.name):
             record.write(block, stream.name, label)
     return Toy(raw, device, block)
 
 
 def wait_on_host(tensor: Tensor) -> None:
-    """Note that the host reads a tensor of the CPU, which must have been copied by now."""
+    """Note that the host reads a CPU tensor, which must have been copied by now."""
     if watches and isinstance(tensor, Toy) and tensor.ready is not None:
         with watches[-1].record.lock:
             watches[-1].record.read_on_host(f"a copy {list(tensor.shape)}", tensor.ready)
@@ -201,7 +201,7 @@ def find_asked(kwargs: dict[str, Any]) -> torch.device | None:
 
 
 def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy values, as aten.copy_ does; between two toys on the current streams of both, with barriers."""
+    """Copy values, as aten.copy_ does; between two toys it uses the current streams of both, with barriers."""
     wait_on_host(source)
     raw = source.raw if isinstance(source, Toy) else source
     (target.raw if isinstance(target, Toy) else target).copy_(raw)
@@ -288,7 +288,7 @@ Toy.dispatch = staticmethod(run_operator)
 
 @cache
 def register_factories() -> None:
-    """Give torch the operators that make a tensor of a toy from nothing, once for the process."""
+    """Register the operators that make a toy's tensor from nothing, once for the process."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", make_empty, "PrivateUse1")
     library.impl("empty_strided", make_empty_strided, "PrivateUse1")

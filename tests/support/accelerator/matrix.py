@@ -61,7 +61,7 @@ FEW = [
     Case("replicas (2, 1): step, other devices", PLACES["three devices"], make_model=Tied, options=REPLICAS),
     Case("replicas (2, 1): batches under way", PLACES["three devices"], "1F1B", STREAM, Tied, options=REPLICAS),
 ]
-"""A few cases that have something of everything: among them they report every mutant."""
+"""A few cases with every feature: together they report every mutant."""
 
 
 def list_cases() -> list[Case]:
@@ -74,7 +74,7 @@ def _name(place: str, what: str, loop: str) -> str:
 
 
 def _list_schedules() -> Iterator[Case]:
-    """Yield each schedule in each loop; on the devices of one place, and with a step that fails."""
+    """Yield each schedule in each loop, on the devices of one place, and a step that fails."""
     for place, devices in PLACES.items():
         count = 2 * len(devices)
         for schedule in RUNNABLE:

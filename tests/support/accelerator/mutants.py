@@ -1,7 +1,7 @@
-"""Mutants of the runtime: each leaves out one wait, mark or keeping of memory. A check that passes all is no check.
+"""Mutants of the runtime: each leaves out one wait, mark or keeping of memory, and a check must notice it.
 
-They are found in the source, so that a wait that is written tomorrow has its mutant too. A wait or a keeping becomes
-nothing. A mark becomes an event that nothing recorded, which nobody waits for.
+They are found in the source code, so that a wait added later has its mutant too. A wait or a keeping becomes a no-op. A
+mark becomes an event that was never recorded, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODULES = (
 
 
 class Mutant(NamedTuple):
-    """One call that is left out: its module, the function around it, and which of the function's calls it is."""
+    """One call that is left out: its module, the function around it, and its index among the function's calls."""
 
     module: str
     function: str
@@ -78,7 +78,7 @@ def list_mutants() -> list[Mutant]:
 
 @contextmanager
 def mutate(mutant: Mutant) -> Iterator[None]:
-    """Leave a call out, in the block."""
+    """Leave a call out inside the block."""
     module = importlib.import_module(f"fxsplit.runtime.{mutant.module}")
     tree = ast.parse(inspect.getsource(module))
     outer = next(node for name, node in _list_functions(tree) if name == mutant.function)
@@ -88,7 +88,7 @@ def mutate(mutant: Mutant) -> Iterator[None]:
     function = _find_function(module, mutant.function)
     before = function.__code__
     vars(module)["_unrecorded"] = _Unrecorded()
-    # In place of the code and not of the function, since other modules have imported the function.
+    # Replace the code and not the function, because other modules have imported the function.
     function.__code__ = next(code for code in _list_codes(changed) if code.co_qualname == before.co_qualname)
     try:
         yield
@@ -124,7 +124,7 @@ def _get_name(call: ast.Call) -> str:
 
 
 class _Replacing(ast.NodeTransformer):
-    """Puts something else in the place of one call."""
+    """Replaces one call by another expression."""
 
     def __init__(self, call: ast.Call) -> None:
         self._call = call
@@ -171,11 +171,11 @@ NO_ORDER = {
     ),
     "stage.streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker may be ahead",
 }
-"""Mutants in which the order of work stays right, and why the call is there."""
+"""Mutants that keep the right order of work, and the reason why the call is there."""
 
 
 def list_survivors(cases: Sequence[Case]) -> tuple[list[Mutant], dict[Mutant, str]]:
-    """Return the mutants that no case reports, and for each other one the first case that does."""
+    """Return the mutants that no case reports, and for each other mutant the first case that reports it."""
     left = [mutant for mutant in list_mutants() if str(mutant) not in NO_ORDER]
     caught: dict[Mutant, str] = {}
     for case in cases:

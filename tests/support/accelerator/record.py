@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Access(NamedTuple):
-    """A kernel that read or wrote: its stream, its number there, and its operator."""
+    """A kernel that read or wrote: its stream, its number on that stream, and its operator."""
 
     stream: str
     number: int
@@ -64,7 +64,7 @@ class Record:
     """All work of the kernels of all threads since the record began. All methods may be called by any thread."""
 
     def __init__(self) -> None:
-        # Reentrant: a block may be given back in the middle of anything.
+        # Reentrant, because a block may be freed in the middle of anything.
         self.lock = threading.RLock()
         self.findings: Counter[Finding] = Counter()
         self.kernels: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class Record:
         self._freed: defaultdict[str, list[tuple[Block, Clock]]] = defaultdict(list)
 
     def check(self) -> None:
-        """Raise AssertionError with everything that was found; in tests, the last line of the block."""
+        """Raise AssertionError with all findings; in tests, the last line of the block."""
         with self.lock:
             text = "\n".join(f"{count} x {finding}" for finding, count in self.findings.most_common(20))
         assert not text, f"{sum(self.findings.values())} mistakes in the order of work on streams:\n{text}"
@@ -101,19 +101,19 @@ class Record:
                 counter.clear()
 
     def queue(self, stream: str, device: str) -> None:
-        """Queue a kernel: everything that this thread knows to be over is over before it."""
+        """Queue a kernel after everything that this thread knows to be over."""
         clock = self.clocks[stream]
         _merge(clock, self._get_host())
         clock[stream] = clock.get(stream, 0) + 1
         self.kernels[device] += 1
 
     def read(self, block: Block, stream: str, operator: str) -> None:
-        """Let the kernel queued last on a stream read a block."""
+        """Let the last kernel on a stream read a block."""
         self._check_write(block, stream, f"{operator} reads")
         block.reads[stream] = self._note_use(block, stream, operator)
 
     def write(self, block: Block, stream: str, operator: str) -> None:
-        """Let the kernel queued last on a stream write a block."""
+        """Let the last kernel on a stream write a block."""
         self._check_write(block, stream, f"{operator} writes")
         for earlier in block.reads.values():
             if not self._is_after(stream, earlier):
@@ -192,7 +192,7 @@ class Record:
 
 
 def find_place(deepest: int) -> str:
-    """Return the innermost lines of fxsplit, or else of its tests, that the calling thread is at."""
+    """Return the innermost lines of fxsplit in the calling thread's stack, or else of its tests."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
     frames = [f for f in frames if not f.filename.startswith(f"{ROOT}/tests/support/accelerator/")]
     own = [f for f in frames if f.filename.startswith(f"{ROOT}/fxsplit/")] or frames

@@ -1,4 +1,4 @@
-"""The memory of a toy's tensor as torch shows it, `tensor.untyped_storage()`: to be compared, copied, and looked at."""
+"""The memory of a toy's tensor in torch's terms, `tensor.untyped_storage()`: to compare, copy, and look at."""
 
 from __future__ import annotations
 

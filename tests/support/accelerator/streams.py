@@ -18,7 +18,7 @@ KERNEL_MS = 0.01
 
 
 class Event:
-    """A place in a stream, once recorded. Nothing says that a device has come to it before the host waits for it."""
+    """A point in a stream, once recorded. Only a wait of the host proves that a device has reached it."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -46,7 +46,7 @@ class Event:
 
 
 class Stream:
-    """A queue of work on one device. Two streams with one name are one."""
+    """A queue of work on one device. Two objects with one name are the same stream."""
 
     def __init__(self, record: Record, device: torch.device, name: str) -> None:
         self.device, self.name, self._record = device, name, record

@@ -1,7 +1,7 @@
-"""Tensors of the made-up accelerator: each has a true `.device`, and its values in a tensor of the CPU.
+"""Tensors of the made-up accelerator: each has its real `.device`, and its values in a CPU tensor.
 
 torch calls `Toy.__torch_dispatch__` for every operator on such a tensor, below autograd. So autograd, its engine and
-nn.Module see tensors of an accelerator, and the values are computed at once, by the CPU.
+nn.Module see tensors of an accelerator, and the CPU computes the values at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from tests.support.accelerator.record import Access, Block
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""From an operator, its arguments and its keyword arguments to its result."""
+"""Maps an operator, its arguments and its keyword arguments to its result."""
 
 
 class Toy(torch.Tensor):
@@ -64,7 +64,7 @@ class Toy(torch.Tensor):
         return self.cpu().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # As Tensor and Parameter do: the copy is no leaf of the same graph, and has memory of its own.
+        # Like Tensor and Parameter: the copy is a new leaf, and has memory of its own.
         if id(self) not in memo:
             made = self.detach().clone().requires_grad_(self.requires_grad)
             made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("raw", "block", "ready")})
@@ -73,7 +73,7 @@ class Toy(torch.Tensor):
 
 
 def find_storage(tensor: Tensor) -> int:
-    """Return a number that two tensors with values on the CPU share exactly if they share memory."""
+    """Return a number that two CPU-backed tensors have in common exactly if they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -98,7 +98,8 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
         tensor.raw, tensor.block, tensor.ready = value.raw, value.block, value.ready
         plain(tensor, value)
     elif isinstance(tensor, Toy) or isinstance(value, Toy):
-        # The Python object stays, as the model and optimizers hold it, and gets all of another tensor.
+        # The Python object stays, because the model and optimizers hold it; everything else comes from the other
+        # tensor.
         other = value.detach().requires_grad_(tensor.requires_grad)
         extra = {k: v for k, v in tensor.__dict__.items() if k not in ("raw", "block", "ready")}
         if tensor.grad is not None:
@@ -120,5 +121,5 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def unwrap(value: Any) -> Any:
-    """Return arguments with the values of toys in place of their tensors."""
+    """Return arguments with the values of toys in place of the toys."""
     return pytree.tree_map_only(Toy, lambda t: t.raw, value)
