@@ -242,7 +242,7 @@ def test_copies(benchmark: BenchmarkFixture, case: Case, monkeypatch: pytest.Mon
                 if turn >= WARM_UP:
                     cpu[name].append(taken)
         benchmark.pedantic(lambda: pipe.step(x, target=y), rounds=1)
-    assert sum(copied) >= (WARM_UP + ROUNDS) * len(list(model.parameters())), "the runtime asks somebody else"
+    assert sum(copied) >= (WARM_UP + ROUNDS) * len(list(model.parameters())), "the runtime calls another function"
     benchmark.group = "copies"
     benchmark.extra_info.update(copies=str(case), cpu={name: median(values) for name, values in cpu.items()})
 

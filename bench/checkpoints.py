@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn, of which the first saves before it")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn; before the first, a checkpoint is saved")
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     launched = "RANK" in os.environ

@@ -357,10 +357,10 @@ def main() -> int:
     parser.add_argument("what", choices=["lines", "dropped", "first", "signals", "ranks", "left"])
     scenes = f"of lines: {', '.join(SCENES)}; of signals: {', '.join(SIGNALLED)}"
     parser.add_argument("--scenes", nargs="*", help=scenes)
-    parser.add_argument("--stride", type=int, help="every so manieth line (default: 1, of first compiles 10)")
-    parser.add_argument("--distinct", action="store_true", help="a line that is run many times: once, at random")
+    parser.add_argument("--stride", type=int, help="only every STRIDE-th line (default: 1; of first compiles: 10)")
+    parser.add_argument("--distinct", action="store_true", help="interrupt each line once, at a random one of its runs")
     parser.add_argument("--count", type=int, help="how many lines of first compiles, or signals (default: 400)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each scene of lines")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the most seconds for each scene of lines")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)

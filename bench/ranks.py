@@ -66,7 +66,7 @@ def make(name: str, rows: int, n: int) -> tuple[nn.Module, Tensor, Tensor, Calla
 def main() -> None:
     """Time the runs in turn, and print the times on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("network", help="empty, gpt, resnet18, resnet50 or another one of torchvision's")
+    parser.add_argument("network", help="empty, gpt, resnet18, resnet50 or any other network of torchvision's")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--schedule", default="1F1B")

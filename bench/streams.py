@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.streams", description="Look for races between streams.")
     parser.add_argument("what", nargs="?", choices=["cases", "mutants"], default="cases")
     parser.add_argument("--match", default="", help="only cases whose name has this text")
-    parser.add_argument("--verbose", action="store_true", help="say where each mistake and each wait is")
+    parser.add_argument("--verbose", action="store_true", help="print the place of each mistake and each wait")
     arguments = parser.parse_args()
     # fxsplit's warnings about these models do not matter here.
     warnings.simplefilter("ignore")

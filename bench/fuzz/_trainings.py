@@ -244,4 +244,4 @@ def load(
         train(model, optimizer)
     except Exception as error:
         return Outcome(f"{how} loaded", f"the next step raises {type(error).__name__}: {error}")
-    return Outcome(f"{how} loaded", None if same else "what was loaded is not what was saved")
+    return Outcome(f"{how} loaded", None if same else "the loaded state differs from the saved state")

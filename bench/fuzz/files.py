@@ -203,7 +203,7 @@ def run_command(arguments: list[str]) -> tuple[int, str | None]:
         try:
             json.loads(out.getvalue(), parse_constant=lambda word: 1 / 0)
         except (ValueError, ZeroDivisionError):
-            return code, "what it printed is no JSON"
+            return code, "the output is not JSON"
     return code, None
 
 

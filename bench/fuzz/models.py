@@ -219,10 +219,10 @@ def try_case(seed: int) -> Outcome:
             return Outcome(f"refused: {str(error)[:50]}")
     words = " ".join(str(w.message) for w in said if issubclass(w.category, fxsplit.FxsplitWarning))
     if case.write is not None and outcome.fault is None and "changes" not in words:
-        outcome = Outcome("silent", "nobody is warned of what forward() changes")
+        outcome = Outcome("silent", "forward() changes a value without a warning")
     silent = case.write is None and case.read is None and outcome.fault is None
     if case.define is not None and silent and ("changes" in words or "compiling again" in words):
-        outcome = Outcome("warned", f"of what forward() defines: {words}")
+        outcome = Outcome("warned", f"a definition in forward() causes a warning: {words}")
     if outcome.fault is not None:
         facts = {
             "reads": case.read,

@@ -241,7 +241,7 @@ class Oracle(Weighing):
                     f"stage {i} is said to take {stage.load_ms} ms and {stage.memory_bytes} B, not {load} and {memory}"
                 )
             if not self.fits(begin, end, split[i], memory, 1e-9):
-                return f"stage {i} does not fit, or has what is pinned elsewhere"
+                return f"stage {i} does not fit, or has nodes that are pinned to another device"
             begin = end
         return None if begin == self.full else "some nodes are in no stage"
 

@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path(".benchmarks/gpu"), help="folder of results (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=65.0, help="how long chaos goes on (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where one part writes what it finds")
-    parser.add_argument("--until", type=float, default=inf, help="when one part must be over, by time.monotonic()")
+    parser.add_argument("--json", type=Path, help="file for the findings of one part")
+    parser.add_argument("--until", type=float, default=inf, help="end of one part, by time.monotonic()")
     given = parser.parse_args(argv)
     unknown = [size for size in given.sizes if size not in SIZES]
     if unknown or (given.sizes and given.command not in SIZED):

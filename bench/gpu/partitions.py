@@ -24,7 +24,7 @@ def make_partitions(setting: Setting, count: int, multiprocessors: int) -> list[
         partitions = _by_torch(setting.device, count, multiprocessors)
         if run_apart(setting, partitions):
             return partitions
-        setting.note("partitions", made_by="torch", holds="no: they share multiprocessors, so the driver is asked")
+        setting.note("partitions", made_by="torch", holds="no: they share multiprocessors, so the driver makes them")
     except Exception as error:  # older versions of torch and of the driver fail with many types of errors
         setting.note("partitions", made_by="torch", holds=f"no: {type(error).__name__}: {str(error)[:200]}")
     partitions = _by_driver(setting.device, count, multiprocessors)

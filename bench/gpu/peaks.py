@@ -55,7 +55,7 @@ def _read_peak_bytes() -> int:
     """Return the most memory that the process has had at once since its peak was reset, in bytes."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(encoding="ascii"), re.MULTILINE)
     if found is None:
-        raise OSError(f"{STATUS} does not tell the peak")
+        raise OSError(f"{STATUS} does not state the peak")
     return 1024 * int(found[1])
 
 

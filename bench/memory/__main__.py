@@ -35,11 +35,11 @@ WAYS = ("never", "always")
 def main() -> None:
     """Print a row for each network and way to keep activations: the plan's peak over the measured peak."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
-    parser.add_argument("--networks", default=",".join(NETWORKS), help="some of them, by name")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="some of them, by name")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="only these, by name")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="only these, by name")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--kinds", action="store_true", help="print what each peak is made of, too")
-    parser.add_argument("--live", action="store_true", help="print which storages each peak consists of, too")
+    parser.add_argument("--kinds", action="store_true", help="also print the parts of each peak")
+    parser.add_argument("--live", action="store_true", help="also print the storages of each peak")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def list_kinds(pipe: Pipeline, peaks: list[Peak], said: list[float]) -> list[str
     for device, (peak, plan) in enumerate(zip(peaks, said, strict=True)):
         lines.append(
             f"  device {device}: {format_bytes(peak.held)} in {peak.action}, plan {format_bytes(plan)}; before it "
-            f"{format_bytes(peak.before)}, of which sums of gradients {format_bytes(peak.sums)}"
+            f"{format_bytes(peak.before)}, including sums of gradients {format_bytes(peak.sums)}"
         )
         for one, times in sorted(peak.storages.items(), key=lambda pair: -pair[0].size * pair[1]):
             lines.append(f"    {times} x {one.size} bytes of {one.action}: {one.maker}")

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[\d.]+(?: (?:[KMG]iB|B|ms))?")
 
 @pytest.fixture
 def small_weights_count() -> None:
-    """Keep the users' limit: pages show tiny weights, which are too small for a backward in two halves."""
+    """Keep the limit that users have: a page's weights are too small for a backward in two halves."""
 
 
 def compare_output(block: Block, printed: str) -> None:

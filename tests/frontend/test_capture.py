@@ -73,7 +73,7 @@ class Tangent(nn.Module):
 
 
 def test_derivatives_in_forward_mode_are_named_and_right_in_a_submodule() -> None:
-    """The error was torch's own, of dimensions and proxies."""
+    """The error used to be torch's own, about dimensions and proxies."""
     batch = torch.randn(4, 8)
     with pytest.raises(TraceError, match=r"Tangent takes derivatives by itself.*test_capture\.py.*into a submodule"):
         fxsplit.compile(Tangent(), 2, example_inputs=batch, n_microbatches=2, passes=FAST)

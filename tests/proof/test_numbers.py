@@ -193,7 +193,7 @@ def test_whole_numbers_compile_again() -> None:
 
 
 def test_promotion_is_that_of_python_numbers() -> None:
-    """A tensor in place of the number would change a scalar, or whole numbers, to double."""
+    """A float64 tensor in place of the number would promote scalar and integer tensors to float64."""
 
     class Promotes(nn.Module):
         def __init__(self) -> None:

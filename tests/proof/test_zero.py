@@ -25,9 +25,7 @@ def train_both(rank: int, n: int, folder: Path) -> list[Trained]:
 
 
 def train(n: int, which: str, folder: Path) -> Trained:
-    """Return the largest distance from plain AdamW's weights, and the counts of optimizer states and of local
-    weights.
-    """
+    """Return the largest distance of a weight from plain AdamW's, and how many states and weights this rank has."""
     # The import warns of torch.jit.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

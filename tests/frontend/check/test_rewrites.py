@@ -38,7 +38,7 @@ class Small(nn.Module):
 
 
 def compile_with(*passes: fxsplit.Pass, at: str = "profile", model: nn.Module | None = None, **how: Any) -> Any:
-    """A pipeline of Small with passes in front of the one named `at`."""
+    """Compile Small with some passes in front of the pass named `at`."""
     how = {"example_inputs": X, "n_microbatches": 2, "passes": DEFAULT.before(at, *passes), **how}
     return fxsplit.compile(Small() if model is None else model, 2, **how)
 

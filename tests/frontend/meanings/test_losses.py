@@ -88,7 +88,7 @@ def fill(o: Tensor, t: Tensor) -> Tensor:
 
 
 def shift(o: Tensor, t: Tensor) -> Tensor:
-    """Each token predicts the next one."""
+    """The loss of predicting the next token from each token."""
     return average(lose(o[:, :-1], t[:, 1:].contiguous()), t[:, 1:] != -100)
 
 

@@ -288,7 +288,7 @@ class ByMode(Two):
 
 
 def test_modes_that_forward_asks_for_are_followed_and_kept() -> None:
-    """`torch.is_autocast_enabled` kept the answer of the compile; `is_grad_enabled` was refused as a random draw."""
+    """`torch.is_autocast_enabled` used to keep its first value; `is_grad_enabled` was refused as a random draw."""
     model, x = ByMode(), torch.randn(8, 4)
     with fxsplit.compile(model, 2, example_inputs=x, passes=FAST, n_microbatches=2) as pipe:
         with (
