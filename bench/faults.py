@@ -335,7 +335,7 @@ def let_a_rank_leave(counts: Count, count: int, seed: int) -> None:
                 faults += [f"hung for {seconds:.1f} s: {call}"] * (seconds > CALL_S)
                 # An error that ends a program may be raised by a call, and once more as the program ends.
                 named = text.startswith("RankError") and f"rank {one['leaver']} " in text
-                # A rank may have no part in the step in which it is to leave; it then leaves after that step.
+                # A rank may take no part in the step in which it should leave, and then leaves after that step.
                 well = place == 0 and not text and one["place"] != "between"
                 faults += [f"lost: {call}: {text[:200] or 'went well'}"] * (
                     not (named or well) or (place > 1 and "its program has ended" not in text)

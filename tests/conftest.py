@@ -36,7 +36,7 @@ MANY = 100
 """How many new modules are loaded before their objects are frozen."""
 _frozen = 0
 END_S = 30.0
-"""How long a worker may live on after its pipeline, on a busy machine: it ends by itself, on its own thread."""
+"""How long a worker may outlive its pipeline, on a busy machine: it ends by itself, on its own thread."""
 
 
 def freeze_modules() -> None:

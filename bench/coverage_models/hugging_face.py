@@ -32,7 +32,7 @@ def hugging_face_config(model_class: Any, use_cache: bool = False, **settings: A
                 setattr(part, name, 0.0)
     if hasattr(config, "apply_spec_augment"):
         config.apply_spec_augment = False  # draws with numpy
-    # A cache of keys and values serves generation, and is no tensor that a pipeline could pass on.
+    # A cache of keys and values is for generation, and a pipeline could not pass it on as a tensor.
     config.use_cache = use_cache
     return config
 

@@ -1,4 +1,4 @@
-"""Put random delays around everything that streams hand over: a missing event then gives a wrong number."""
+"""Delay everything at random that streams pass to each other: a missing event then gives a wrong number."""
 
 from __future__ import annotations
 

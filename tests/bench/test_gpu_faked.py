@@ -26,7 +26,7 @@ TINY = Size(8, 2, 4, 1, 4, torch.float32)
 
 @dataclass(frozen=True)
 class Faked(Setting):
-    """A setting that is no dry run, on the CPU."""
+    """A setting for a full run, with the CPU in place of the GPU."""
 
     @property
     def name(self) -> str:

@@ -81,7 +81,7 @@ def test_the_error_has_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_submodule_that_is_whole_already_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front end that keeps failing in a submodule that should be whole would loop for ever."""
+    """A front end that keeps failing in a submodule that should be whole would loop forever."""
 
     class Stuck(Fake):
         def attempt(self, subject: Subject) -> Graph:

@@ -91,7 +91,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is private to its file: it begins with one underscore, and is no magic name."""
+    """Return whether a name is private to its file: one underscore in front, and not two around it."""
     return name.startswith("_") and not name.startswith("__")
 
 

@@ -51,7 +51,7 @@ def draw_examples(
 
 
 def ir_of(costs: Costs, *facts: object) -> IR:
-    """Return an IR whose graph has the nodes of `costs`, so that facts can be verified against it."""
+    """Return an IR with a graph of the nodes of `costs`, so that facts can be verified against it."""
     graph = fx.Graph()
     made = {i.name: graph.placeholder(i.name) for i in costs.inputs}
     for n in costs.nodes:

@@ -294,7 +294,7 @@ def _check_no_thread_is_left() -> None:
     """Raise AssertionError if a pipeline's threads outlive it, as tests/conftest.py does."""
     if _list_threads():  # a collection takes longer than most ranks
         gc.collect()
-    # A thread whose pipeline is gone ends by itself, after a while on a busy machine.
+    # A thread ends by itself once its pipeline is gone, which takes a while on a busy machine.
     for thread in _list_threads():
         thread.join(DUMP_S)
     left = [thread.name for thread in _list_threads()]

@@ -62,7 +62,7 @@ def square(o: Tensor, t: Tensor) -> Tensor:
 
 
 def average(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the losses under a mask, as it is mostly written."""
+    """The mean of the losses under a mask, in the usual form."""
     mean: Tensor = (losses * mask).sum() / mask.sum()
     return mean
 
@@ -200,7 +200,7 @@ def test_a_mean_whose_count_is_not_found_is_said_in_the_first_step(name: str) ->
 
 
 def test_nothing_counts_in_a_microbatch() -> None:
-    """A loss that is zero then is no part of the batch's; one that is a number is refused by its value."""
+    """If no entry of a microbatch counts, a loss of zero adds nothing to the batch's; any other value is refused."""
     nothing = LABELS.clone()
     nothing[:3] = -100
     for name in ("a mask", "guarded", "clamped"):

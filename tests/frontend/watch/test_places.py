@@ -121,7 +121,7 @@ def test_contents_are_read_and_written(value: Any, change: Any) -> None:
 
 
 def test_a_registry_of_a_package_may_grow() -> None:
-    """The next model of the same library registers itself somewhere, which is no reason to compile again."""
+    """The next model of the same library registers itself somewhere, but nothing must compile again for it."""
     registry = {"a": 1}
     installed = Names((), {}, {}, (), asks=False, installed=True)
     (found, *_) = list_places(registry, installed, Label("global", "REGISTRY"))

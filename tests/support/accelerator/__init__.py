@@ -5,6 +5,10 @@
         pipe.step(x.to("toy:0"), target=y.to("toy:1"))
         record.check()
 
+    operators on toys  ----> tensors.py ----> kernels.py (computes on the CPU at once) --+
+    streams and events ----> streams.py (stands in for the device's driver) -------------+--> record.py
+    autograd's engine  ----> engine.py (runs nodes on streams of streams.py)             (races, early frees)
+
 Inside of the block:
 - torch.rand(3, device="toy:1"), tensor.to("toy:1"), module.to("toy:1") and `parameter.data = ...` work as for a GPU; an
   operator with tensors on two devices raises RuntimeError.
