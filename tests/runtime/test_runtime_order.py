@@ -16,7 +16,7 @@ from tests.support.accelerator.cases import BACKWARD, MIXED, Case, Net, examine,
 from tests.support.accelerator.engine import MISMATCH, note_accumulations
 from tests.support.accelerator.kernels import watches
 from tests.support.accelerator.matrix import FEW, list_cases
-from tests.support.accelerator.mutants import list_mutants, list_survivors, mutate
+from tests.support.accelerator.mutants import NO_ORDER, list_mutants, list_survivors, mutate
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
@@ -90,6 +90,10 @@ def test_memory_that_a_copy_reads_is_reused_where_nothing_keeps_it() -> None:
         run.train()
         run.train()
         assert record.count(REUSED)
+
+
+def test_calls_that_keep_no_order_are_named_as_they_are() -> None:
+    assert NO_ORDER.keys() <= set(map(str, list_mutants()))
 
 
 @pytest.mark.long

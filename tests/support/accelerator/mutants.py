@@ -166,7 +166,7 @@ NO_ORDER = {
     "job.job.Job._run_backward: hand_over((gradient for _, gradient, _ in shares))": (
         "what autograd adds up at a leaf of two workers, and on which stream, is not made up here"
     ),
-    "backends.threads.Workers.give_up: make_caller_wait(self._devices, course.job.marks)": (
+    "backends.threads.ThreadBackend.give_up: make_caller_wait(self._devices, handle.job.marks)": (
         "it keeps the caller from memory that a stream reads which is ended early, and no case ends one"
     ),
     "stage.streams.AcceleratorStream._stay_near: token.synchronize()": "it bounds how far a worker may be ahead",
