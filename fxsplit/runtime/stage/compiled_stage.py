@@ -29,7 +29,6 @@ RowDims = Sequence[Dims | None]
 """For each input of a stage, the dimensions that follow the rows; None for a number that follows the rows."""
 MOST_KNOWN = 1000
 """The most kinds of calls that a stage remembers."""
-OTHERWISE = "for what its modules read besides tensors (TORCH_LOGS=recompiles in the environment lets torch say what)"
 MOST_TOLD = 3
 """The most compilations that a warning lists one by one."""
 
