@@ -89,11 +89,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_schedule(parser: argparse._ActionsContainer, names: Iterable[str], default: str = "") -> None:
     """Add --schedule, one of `names`; `default` says which one is taken without it (default: 1F1B)."""
-    text = f"one of {', '.join(names)}"
-    if default:
-        parser.add_argument("--schedule", type=take_text, metavar="NAME", help=f"{text} (default: {default})")
-    else:
-        parser.add_argument("--schedule", type=take_text, metavar="NAME", default="1F1B", help=text)
+    text = f"one of {', '.join(names)} (default: {default or '%(default)s'})"
+    parser.add_argument("--schedule", type=take_text, metavar="NAME", default=None if default else "1F1B", help=text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

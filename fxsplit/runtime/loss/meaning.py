@@ -26,6 +26,7 @@ from fxsplit.runtime.loss.trial import LossTrial
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals.nn.expectations import expect_averages
 from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.torch_compile.compiled_code import is_compiled
 from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_STEPS = 3
@@ -59,6 +60,7 @@ class LossMeaning:
     looks: whether to look at microbatches; otherwise `stated` is trusted. watch: makes the object that undoes side
         effects of the trial calls. find_counts: finds counts that the loss may divide by.
     side_by_side: whether other pipelines have other rows of the batch.
+    listens: whether a step records the calls of its first loss.
     count: the divisor of the loss, if it is known and not the number of rows.
     stated: the reduction that the function states itself.
     reduction: "mean" or "sum", stated or found out; None if not known yet.
@@ -86,17 +88,14 @@ class LossMeaning:
         self._calls: Heard | None = None
         self._earlier: list[Count] = []
         self._agreed: tuple[Count | CountWatch | None, str | None] | None = None
-        self._looks, self._side_by_side = looks, side_by_side
+        # A step asks for each microbatch.
+        self.listens = looks and not _is_fixed(loss_fn)
+        self._side_by_side = side_by_side
         self._heard: dict[tuple[Any, ...], tuple[Count | CountWatch | None, str | None]] = {}
         self._said = False
         self._steps = 0 if looks else MOST_STEPS
         self._differs = ""
         self._lock = threading.Lock()
-
-    @property
-    def listens(self) -> bool:
-        """Whether a step records the calls of its first loss."""
-        return self._looks and not _is_fixed(self._loss_fn)
 
     def hear(self, calls: Heard) -> bool:
         """Take the torch calls of a step's first loss, and return whether to look at its microbatch again."""
@@ -258,7 +257,7 @@ def _is_fixed(function: Callable[..., Any]) -> bool:
     while isinstance(function, partial):
         function = function.func
     of_torch = str(getattr(function, "__module__", "")).startswith("torch.") and hasattr(function, "__name__")
-    return of_torch or hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
+    return of_torch or is_compiled(function)
 
 
 def _find_share(count: Count | CountWatch | None, target: tuple[Any, ...]) -> float | None:

@@ -17,6 +17,8 @@ COMPILER = f"{TORCH}_dynamo{os.sep}convert_frame.py"
 """The file in which torch.compile starts to compile a function. Code called from there runs only once."""
 _WRAPS = "_torchdynamo_orig_callable"
 """The attribute in which a function compiled by torch.compile keeps the original function."""
+_HOLDS = "_orig_mod"
+"""The attribute in which a module compiled by torch.compile keeps the original module."""
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 """The methods that run a module."""
 
@@ -28,6 +30,11 @@ def find_original(code: CodeType) -> CodeType:
     known = getattr(utils, "orig_code_map", None)
     found = code if known is None else known.get(code, code)
     return found if isinstance(found, CodeType) else code
+
+
+def is_compiled(function: Any) -> bool:
+    """Return whether torch.compile, or torch.compiler.disable, returned this function or module."""
+    return hasattr(function, _WRAPS) or hasattr(function, _HOLDS)
 
 
 def unwrap_compiled(model: Any) -> nn.Module:
@@ -42,7 +49,7 @@ def unwrap_compiled(model: Any) -> nn.Module:
     while True:
         if isinstance(found, kind):
             _refuse_hooks(found)
-            found = found._orig_mod
+            found = getattr(found, _HOLDS)
         elif _WRAPS in getattr(found, "__dict__", ()) and not isinstance(found, nn.Module):
             found = inspect.unwrap(getattr(found, _WRAPS))
         elif (
