@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
-    """Add the options of compile(): they have its names, and are checked by it, whose errors name what there is."""
+    """Add the options of compile(), under the same names. compile() checks their values."""
     parser.add_argument("--gradient-hook", type=take_text, metavar="HOOK", help="under torchrun: what adds gradients")
     parser.add_argument(
         "--bucket-bytes",
@@ -198,7 +198,7 @@ def _take_count(text: str) -> int | str:
 
 
 def _read_devices(text: str) -> list[str]:
-    """Return the devices of --devices: so many CPU devices, or those that are named."""
+    """Return the devices that --devices states: a number of CPU devices, or devices by name."""
     if not re.fullmatch(r"-?\d{1,18}", text):
         return text.split(",")
     check_device_count(int(text))
