@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 help:
 	@echo "make demo       train ResNet-18 as a pipeline on real images"
-	@echo "make test       the tests, in two processes"
+	@echo "make test       the tests, in four processes"
 	@echo "make test-long  the tests that take long"
 	@echo "make test-newest  the tests of other libraries once more, with the newest torch and releases of them"
 	@echo "make quick      lint, types, and the tests beside what changed since the commit before the last (BASE=HEAD~1)"
@@ -29,14 +29,14 @@ demo: .venv/ready
 
 # Every test is in one of the two: sweeps and whole trainings carry the marker `long`, all else is run at every change.
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not long" --durations 25
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m "not long" --durations 25
 
 .venv/long: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev,long]'
 	touch $@
 
 test-long: .venv/long
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m long --durations 25
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m long --durations 25
 
 # An environment of its own: 6 GB, as the newest torch comes with CUDA unless an index has CPU builds.
 .newest/ready: pyproject.toml constraints.txt constraints-newest.txt
@@ -46,14 +46,14 @@ test-long: .venv/long
 	touch $@
 
 test-newest: .newest/ready
-	.newest/bin/python -m pytest --numprocesses 2 --dist worksteal -m companions --durations 10
+	.newest/bin/python -m pytest --numprocesses 4 --dist worksteal -m companions --durations 10
 
 BASE ?= HEAD~1
 quick: lint types
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not long" $$($(BIN)/python -m tests.support.rooms $(BASE))
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m "not long" $$($(BIN)/python -m tests.support.rooms $(BASE))
 
 room: .venv/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/$(ROOM)
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal tests/$(ROOM)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -30,10 +30,10 @@ def test_files() -> None:
 
 
 def test_checkpoints() -> None:
-    assert list_faults(checkpoints.try_case, range(100)) == []
+    assert list_faults(checkpoints.try_case, range(40)) == []
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 100), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.long)], ids=str)
 def test_plans(seeds: range) -> None:
     assert list_faults(planner.try_case, seeds) == []
 
@@ -42,6 +42,6 @@ def test_plans_whose_bound_was_above_the_optimum() -> None:
     assert list_faults(planner.try_case, HAD_A_BOUND_ABOVE_THE_OPTIMUM) == []
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 12), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.long)], ids=str)
 def test_models(seeds: range) -> None:
     assert list_faults(models.try_case, seeds) == []

@@ -56,7 +56,7 @@ def train(rank: int, n: int, hook: str | None, steps: int) -> tuple[float, str]:
 
 @pytest.mark.long
 def test_digits_train_to_the_same_accuracy() -> None:
-    steps = 20 * (TRAINED // BATCH)
+    steps = 12 * (TRAINED // BATCH)
     (plain, _), *_ = ranks(4, train, None, steps, limit_s=300)
     assert plain > 0.97
     for hook in ("topk{share=0.02}", "sketch{share=0.02}"):

@@ -118,7 +118,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what a process has mapped")
-@pytest.mark.parametrize("kind", [pytest.param("from a checkpoint", marks=pytest.mark.long), "with weights in memory"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["from a checkpoint", "with weights in memory"])
 def test_a_model_trains_where_memory_is_two_and_a_half_times_its_weights(kind: str, checkpoint: Path) -> None:
     """The limit is on top of memory mapped before, and covers mapped files; 1.9 times the weights is too little."""
     # Freed memory goes back at once, so that mapped memory is used memory.

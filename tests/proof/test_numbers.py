@@ -59,7 +59,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:aot_eager has compiled again:fxsplit.errors.RecompileWarning")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "compiled stages")) for n in SETTINGS]
+)
 def test_annealed_numbers_are_those_of_eager_training(name: str, captured: list[nn.Module]) -> None:
     """Each value used to cost a compile and a warning. Warnings are errors here."""
     options = dict(SETTINGS[name])

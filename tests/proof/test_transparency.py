@@ -31,7 +31,8 @@ from fxsplit.schedule.generators.catalogue import ScheduleName
 
 TOLERANCE = 1e-10
 CHAIN = "profile{repeats=1},augment,order,partition,emit"
-SIZES = {"inception_v3": 139, "vgg16": 32, "squeezenet1_0": 40, "resnet18": 40, "resnet50": 40, "unet": 32}
+SIZES = {"inception_v3": 107, "vgg16": 32, "squeezenet1_0": 40, "resnet18": 40, "resnet50": 40, "unet": 32}
+SIZES |= {"resnet101": 40, "resnext50_32x4d": 40, "resnext101_32x8d": 40}
 
 
 def cross_entropy(outputs: Any, target: Tensor) -> Tensor:

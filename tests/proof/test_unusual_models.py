@@ -40,7 +40,7 @@ class Decides(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("default_device", [None, "cpu"])
+@pytest.mark.parametrize("default_device", [None, pytest.param("cpu", marks=pytest.mark.long)])
 def test_a_branch_that_values_decide_is_never_a_constant(default_device: str | None) -> None:
     with torch.device(default_device) if default_device else nullcontext():
         check_branch()

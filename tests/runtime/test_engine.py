@@ -176,14 +176,14 @@ def mean_with_labels(outputs: Tensor, target: Tensor) -> Tensor:
     ("loop", "loss_fn", "place", "options"),
     [
         ("step", F.cross_entropy, "toy:1", {}),
-        ("step", F.cross_entropy, "toy:0", {}),
+        pytest.param("step", F.cross_entropy, "toy:0", {}, marks=pytest.mark.long),
         ("step", F.cross_entropy, "cpu", {}),
         ("step", mean_with_labels, "toy:1", {}),
         ("step", weigh_classes, "toy:1", {}),
-        ("step", F.cross_entropy, "toy:1", {"schedule": "ZB-H1"}),
-        ("step", F.cross_entropy, "toy:1", {"recompute": "always"}),
+        pytest.param("step", F.cross_entropy, "toy:1", {"schedule": "ZB-H1"}, marks=pytest.mark.long),
+        pytest.param("step", F.cross_entropy, "toy:1", {"recompute": "always"}, marks=pytest.mark.long),
         ("step", F.cross_entropy, "toy:1", {"deferred_batch_norm": True}),
-        ("call", None, "toy:1", {}),
+        pytest.param("call", None, "toy:1", {}, marks=pytest.mark.long),
         ("call", None, "toy:1", {"recompute": "always", "deferred_batch_norm": True}),
     ],
 )

@@ -196,7 +196,7 @@ def save_and_die(rank: int, world: int, folder: Path, when: str) -> None:
     fxsplit.save_checkpoint(folder, model, optimizer, step=2).wait()
 
 
-@pytest.mark.parametrize("when", ["write_tensors", "complete"])
+@pytest.mark.parametrize("when", [pytest.param("write_tensors", marks=pytest.mark.long), "complete"])
 def test_killed_while_saving_the_one_before_is_the_latest(tmp_path: Path, when: str) -> None:
     assert ranks(1, save_and_die, tmp_path, when, dying=[0]) == [-signal.SIGKILL]
     assert fxsplit.latest_checkpoint(tmp_path) == tmp_path / "step-1"

@@ -66,7 +66,7 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize(("build", "devices"), [(encoder, 4), (Attends, 2)])
+@pytest.mark.parametrize(("build", "devices"), [(encoder, 4), pytest.param(Attends, 2, marks=pytest.mark.long)])
 def test_torchs_transformers_are_cut_inside(build: Any, devices: int) -> None:
     """As one node each, they would leave four devices without a plan, and two without a gain."""
     model, x = build().double(), torch.randn(8, 5, 8, dtype=torch.float64)

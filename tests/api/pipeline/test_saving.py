@@ -174,7 +174,7 @@ WAYS = {
 }
 
 
-LONG = ("an error", "a child of a process that saves")
+LONG = ("an error", "a child", "a child of a process that saves")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS])

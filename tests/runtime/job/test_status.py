@@ -166,7 +166,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("which", "said"), [("long", "timed out"), ("late", "ClosedError")])
+@pytest.mark.parametrize(
+    ("which", "said"), [("long", "timed out"), pytest.param("late", "ClosedError", marks=pytest.mark.long)]
+)
 def test_python_ends_while_workers_run(which: str, said: str) -> None:
     """Workers that ran on while Python was taken down aborted it; a step in a late `__del__` did, or hung."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

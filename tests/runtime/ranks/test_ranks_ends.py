@@ -114,7 +114,12 @@ def make_environment() -> dict[str, str]:
     ("what", "code", "said"),
     [
         ("raise", 1, "ValueError: the data is gone"),
-        ("exit", 0, "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls"),
+        pytest.param(
+            "exit",
+            0,
+            "RankError: rank 1 of 2 has left: its program has ended, and it makes no more calls",
+            marks=pytest.mark.long,
+        ),
         ("SIGKILL", -signal.SIGKILL, "RankError: rank 1 of 2 has left: its program has ended without a message"),
         pytest.param(
             "SIGSEGV", -signal.SIGSEGV, "rank 1 of 2 has left: its program has ended without", marks=pytest.mark.long
@@ -230,6 +235,7 @@ def test_a_wrong_option_on_every_rank_has_one_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in brief and "has raised ScheduleError: unknown schedule '1f1b'" in brief.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_wrong_option_on_one_rank_has_its_traceback(tmp_path: Path) -> None:
     said = run_both(tmp_path, "rank 1")
     assert "Traceback" in said[1] and "ScheduleError: unknown schedule '1f1b'" in said[1].splitlines()[-1]
@@ -244,7 +250,9 @@ def test_an_error_that_the_program_wraps_has_one_chain(tmp_path: Path) -> None:
     assert "Traceback" not in brief and "label out of range" in last and "raised again as RuntimeError: step 0" in last
 
 
-@pytest.mark.parametrize("pressed_for", [[0, 1], [0]], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "pressed_for", [pytest.param([0, 1], marks=pytest.mark.long, id="all"), pytest.param([0], id="one")]
+)
 def test_an_interrupt_ends_every_rank(pressed_for: list[int], tmp_path: Path) -> None:
     """One rank computes, and the other waits for it inside torch."""
     programs = Programs(tmp_path, "interrupt")

@@ -47,7 +47,7 @@ def assert_unsplit(pipe: Pipeline, expected: nn.Module) -> None:
 def run_resnet50(rank: int, n: int) -> int:
     torch.manual_seed(0)
     model = torchvision_model("resnet50", num_classes=5).double()
-    images, classes = torch.randn(7, 3, 64, 64, dtype=torch.float64), torch.randint(5, (7,))
+    images, classes = torch.randn(7, 3, 32, 32, dtype=torch.float64), torch.randint(5, (7,))
     unsplit = copy.deepcopy(model)
     options = {"loss_fn": F.cross_entropy, "example_inputs": images, "n_microbatches": MICROBATCHES}
     over_ranks, over_threads = compile_both(model, n, options)

@@ -85,10 +85,10 @@ def make_none(length: int) -> None:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "causal": (lambda: Encodes(make_causal), lambda: (draw(),)),
-    "packed": (lambda: Encodes(make_none, norm=True), lambda: (draw(), pad(6, 3, 4, 2))),
     "padded at the start": (lambda: Encodes(make_none), lambda: (draw(), pad(6, -3, -4, 2))),
 }
 MORE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "packed": (lambda: Encodes(make_none, norm=True), lambda: (draw(), pad(6, 3, 4, 2))),
     "translation": (Translates, lambda: (draw(), draw(), pad(6, 3, 4, 2))),
     "decoder": (Decodes, lambda: (draw(), draw(), make_causal(LENGTH))),
     "sequence first": (lambda: Encodes(make_causal, batch_first=False), lambda: (draw().transpose(0, 1),)),
