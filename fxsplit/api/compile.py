@@ -13,8 +13,10 @@ from torch import nn
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
 from fxsplit.api.compiler.compile_group import GradientHook, make_compile_group
+from fxsplit.api.compiler.compiled import get_mode
 from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.compiler.devices import Devices, read_devices
+from fxsplit.api.compiler.microbatch_count import AUTO
 from fxsplit.api.compiler.options import CompileOptions, load_costs
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.errors import InputError
@@ -157,7 +159,10 @@ def recompile_like(
     compress: str | None = None,
     gradient_hook: GradientHook | None = None,
 ) -> Pipeline:
-    """Return another model as a pipeline with the same options, for a comparison. It measures its own costs.
+    """Return a copy of the model, perhaps in other dtypes, as a pipeline with the same options, for a comparison.
+
+    The costs of `pipe` hold for the copy as well, so both have one plan. If `pipe` has none yet, or the copy has
+    another graph, the copy's costs are measured.
 
     Values between stages are not compressed unless `compress` says so, and gradients are added exactly over ranks
     unless `gradient_hook` says otherwise.
@@ -171,11 +176,17 @@ def recompile_like(
     # Deferred statistics are those of the whole batch, but the unsplit model runs microbatch by microbatch.
     kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm))
     chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))
+    made = pipe.compiler.get_compiled(get_mode(model))
+    costs = None if made is None else made.costs
+    # A search over numbers of microbatches measures each of them, and costs of inference have no backwards.
+    if costs is not None and (options.n_microbatches == AUTO or costs.inference):
+        costs = None
     options = replace(
         options,
         chain=chain,
         loss_fn=loss_fn,
-        costs=None,
+        costs=costs,
+        costs_by_name=costs is not None,
         observed=False,
         deferred_batch_norm=False,
         inference=False,

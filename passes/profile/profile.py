@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,12 +99,15 @@ class Profile:
                 calls[node.name] = TimedCall(call, args, kwargs)
 
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
+        observed = [*_list_observed(ir, effects, signatures)]
+        if known is not None and known.costs.inference is not trains and known.covers(observed):
+            return ir.learn(known.costs, effects)
         # A backward's allocations depend on the memory order in which its gradient arrives.
         signatures = {name: key + _describe_gradient(effects.nodes[name]) for name, key in signatures.items()}
         # Earlier measurements apply by signature, whichever node was measured.
         times = dict(known.times) if known else {}
         complete = known is not None and known.complete
-        chosen = known.find_chosen(_list_observed(ir, effects, signatures)) if known and complete else {}
+        chosen = known.find_chosen(observed) if known and complete else {}
         times |= {signatures[name]: times[cost.signature] for name, cost in chosen.items() if name in signatures}
         # Iterate in reverse, to keep the first node of each signature.
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
@@ -112,16 +115,7 @@ class Profile:
         if known is not None:
             _check_known(known, first, device.type, trains=trains)
         if first:
-            if one_by_one:
-                once = {name: _tell_effects(calls[name], effects.nodes[name]) for name in first.values()}
-                alone = partial(time_alone, once, device, self.repeats, trains=trains)
-                measured = _measure(ir.gm, machine, len(once), alone, trains=trains)
-            else:
-                names = set(first.values())
-                seen, inputs = effects.nodes, example.tensors
-                steps = partial(time_nodes, ir.gm, seen, names, inputs, device, self.repeats, trains=trains)
-                turns = len(list_turns(self.repeats, trains=trains))
-                measured = _measure(ir.gm, machine, turns, steps, trains=trains)
+            measured = self._time(ir, effects, first.values(), calls if one_by_one else None, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
         # If nothing is measured, the figures come from the accelerator of the known costs.
         found = known.costs.environment if known and not first else accelerators.describe(device)
@@ -135,6 +129,20 @@ class Profile:
             weighed = weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text)
             costs = replace(costs, loss=weighed)
         return ir.learn(costs if trains else keep_forwards(costs), effects)
+
+    def _time(
+        self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool
+    ) -> NodeTimes:
+        """Return the times of nodes, measured in steps of the whole graph, or each by itself with the `calls` given."""
+        machine = ir[Machine]
+        device = machine.torch_devices()[0]
+        if calls is not None:
+            once = {name: _tell_effects(calls[name], effects.nodes[name]) for name in names}
+            alone = partial(time_alone, once, device, self.repeats, trains=trains)
+            return _measure(ir.gm, machine, len(once), alone, trains=trains)
+        inputs = ir[Example].tensors
+        steps = partial(time_nodes, ir.gm, effects.nodes, set(names), inputs, device, self.repeats, trains=trains)
+        return _measure(ir.gm, machine, len(list_turns(self.repeats, trains=trains)), steps, trains=trains)
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:

@@ -121,7 +121,8 @@ def list_facts(
     if known is not None:
         # The user's own profile must cover the model. A profile from a search or from the other mode serves for equal
         # operators, and the rest is measured.
-        facts.append(KnownCosts(known, complete=known is options.costs))
+        complete = known is options.costs and not options.costs_by_name
+        facts.append(KnownCosts(known, complete, by_name=options.costs_by_name))
     return facts
 
 

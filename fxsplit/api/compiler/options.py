@@ -77,6 +77,8 @@ class CompileOptions:
     dump: str | os.PathLike[str] | None = None
     # Not an argument of compile(). False for a pipeline that verify() compiles: it is neither dumped nor printed.
     observed: bool = True
+    # Not an argument either: whether `costs` are of the model that this one is a copy of, in other dtypes.
+    costs_by_name: bool = False
     # Not an argument either: whether one compile serves all lengths that an exported graph has symbols for.
     lengths_open: bool = False
     # Not an argument either: whether other pipelines have other rows of the batch, as over a mesh of two dimensions.

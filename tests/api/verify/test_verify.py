@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit
+from fxsplit.api.compile import recompile_like
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import CallError, InputError
+from fxsplit.passes.profile import profile
 from tests.support.models import FAST
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
@@ -68,6 +70,42 @@ def test_verify_looks_at_the_model_that_it_is_given() -> None:
 
 def rows(count: int = 8) -> Tensor:
     return torch.randn(count, 4)
+
+
+def test_the_plan_of_the_pipeline_is_proven_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy in float64 used to be measured, and could get another plan."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 8))
+    measured, plans = [], []
+    measure = profile._measure
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        measured.append(args)
+        return measure(*args, **kwargs)
+
+    def keep(*args: Any) -> Any:
+        made = recompile_like(*args)
+        plans.append(made)
+        return made
+
+    monkeypatch.setattr(profile, "_measure", note)
+    monkeypatch.setattr("fxsplit.api.verify.verify.recompile_like", keep)
+    costs = fxsplit.profile(model, rows(4), repeats=1)
+    # The last layer takes as long as all others.
+    uneven = replace(
+        costs,
+        nodes=tuple(
+            replace(n, forward_ms=1.0 + 4 * (n.name == "_5"), backward_ms=0.0, weight_ms=0.0) for n in costs.nodes
+        ),
+    )
+    measured.clear()
+    with fxsplit.compile(model, 2, example_inputs=rows(), costs=uneven, **OPTIONS) as pipe:
+        assert [stage.nodes for stage in pipe.plan.stages] == [("_0", "_1", "_2", "_3", "_4"), ("_5",)]
+        assert fxsplit.verify(pipe, rows()).equal
+        assert not measured and [made.plan.stages for made in plans] == [pipe.plan.stages]
+    # A profile of inference has no backwards.
+    with fxsplit.compile(model, 2, example_inputs=rows(), inference=True, **OPTIONS) as pipe:
+        measured.clear()
+        assert fxsplit.verify(pipe, rows()).equal and measured
 
 
 @pytest.mark.filterwarnings("ignore:submodule .* is one node and takes")

@@ -53,11 +53,13 @@ def _drop_sizes(signature: str) -> str:
 class KnownCosts(GivenFact):
     """Costs measured earlier, which `profile` uses by operator signature.
 
-    With `complete` it measures no operator itself.
+    With `complete` it measures no operator itself. With `by_name` the model is a copy, in other dtypes, of the model
+    that the costs are of: if it has the same nodes, the costs hold for it as they are.
     """
 
     costs: Costs
     complete: bool
+    by_name: bool = False
 
     made_by: ClassVar[str] = "compile(costs=)"
 
@@ -81,6 +83,11 @@ class KnownCosts(GivenFact):
             )
             for n in self.costs.nodes
         }
+
+    def covers(self, nodes: Iterable[Observed]) -> bool:
+        """Return whether the costs hold by name, and are of exactly these nodes with these inputs."""
+        found = {name: tuple(inputs) for name, inputs, _, _ in nodes} if self.by_name else None
+        return found == {node.name: node.inputs for node in self.costs.nodes}
 
     def find_chosen(self, nodes: Iterable[Observed]) -> dict[str, NodeCost]:
         """Return the known costs of nodes whose sizes depend on values and have changed, by the names of the nodes.
