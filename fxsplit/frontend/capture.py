@@ -134,7 +134,7 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     """Return the checked graph of a subject; warn of Python values that each call changes, but a pipeline does not."""
     with torch.set_grad_enabled(grad_enabled), phase(f"watching the changes that forward() of {subject.name} makes"):
         changes = list_changes(subject, watch)
-    subject = replace(subject, asks_for_gradients=watch.asks_for_gradients())
+    subject = replace(subject, asks_for_gradients=watch.asks_for_gradients(), changes=bool(changes))
     try:
         # Around all attempts: a check runs the model as well.
         with (

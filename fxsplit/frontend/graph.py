@@ -5,6 +5,7 @@ Also functions that read such a graph: the origin of a node, the fetched attribu
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +46,12 @@ class FrontEnd(Protocol):
 
         The error names the innermost submodule that the front end cannot follow, if there is one.
         """
+
+
+def is_inside(path: str, whole: Set[str]) -> bool:
+    """Return whether a submodule, given by its path, stays whole or lies inside a module that does."""
+    # A deep model has thousands of both, so each path is looked up, and not compared with every whole one.
+    return path in whole or any(path[:end] in whole for end, letter in enumerate(path) if letter == ".")
 
 
 def find_submodule(node: fx.Node) -> str | None:

@@ -39,6 +39,7 @@ class Subject:
     - `numbers`: Python numbers that become inputs of the graph if forward() only does arithmetic with them
     - `outputs`: earlier outputs of the model on fake tensors, by number of rows: another run would return the same
     - `made_up`: the weights have made-up values in place of their own; it is then not `from_shapes`
+    - `changes`: each call of the model changes a Python value that other code may read
     - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
     """
 
@@ -53,6 +54,7 @@ class Subject:
     outputs: dict[int, Any] = field(default_factory=dict)
     divided: tuple[int, ...] = ()
     made_up: bool = False
+    changes: bool = False
     empty_caches: Callable[[], None] = lambda: None
 
     @property
@@ -100,7 +102,9 @@ class Subject:
         given = self.take_rows(rows)
         ready = make_up_weights(modules, given) if self.made_up else make_runnable(modules, given, self.from_shapes)
         with ready as (here, tensors):
-            yield Runnable(self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.outputs)
+            yield Runnable(
+                self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.changes, self.outputs
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +113,7 @@ class Runnable:
 
     `name` is the name of the model's class, for messages, and `rows` the number of rows in the tensors. Model, graph
     and tensors are the subject's own, or copies in host memory if the weights are on several devices, or they hold fake
-    tensors. `outputs` are the subject's.
+    tensors. The other fields are the subject's.
     """
 
     name: str
@@ -118,6 +122,7 @@ class Runnable:
     tensors: list[Tensor]
     rows: int
     asks_for_gradients: bool = False
+    changes: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property

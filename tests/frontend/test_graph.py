@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.graph import same_graph
+from fxsplit.frontend.graph import is_inside, same_graph
 from tests.frontend.subjects import Scale, trace
 
 
@@ -44,3 +46,10 @@ def test_constants_may_be_copies_and_must_be_equal() -> None:
     assert same_graph(trace(one), trace(copy.deepcopy(one)))
     for other in (torch.arange(4.0) + 1, torch.arange(4), torch.arange(4.0)[None], torch.arange(4.0, device="meta")):
         assert not same_graph(trace(one), trace(Shifts(other)))
+
+
+@pytest.mark.parametrize("home", ["", "a", "a.b", "a.b.c", "ab", "ab.c", "b", "b.a"])
+def test_a_module_inside_of_one_that_stays_whole(home: str) -> None:
+    paths = ("", "a", "a.b", "a.b.c", "b.a", "c")
+    for whole in (set(chosen) for count in range(4) for chosen in itertools.combinations(paths, count)):
+        assert is_inside(home, whole) == any(home == path or home.startswith(f"{path}.") for path in whole)

@@ -55,7 +55,7 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
 
     `by_code`: run the graph as its code, and node by node if the code fails.
     """
-    named = {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
+    named = find_parameters(here)
     hooked: list[Tensor] = []
     if here.asks_for_gradients and not torch.is_grad_enabled():
         return GradientComparison()  # with gradients enabled the model would have another graph
@@ -72,7 +72,7 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
                 found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
         if found is None:  # a gradient that nobody needs now, and that the graph lacks, is no reason to refuse it
             continue
-        _compare_gradients(here, [*trained, *(f"argument {s.name}" for s in here.inputs.specs)], wanted, found)
+        compare_gradients(here, list(trained), wanted, found)
         return GradientComparison(bool(hooked), ran)
     return GradientComparison()
 
@@ -100,8 +100,17 @@ def _compute_of_graph(
         ) from error
 
 
-def _compare_gradients(here: Runnable, names: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
-    """Raise TraceError for the first gradient of the graph (`found`) that differs from the model's (`wanted`)."""
+def find_parameters(here: Runnable) -> dict[str, Tensor]:
+    """Return the parameters that may get gradients, by name."""
+    return {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
+
+
+def compare_gradients(here: Runnable, parameters: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
+    """Raise TraceError for the first gradient of the graph (`found`) that differs from the model's (`wanted`).
+
+    Both are in the order of `Gradients`; `parameters` are their names.
+    """
+    names = [*parameters, *(f"argument {spec.name}" for spec in here.inputs.specs)]
     # Fake tensors have no values to compare: a gradient exists or not.
     if not all(has_values(g) for g in wanted if g is not None):
         lost = (name for name, a, b in zip(names, wanted, found, strict=False) if a is not None and b is None)
@@ -134,7 +143,7 @@ def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Seque
 
     If the records prove nothing, as with a backward written in Python, the gradients have to be computed.
     """
-    parameters = [p for p in here.model.parameters() if p.is_floating_point()]
+    parameters = find_parameters(here).values()
     reached = []
     for made, given in zip(outputs, leaves, strict=True):
         roots = [o for o in pytree.tree_leaves(made) if _is_trained(o)]
@@ -154,7 +163,7 @@ def make_leaves(here: Runnable, *, of_inputs: bool) -> list[Tensor]:
 @contextmanager
 def require_gradients(here: Runnable) -> Iterator[None]:
     """Let all floating parameters of the model require gradients inside the block."""
-    with _thaw([p for p in here.model.parameters() if p.is_floating_point()]):
+    with _thaw([*find_parameters(here).values()]):
         yield
 
 
@@ -184,16 +193,24 @@ def _compute_gradients(
         leaves = make_leaves(here, of_inputs=of_inputs)
         try:
             # A clone of each leaf: forward() may write to its arguments in place, and autograd forbids that on a leaf.
-            outputs = [o for o in pytree.tree_leaves(run(*(leaf.clone() for leaf in leaves))) if _is_trained(o)]
-            if not outputs:
-                return None if or_none else [None] * (len(parameters) + len(leaves))
-            # With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero.
-            ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
-            found = iter(torch.autograd.grad(sum(o.square().sum() for o in outputs), ends, allow_unused=True))
+            outputs = run(*(leaf.clone() for leaf in leaves))
+            if or_none and not any(map(_is_trained, pytree.tree_leaves(outputs))):
+                return None
+            return differentiate(outputs, parameters, leaves)
         except (RuntimeError, TraceError):
             if or_none:
                 return None
             raise
+
+
+def differentiate(outputs: Any, parameters: Sequence[Tensor], leaves: Sequence[Tensor]) -> Gradients:
+    """Return the gradients of the sum of squares of all outputs, with respect to parameters and inputs."""
+    trained = [o for o in pytree.tree_leaves(outputs) if _is_trained(o)]
+    if not trained:
+        return [None] * (len(parameters) + len(leaves))
+    # With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero.
+    ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
+    found = iter(torch.autograd.grad(sum(o.square().sum() for o in trained), ends, allow_unused=True))
     return [*(next(found) for _ in parameters), *(next(found) if leaf.requires_grad else None for leaf in leaves)]
 
 

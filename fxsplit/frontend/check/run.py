@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.graph import find_line, find_submodule
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fake.runnable import make_runnable
+from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, preserve
 
 
@@ -44,6 +48,17 @@ class Runner(Interpreter):
         if n.name in self._noted:
             self._noted[n.name].meta["fxsplit_shape"] = describe(value)
         return value
+
+
+def run_nodes(here: Runnable, noted: fx.GraphModule) -> None:
+    """Run the graph node by node, and note the shapes of its values in `noted`. Raises TraceError as `Runner` does."""
+    weights = (*here.modules.parameters(), *here.modules.buffers())
+    if has_values(here.tensors[0]) and all(w.layout is torch.strided for w in weights):
+        # Shapes are enough, and no kernel runs. Some operators only run on values, and no fake tensor is sparse.
+        with suppress(Exception), make_runnable(here.modules, here.tensors, from_shapes=True) as (_, fakes):
+            return run_nodes(replace(here, tensors=fakes), noted)
+    with torch.no_grad(), preserve(here.modules):
+        Runner(here.graph, noted).run(*here.clone_tensors())
 
 
 def run_code(here: Runnable) -> None:

@@ -3,19 +3,21 @@
 Model and graph run on the same rows. The graph must return the same values, write the same values to buffers and
 arguments, and have the same gradients. Both runs leave the model unchanged.
 
-With real values, both run without gradients, since kernels may differ then, and once more with gradients. Fake tensors
-only have shapes: one run of each gives them, and autograd's records of this run show which gradients exist.
+One run of each gives all of them: the gradients of parameters and inputs are taken from the run that makes the outputs.
+Fake tensors only have shapes, and autograd's records of the run show which gradients exist. If anything is in the way,
+model and graph run again: first without gradients, and then with them. These runs name the fault, or find none: a model
+may run only without gradients, and gradients that nobody needs may be missing.
 
-A graph runs in two ways: node by node, so that errors name the node, and as the code that stages run. If there are two
-runs to compare with the model, one is by nodes and one by code.
+A graph runs in two ways: node by node, so that errors name the node, and as the code that stages run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -24,13 +26,17 @@ from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.frontend.check.gradients import (
     TOLERANCE,
     GradientComparison,
+    Gradients,
     check_gradients,
     check_paths,
+    compare_gradients,
+    differentiate,
+    find_parameters,
     make_leaves,
     require_gradients,
 )
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
-from fxsplit.frontend.check.run import Runner, describe, run_code
+from fxsplit.frontend.check.run import Runner, describe, run_code, run_nodes
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments
 from fxsplit.frontend.stop_point import find_stopped
@@ -96,9 +102,11 @@ def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
     """
-    if not has_values(here.tensors[0]) and not here.asks_for_gradients:
+    # A graph may equal the first call of a model that changes from call to call, but not the second one.
+    repeats = has_values(here.tensors[0]) and here.changes
+    if not here.asks_for_gradients and not repeats:
         # Any fault is found again, and named, by the separate runs.
-        with suppress(Exception):
+        with suppress(Exception), refuse_assignments(here.model):
             return _compare_runs(here, gm, by, at_once=True)
     return _compare_runs(here, gm, by, at_once=False)
 
@@ -108,54 +116,100 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
 
     `at_once`: take the gradients from the same runs.
     """
+    parameters = find_parameters(here)
     # Inputs for each side, since forward() may write to its arguments.
     leaves = [make_leaves(here, of_inputs=at_once) for _ in range(2)]
     given, copies = ([leaf.clone() for leaf in each] for each in leaves)
     versions = [t._version for t in copies]
-    hooked: list[Tensor] = []
     # If the model looks at the grad mode, its graph is for the caller's mode.
     records = at_once or (here.asks_for_gradients and torch.is_grad_enabled())
+    derives = at_once and has_values(here.tensors[0])
+    trained = [*parameters.values()] if derives else None
+    by_code = by == "code" or (by == "both" and derives)
     with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
-        returned, buffers, rewritten = _run_model(here, given)
-        # Both must start from the same buffers: _run_model has restored them.
-        before = Snapshot(here.modules.buffers())
-        with preserve(here.modules), watch_hooks(hooked.append):
-            # A graph returns fx's own containers, and their structure is not that of plain ones.
-            run = here.graph.forward if by == "code" else Runner(here.graph, noted=gm).run
-            got = rebuild(run(*copies), lambda leaf: leaf)
-            for (name, buffer), value in zip(here.model.named_buffers(), buffers, strict=True):
-                _compare_values(here, f"buffer {name!r}", value, buffer)
-            # By memory, since a write may go through a view, or through another name of a buffer.
-            changed = {get_storage_id(t) for t in before.changed()}
-            saved = _find_saved_buffers(here, changed)
-            written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
-        expected, dropped = drop_foreign_fields(returned)
+        ran = _run_model(here, given, partial(_derive, trained, leaves[0]))
+        run = here.graph.forward if by_code else Runner(here.graph, gm).run
+        graph = _run_graph(here, run, copies, partial(_derive, trained, leaves[1]))
+        for (name, _), value, found in zip(here.model.named_buffers(), ran.buffers, graph.buffers, strict=True):
+            _compare_values(here, f"buffer {name!r}", value, found)
+        expected, dropped = drop_foreign_fields(ran.outputs)
         # Differences in values come first, since they explain differences in gradients.
-        wanted = _compare_outputs(here, expected, got)
+        wanted = _compare_outputs(here, expected, graph.outputs)
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
             _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
-        proven = at_once and check_paths(here, (expected, got), leaves)
-    compared = (
-        GradientComparison(bool(hooked), by_code=by == "code")
-        if proven
-        else check_gradients(here, by_code=by != "nodes")
-    )
-    if by == "both" and not compared.by_code:
+        if ran.gradients is not None and graph.gradients is not None:
+            compare_gradients(here, list(parameters), ran.gradients, graph.gradients)
+        proven = at_once and (ran.gradients is not None or check_paths(here, (expected, graph.outputs), leaves))
+    compared = GradientComparison(graph.hooked, by_code) if proven else check_gradients(here, by_code=by != "nodes")
+    if by == "both" and by_code:
+        run_nodes(here, gm)
+    elif by == "both" and not compared.by_code:
         run_code(here)
     refuse_objects(here, wanted)
-    unpack_output(gm, got)
-    containers = _find_own_containers(here, expected, got)
-    here.note_outputs(returned)
-    _warn_of_output(here, rewritten, dropped)
-    # A pass keeps the statistics of batch norms in order; nothing does so for other buffers.
-    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    unpack_output(gm, graph.outputs)
+    containers = _find_own_containers(here, expected, graph.outputs)
+    here.note_outputs(ran.outputs)
+    _warn_of_output(here, ran.rewritten, dropped)
     return CallEffects(
         writes_inputs=[t._version for t in copies] != versions,
-        written_buffers={path: b for path, b in written.items() if id(b) not in statistics},
-        saved_buffers=saved,
+        written_buffers=graph.written,
+        saved_buffers=graph.saved,
         sets_hooks=compared.sets_hooks,
         containers=containers,
     )
+
+
+class _RunOfModel(NamedTuple):
+    """The model's outputs, the values that it leaves in its buffers, the arguments it changes, and its gradients."""
+
+    outputs: Any
+    buffers: list[Tensor]
+    rewritten: list[str]
+    gradients: Gradients | None
+
+
+class _RunOfGraph(NamedTuple):
+    """The graph's outputs in plain containers, its gradients, and the values that it leaves in the model's buffers.
+
+    - `hooked`: it puts hooks on activations
+    - `written`: the buffers that it has written to, by path, besides those of batch norms
+    - `saved`: the paths of those that something may save for backward
+    """
+
+    outputs: Any
+    gradients: Gradients | None
+    buffers: list[Tensor]
+    hooked: bool
+    written: dict[str, Tensor]
+    saved: tuple[str, ...]
+
+
+def _derive(parameters: Sequence[Tensor] | None, leaves: Sequence[Tensor], outputs: Any) -> Gradients | None:
+    """Return the gradients of outputs; None without `parameters`, if they are not to be taken from this run."""
+    return None if parameters is None else differentiate(outputs, parameters, leaves)
+
+
+def _run_graph(
+    here: Runnable, run: Callable[..., Any], tensors: Sequence[Tensor], derive: Callable[[Any], Gradients | None]
+) -> _RunOfGraph:
+    """Run the graph by `run`, and take gradients of its outputs; the model's buffers are restored."""
+    hooked: list[Tensor] = []
+    # The run of the model has restored its buffers, so both start from the same values.
+    before = Snapshot(here.modules.buffers())
+    with preserve(here.modules), watch_hooks(hooked.append):
+        # A graph returns fx's own containers, and their structure is not that of plain ones.
+        outputs = rebuild(run(*tensors), lambda leaf: leaf)
+        # Inside of the block, since its end restores buffers that a backward reads.
+        gradients = derive(outputs)
+        buffers = [b.clone() for b in here.model.buffers()]
+        # By memory, since a write may go through a view, or through another name of a buffer.
+        changed = {get_storage_id(t) for t in before.changed()}
+        saved = _find_saved_buffers(here, changed)
+        written = {path: b for path, b in here.model.named_buffers() if get_storage_id(b) in changed}
+    # A pass keeps the statistics of batch norms in order; nothing does so for other buffers.
+    statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}
+    written = {path: b for path, b in written.items() if id(b) not in statistics}
+    return _RunOfGraph(outputs, gradients, buffers, bool(hooked), written, saved)
 
 
 def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[str]) -> None:
@@ -172,8 +226,8 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
         )
 
 
-def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[str]]:
-    """Return the model's outputs for `tensors`, the values that it leaves in its buffers, and the arguments it changes.
+def _run_model(here: Runnable, tensors: Sequence[Tensor], derive: Callable[[Any], Gradients | None]) -> _RunOfModel:
+    """Run the model on `tensors`, and take gradients of its outputs.
 
     The buffers are restored. Raises TraceError, with the parameter's name, if forward() has written to a parameter, and
     InputError for a buffer that it has resized.
@@ -184,6 +238,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
         try:
             call = here.inputs.make_call(tensors)
             returned = here.run_call(call)
+            gradients = derive(returned)
         except Exception as error:
             if not torch.is_grad_enabled() and is_refusal_to_differentiate(error):
                 raise TraceError(TAKES_GRADIENTS.format(here.name)) from error
@@ -198,7 +253,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor]) -> tuple[Any, list[Ten
             f"forward() of {here.name} writes to parameter {written[0]!r}, which a training step must not: write to it "
             "outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
         )
-    return returned, buffers, here.inputs.find_rewritten(call, tensors)
+    return _RunOfModel(returned, buffers, here.inputs.find_rewritten(call, tensors), gradients)
 
 
 def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> None:

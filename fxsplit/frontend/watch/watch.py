@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit.frontend.graph import Graph, list_fetched
+from fxsplit.frontend.graph import Graph, is_inside, list_fetched
 from fxsplit.frontend.restore.asides import begin_aside, keep_notes
 from fxsplit.frontend.restore.items import Stays, merge_items, put_items_back
 from fxsplit.frontend.restore.owners import (
@@ -302,7 +302,7 @@ class Watch:
         whole = {str(node.target) for node in gm.graph.find_nodes(op="call_module")}
         called = {getattr(n.target, "__code__", None) for n in gm.graph.nodes if n.op == "call_function"}
         every = {home for seen in self._seen.values() for home in seen.homes}
-        inside = {home for home in every if _is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
+        inside = {home for home in every if is_inside(home.path, whole) or not called.isdisjoint(home.codes)}
         # A library can handle its own changes, such as a cache.
         own = ((key, seen) for key, seen in self._seen.items() if not (seen.library and seen.changed))
         found = [(key, seen) for key, seen in own if seen.loaded and not seen.homes <= inside]
@@ -472,7 +472,7 @@ class Watch:
     def _visit(self, value: Any, label: Label, own: _Frame) -> None:
         """Record the places of an object under the names of the code that holds it."""
         key = (id(value), own.names, (own.home, label.library))
-        if key in self._looked or is_plain(value):
+        if key in self._looked or is_plain(value) or self._is_aside(value):
             return
         self._looked.add(key)
         if is_a(value, CACHED):
@@ -490,6 +490,10 @@ class Watch:
                 self._take(found, own)
         if end is not None:
             end()
+
+    def _is_aside(self, value: Any) -> bool:
+        """Return whether a value is a function whose changes do not belong to the call, as a collector's callback."""
+        return is_a(value, FunctionType) and self._codes.get(value.__code__) is True
 
     def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
         """Return the function that ends an aside, if a module will be asked for names that it lacks."""
@@ -592,9 +596,3 @@ def _read_flag(module: nn.Module, name: str) -> bool | None:
     """Return whether a weight of a module requires a gradient; None if there is no weight."""
     weight = module._parameters.get(name, module._buffers.get(name))
     return None if weight is None else weight.requires_grad
-
-
-def _is_inside(home: str, whole: Set[str]) -> bool:
-    """Return whether a submodule, given by its path, stays whole or lies inside a module that does."""
-    # A deep model has thousands of both, so each path is looked up, and not compared with every whole one.
-    return home in whole or any(home[:end] in whole for end, letter in enumerate(home) if letter == ".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -236,3 +237,44 @@ def test_another_class_of_a_module_is_another_model(inner: bool) -> None:
         part.__class__ = Doubled
         torch.testing.assert_close(pipe(x), model(x))
         torch.testing.assert_close(pipe(x), 2 * before)
+
+
+LOG = io.BytesIO()
+"""The rows of each run on values, a byte for each run. A list would get its items back after the runs of a compile."""
+
+
+def note_rows(x: Tensor) -> Tensor:
+    """Note the rows of a run on values; a graph has one node for it."""
+    if type(x) is Tensor and x.device.type == "cpu":
+        LOG.write(bytes([len(x)]))
+    return torch.relu(x)
+
+
+torch.fx.wrap("note_rows")
+
+
+def take_rows() -> list[int]:
+    """Return the noted rows, and forget them."""
+    found = sorted(LOG.getvalue())
+    LOG.seek(0)
+    LOG.truncate()
+    return found
+
+
+class Noted(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(note_rows(x))
+
+
+def test_what_is_run_twice_is_run_once() -> None:
+    """A compile with known costs ran the model 9 times, over 36 rows, and verify 42 times, over 200 rows."""
+    x = torch.randn(8, 8)
+    options: dict[str, Any] = {"passes": FAST, "n_microbatches": 2}
+    with fxsplit.compile(Noted(), 2, example_inputs=x, **options) as pipe:
+        take_rows()
+        fxsplit.compile(Noted(), 2, example_inputs=x, costs=pipe.costs, **options).close()
+        # The model watched, and compared with its graph; three sizes to join; the graph observed.
+        assert take_rows() == [2, 4, 4, 4, 4, 4, 6]
+        assert fxsplit.verify(pipe, x).equal
+        ran = take_rows()
+        assert len(ran) <= 31 and sum(ran) <= 156

@@ -92,7 +92,10 @@ def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one
         other = recompile_like(pipe, Mlp().double(), loss)
         mine, its = pipe.compiler.options, other.compiler.options
         assert (its.recompute, its.n_microbatches, its.chain, its.machine) == ("always", 4, mine.chain, mine.machine)
-        assert its.loss_fn is loss and its.costs is None and not its.deferred_batch_norm
+        assert its.loss_fn is loss and not its.deferred_batch_norm
+        assert its.costs is pipe.costs and its.costs_by_name, "both get one plan"
+    with fxsplit.compile(Mlp(), 2, example_inputs=x, passes=FAST, inference=True) as pipe:
+        assert recompile_like(pipe, Mlp(), loss).compiler.options.costs is None, "they have no backwards"
     pipedream = fxsplit.compile(Mlp(), 2, schedule="PipeDream")
     with pytest.raises(InputError, match="PipeDream does not train as"):
         recompile_like(pipedream, Mlp(), loss)

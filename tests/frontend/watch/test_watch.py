@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import itertools
 import os
 import types
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import InputError
-from fxsplit.frontend.watch.watch import _is_inside
 from tests.support.models import FAST, Two
 
 RATE = 1.0
@@ -366,10 +364,3 @@ def test_torchs_own_modules_read_what_they_keep() -> None:
         with pytest.warns(fxsplit.FxsplitWarning, match=r"'norm.eps' of the model changed from 1e-05 to 0.5"):
             found = pipe(x)
         torch.testing.assert_close(found, model(x))
-
-
-@pytest.mark.parametrize("home", ["", "a", "a.b", "a.b.c", "ab", "ab.c", "b", "b.a"])
-def test_a_module_inside_of_one_that_stays_whole(home: str) -> None:
-    paths = ("", "a", "a.b", "a.b.c", "b.a", "c")
-    for whole in (set(chosen) for count in range(4) for chosen in itertools.combinations(paths, count)):
-        assert _is_inside(home, whole) == any(home == path or home.startswith(f"{path}.") for path in whole)
