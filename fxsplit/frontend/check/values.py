@@ -172,8 +172,8 @@ class _RunOfGraph(NamedTuple):
     """The graph's outputs in plain containers, its gradients, and the values that it leaves in the model's buffers.
 
     - `hooked`: it puts hooks on activations
-    - `written`: the buffers that it has written to, by path, besides those of batch norms
-    - `saved`: the paths of those that something may save for backward
+    - `written`: the buffers that it has written to, by path, without the statistics of batch norms
+    - `saved`: the paths of written buffers that something may save for backward
     """
 
     outputs: Any
