@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import replace
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.graph import find_line, find_submodule
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
-from fxsplit.torch_internals.fake.runnable import make_runnable
-from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, preserve
 
 
@@ -50,15 +48,32 @@ class Runner(Interpreter):
         return value
 
 
-def run_nodes(here: Runnable, noted: fx.GraphModule) -> None:
-    """Run the graph node by node, and note the shapes of its values in `noted`. Raises TraceError as `Runner` does."""
-    weights = (*here.modules.parameters(), *here.modules.buffers())
-    if has_values(here.tensors[0]) and all(w.layout is torch.strided for w in weights):
-        # Shapes are enough, and no kernel runs. Some operators only run on values, and no fake tensor is sparse.
-        with suppress(Exception), make_runnable(here.modules, here.tensors, from_shapes=True) as (_, fakes):
-            return run_nodes(replace(here, tensors=fakes), noted)
-    with torch.no_grad(), preserve(here.modules):
-        Runner(here.graph, noted).run(*here.clone_tensors())
+def make_noting(gm: fx.GraphModule, noted: fx.GraphModule) -> Callable[..., Any]:
+    """Return the code of a graph as a function that also notes the shapes of all values in the nodes of `noted`."""
+    named = {n.name: n for n in noted.graph.nodes}
+
+    def note(name: str, value: Any) -> None:
+        if named[name].op != "placeholder":
+            _refuse_sparse(named[name], value)
+        named[name].meta["fxsplit_shape"] = describe(value)
+
+    graph = copy.deepcopy(gm.graph)
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        # A note of an argument comes after all arguments.
+        after = node.next if node.next.op != "placeholder" else next(n for n in graph.nodes if n.op != "placeholder")
+        if node is not output:
+            with graph.inserting_before(after):
+                graph.call_function(note, (node.name, node))
+    noting = fx.GraphModule(gm, graph)
+
+    def run(*tensors: Tensor) -> Any:
+        # forward() instead of a call, since a GraphModule that fails in a call prints its code.
+        outputs = noting.forward(*tensors)
+        note(output.name, outputs)
+        return outputs
+
+    return run
 
 
 def run_code(here: Runnable) -> None:

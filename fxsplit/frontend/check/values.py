@@ -36,7 +36,7 @@ from fxsplit.frontend.check.gradients import (
     require_gradients,
 )
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
-from fxsplit.frontend.check.run import Runner, describe, run_code, run_nodes
+from fxsplit.frontend.check.run import Runner, describe, make_noting, run_code
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments
 from fxsplit.frontend.stop_point import find_stopped
@@ -128,8 +128,9 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     by_code = by == "code" or (by == "both" and derives)
     with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
         ran = _run_model(here, given, partial(_derive, trained, leaves[0]))
-        run = here.graph.forward if by_code else Runner(here.graph, gm).run
-        graph = _run_graph(here, run, copies, partial(_derive, trained, leaves[1]))
+        graph = _run_graph(
+            here, _choose_run(here, gm, by, by_code=by_code), copies, partial(_derive, trained, leaves[1])
+        )
         for (name, _), value, found in zip(here.model.named_buffers(), ran.buffers, graph.buffers, strict=True):
             _compare_values(here, f"buffer {name!r}", value, found)
         expected, dropped = drop_foreign_fields(ran.outputs)
@@ -141,9 +142,7 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
             compare_gradients(here, list(parameters), ran.gradients, graph.gradients)
         proven = at_once and (ran.gradients is not None or check_paths(here, (expected, graph.outputs), leaves))
     compared = GradientComparison(graph.hooked, by_code) if proven else check_gradients(here, by_code=by != "nodes")
-    if by == "both" and by_code:
-        run_nodes(here, gm)
-    elif by == "both" and not compared.by_code:
+    if by == "both" and not compared.by_code:
         run_code(here)
     refuse_objects(here, wanted)
     unpack_output(gm, graph.outputs)
@@ -182,6 +181,13 @@ class _RunOfGraph(NamedTuple):
     hooked: bool
     written: dict[str, Tensor]
     saved: tuple[str, ...]
+
+
+def _choose_run(here: Runnable, gm: fx.GraphModule, by: By, *, by_code: bool) -> Callable[..., Any]:
+    """Return the function that runs the graph, and notes shapes in the nodes of `gm` unless only code is asked for."""
+    if not by_code:
+        return Runner(here.graph, gm).run
+    return here.graph.forward if by == "code" else make_noting(here.graph, gm)
 
 
 def _derive(parameters: Sequence[Tensor] | None, leaves: Sequence[Tensor], outputs: Any) -> Gradients | None:
