@@ -32,10 +32,6 @@ class RecompileWarning(FxsplitWarning):
     """torch.compile compiled stages again (`stage_backend=`); the message names stages, cause and time."""
 
 
-class TorchError(FxsplitError, ImportError):
-    """The installed torch lacks a feature that fxsplit needs; the message names it, and the releases that work."""
-
-
 class InputError(FxsplitError, ValueError):
     """An argument of a public function or of the command line is invalid."""
 

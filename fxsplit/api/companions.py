@@ -1,4 +1,4 @@
-"""Warn of releases of companion libraries (accelerate, transformers and so on) that fxsplit was not tried with."""
+"""Warn of releases of torch and companion libraries (accelerate, transformers, ...) that fxsplit was not tried with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ TRIED = {
     "accelerate": ((1, 10), (1, 15)),
     "lightning": ((2, 5), (2, 6)),
     "peft": ((0, 18), (0, 21)),
+    "torch": ((2, 11), (2, 15)),
     "transformers": ((5, 18), (5, 24)),
 }
 """The first and the last release of each library that was tried; pyproject.toml states the same releases."""
@@ -21,7 +22,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_of_untried() -> None:
-    """Warn, once in a process, of each companion library that is loaded in a release that was not tried."""
+    """Warn, once in a process, of torch and each companion library that is loaded in a release that was not tried."""
     for name, (first, last) in TRIED.items():
         found = read_version(name)
         if found is None or (name, found) in _warned:

@@ -29,7 +29,6 @@ from fxsplit.system.imports import import_whole
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fx.interpret import describe_tensor
 from fxsplit.torch_internals.fx.stage_values import list_outputs, record_values
-from fxsplit.torch_internals.needs import PIPELINING, require
 
 if TYPE_CHECKING:  # imported later: torch's pipelining takes a second to load
     from torch.distributed.pipelining import PipelineStage
@@ -88,7 +87,6 @@ def export_stages(compiled: Compiled, options: CompileOptions, group: dist.Proce
         )
     # An interrupt would leave half of torch's pipelining imported.
     import_whole(["torch.distributed.pipelining.schedules"], if_there=True)
-    require(PIPELINING)
     from fxsplit.torch_internals.torch_pipelining import build_module, build_runtime, build_stage
 
     program, example = compiled.program, compiled.captured[Example]

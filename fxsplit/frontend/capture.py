@@ -29,7 +29,6 @@ from fxsplit.ir.graph import IR
 from fxsplit.system.imports import import_whole
 from fxsplit.system.progress import phase
 from fxsplit.torch_internals.fake.without_weights import lacks_values
-from fxsplit.torch_internals.probes import probe_torch
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
@@ -221,11 +220,7 @@ def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
 
 
 def load_torch() -> None:
-    """Import the modules that torch imports during a trace, where an interrupt would leave them half imported.
-
-    Raises TorchError for a torch that does not behave as fxsplit needs.
-    """
-    probe_torch()
+    """Import the modules that torch imports during a trace, where an interrupt would leave them half imported."""
     import_whole(LATE, if_there=True)
 
 

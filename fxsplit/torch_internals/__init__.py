@@ -1,7 +1,7 @@
 """All use of torch's private parts. Start here when torch has a new release. Nothing here knows about pipelines.
 
-Besides this room, only `frontend/` names private parts of torch. `needs` lists all of them and checks on import that
-they exist. `probes` tests how torch behaves. Some private parts have no name that could be listed:
+Besides this room, only `frontend/` names private parts of torch. tests/torch_internals/test_torch_internals.py looks
+all of them up in the installed torch, and tests how torch behaves. Some private parts have no name to look up:
 
 - torch.nn.Module: the dictionaries _parameters, _buffers, _modules and of hooks (`containers.HOOKS`), used everywhere
 - `Tensor._version`, also read in other rooms; torch's notes on autograd document it for users
@@ -14,7 +14,6 @@ the container. For example, `pytree.tree_flatten({"a": 1, "b": [2, 3]})` gives t
 dict that holds a list.
 """
 
-from fxsplit.torch_internals import needs  # first: it reports names that torch lacks  # noqa: F401, I001
 from torch.utils import _pytree as pytree
 
 __all__ = ["pytree"]

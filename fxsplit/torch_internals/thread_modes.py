@@ -21,7 +21,6 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.needs import COMPILERS, require
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.modes import AUTOCAST_DEVICES, Modes, drop_hooks, is_autocast_on, read_hooks
 from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
@@ -176,7 +175,6 @@ def enter_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Ten
 @contextmanager
 def disable_compilers() -> Iterator[None]:
     """Stop torch.compile from compiling inside the block, on any thread: functions run as they are written."""
-    require(COMPILERS)
     from torch._dynamo import eval_frame  # takes seconds to load; compile() has loaded it before
 
     # The stance belongs to the whole process, so threads take turns.

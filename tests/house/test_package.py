@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fxsplit.api.companions import TRIED
 from fxsplit.cli import main as cli
 from fxsplit.cli.demo import Digits
-from fxsplit.torch_internals.needs import TRIED
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,16 +149,21 @@ def test_the_workflow_runs_the_versions_of_the_table(rows: list[tuple[str, str]]
 
 
 def test_every_place_states_the_versions_of_the_table(rows: list[tuple[str, str]]) -> None:
-    """The requirements begin with the oldest tested version, and the error about an old torch names all of them."""
-    oldest = minor(rows[0][0])
+    """The requirements begin with the oldest tested version and end with the newest, and so does the warning."""
+    oldest, newest = minor(rows[0][0]), minor(rows[-1][0])
     pythons = sorted({python for _, python in rows}, key=release)
     project = tomllib.loads(read("pyproject.toml"))["project"]
-    assert f"torch>={oldest}" in project["dependencies"] and project["requires-python"] == f">={pythons[0]}"
+    ends = [tuple(map(int, end.split("."))) for end in (oldest, newest)]
+    assert TRIED["torch"] == tuple(ends)
+    assert (
+        f"torch>={oldest},<{ends[1][0]}.{ends[1][1] + 1}" in project["dependencies"]
+        and project["requires-python"] == f">={pythons[0]}"
+    )
     named = [one.rpartition(" :: ")[2] for one in project["classifiers"] if "Python :: 3." in one]
     assert named == pythons
     assert (
-        only(r"needs (Python .*?, or newer)", read("README.md")) == f"Python {pythons[0]} and torch {oldest}, or newer"
+        only(r"needs (Python .*?) \(", read("README.md"))
+        == f"Python {pythons[0]} or newer and torch {oldest} to {newest}"
     )
     stated = only(r"needs (torch .*?)\.\s", read("docs/devices.md"))
-    assert stated == f"torch {oldest} or newer, and Python {pythons[0]} to {pythons[-1]}"
-    assert re.findall(r"\d+\.\d+", TRIED) == [minor(torch) for torch, _ in rows]
+    assert stated == f"torch {oldest} to {newest}, and Python {pythons[0]} to {pythons[-1]}"

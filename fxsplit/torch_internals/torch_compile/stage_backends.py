@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.needs import INDUCTOR, STAGE_COMPILERS, require
-
 RECORDING = "cudagraphs"
 """The backend that does nothing but record CUDA graphs."""
 
@@ -22,7 +20,6 @@ def records_cuda_graphs(backend: str) -> bool:
     """
     if backend != "inductor":
         return backend == RECORDING
-    require(INDUCTOR)
     from torch._inductor import config  # takes a while to load, and is rarely needed
 
     return bool(config.triton.cudagraphs)
@@ -36,7 +33,6 @@ def compile_function(
     note: called before each graph is compiled, in the thread that waits for it. dynamic: whether every size may change
     between calls (None: only sizes that are marked or have changed).
     """
-    require(STAGE_COMPILERS)
     from torch._dynamo import lookup_backend
     from torch._functorch import config as functorch_config
 
