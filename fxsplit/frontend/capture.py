@@ -133,7 +133,8 @@ def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Check
     """Return the checked graph of a subject; warn of Python values that each call changes, but a pipeline does not."""
     with torch.set_grad_enabled(grad_enabled), phase(f"watching the changes that forward() of {subject.name} makes"):
         changes = list_changes(subject, watch)
-    subject = replace(subject, asks_for_gradients=watch.asks_for_gradients(), changes=bool(changes))
+    apart = bool(changes or watch.gradients or watch.tangents)
+    subject = replace(subject, asks_for_gradients=watch.asks_for_gradients(), apart=apart)
     try:
         # Around all attempts: a check runs the model as well.
         with (

@@ -39,7 +39,8 @@ class Subject:
     - `numbers`: Python numbers that become inputs of the graph if forward() only does arithmetic with them
     - `outputs`: earlier outputs of the model on fake tensors, by number of rows: another run would return the same
     - `made_up`: the weights have made-up values in place of their own; it is then not `from_shapes`
-    - `changes`: each call of the model changes a Python value that other code may read
+    - `apart`: a graph is compared in one run without gradients and one with them, as each call of the model changes a
+      Python value that other code may read, or takes gradients by itself
     - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
     """
 
@@ -54,7 +55,7 @@ class Subject:
     outputs: dict[int, Any] = field(default_factory=dict)
     divided: tuple[int, ...] = ()
     made_up: bool = False
-    changes: bool = False
+    apart: bool = False
     empty_caches: Callable[[], None] = lambda: None
 
     @property
@@ -103,7 +104,7 @@ class Subject:
         ready = make_up_weights(modules, given) if self.made_up else make_runnable(modules, given, self.from_shapes)
         with ready as (here, tensors):
             yield Runnable(
-                self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.changes, self.outputs
+                self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.apart, self.outputs
             )
 
 
@@ -122,7 +123,7 @@ class Runnable:
     tensors: list[Tensor]
     rows: int
     asks_for_gradients: bool = False
-    changes: bool = False
+    apart: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property

@@ -102,9 +102,10 @@ def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
 
     `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
     """
-    # A graph may equal the first call of a model that changes from call to call, but not the second one.
-    repeats = has_values(here.tensors[0]) and here.changes
-    if not here.asks_for_gradients and not repeats:
+    # A graph may equal the first call of a model that changes from call to call, but not the second one. A model that
+    # takes gradients by itself may run with gradients, but not without them.
+    apart = here.asks_for_gradients or (here.apart and has_values(here.tensors[0]))
+    if not apart:
         # Any fault is found again, and named, by the separate runs.
         with suppress(Exception), refuse_assignments(here.model):
             return _compare_runs(here, gm, by, at_once=True)
