@@ -12,9 +12,14 @@ STATES = "makes stages on the CPU by itself, without compile()"
 NAMES = "expects the names of CPU devices"
 MADE_UP = "has a made-up accelerator in the GPU's place"
 PROCESSES = "starts processes of its own, which compute on the CPU"
+LATER = "the host of a GPU learns of it later, as other tests say"
+LAST = "raises inside a kernel, after which the GPU does no more work for this process"
 CPU_ONLY = "asks torch for something of the CPU: a generator, autocast or a scaler"
 
 NOT_ON_GPU = {
+    "tests/passes/profile/test_clock.py::test_a_plan_from_both_figures": MADE_UP,
+    "tests/passes/profile/test_profile.py::test_a_profile_says_how_many_operators_stand_for_its_nodes": NAMES,
+    "tests/passes/profile/test_profile.py::test_a_profile_says_which_accelerator_it_is_of": NAMES,
     "tests/passes/profile/test_time_alone.py": STATES,
     "tests/passes/profile/test_time_in_step.py": STATES,
     "tests/proof/test_default_device.py": MADE_UP,
@@ -30,12 +35,15 @@ NOT_ON_GPU = {
     "tests/proof/test_too_big.py::test_weights_are_read_stage_by_stage": NAMES,
     "tests/proof/test_whole_files.py": HOST,
     "tests/runtime/backends/test_threads.py": STATES,
+    "tests/runtime/loss/test_loss.py::test_a_loss_that_raises_is_named_with_its_line": LAST,
     "tests/runtime/ranks": PROCESSES,
     "tests/runtime/stage/test_recompute.py::test_autocast_holds_in_the_second_run": CPU_ONLY,
+    "tests/runtime/stage/test_recompute_stage.py::test_a_write_that_counts_as_no_version_is_noticed": LATER,
     "tests/runtime/stage/test_replica.py": STATES,
     "tests/runtime/stage/test_run_split.py::test_a_failing_half_names_its_place": NAMES,
     "tests/runtime/stage/test_weight_versions.py": STATES,
     "tests/runtime/job/test_job.py::test_a_traced_step_is_a_step": NAMES,
+    "tests/runtime/test_deferred_errors.py::test_what_the_host_can_read_is_raised_at_once": LATER,
     "tests/runtime/test_runtime_order.py": MADE_UP,
     "tests/runtime/test_runtime.py::test_workers_leave_the_callers_threads_alone": HOST,
     "tests/runtime/job/test_status.py": HOST,

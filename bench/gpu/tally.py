@@ -3,7 +3,7 @@
     FXSPLIT_TALLY=outcomes.jsonl python -m pytest -p bench.gpu.tally tests/...
 
 If a session hangs or crashes, the file has the outcomes of all tests before. A session that spends too long on one test
-ends itself, and prints where each of its threads is.
+ends itself, and prints where each of its threads is. It also ends itself after a test that breaks the GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ TEST_S = 45.0
 """Seconds that no test takes, even if many run at once: a test that takes longer hangs."""
 ERRORS = os.dup(2)
 """Standard error as it is now: while a test runs, pytest has another file in its place."""
+ASSERTED = "device-side assert triggered"
+"""The error of a GPU that does no more work for this process: all further tests would fail with it."""
 MOST = 300
 """How many characters of an error are kept."""
 
@@ -39,6 +41,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note a test's outcome; its setup and teardown are noted only if they fail or skip."""
     if report.when == "call" or not report.passed:
         append(report.nodeid, report.outcome, "" if report.passed else tell(report))
+    if report.failed and ASSERTED in str(report.longrepr):
+        os._exit(1)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

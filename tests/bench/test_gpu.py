@@ -222,17 +222,26 @@ def test_tests_that_fail_hang_or_crash_are_named(tmp_path: Path, monkeypatch: py
         "def test_first(): pass\ndef test_hang(): time.sleep(1000)\n",
         "test_d.py": "import no_such_module\n",
         "test_e.py": "import pytest\ndef test_skipped(): pytest.skip('no reason')\n",
+        "test_f.py": "def test_breaks(): raise RuntimeError('device-side assert triggered')\ndef test_lost(): pass\n",
     }.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(suite, "PROCESSES", 1)
     monkeypatch.setattr(suite, "ROOT", tmp_path)
-    setting, files = Setting(dry=True), [f"test_{letter}.py" for letter in "abcde"]
-    # Each failure and each file that did not finish: the assertion, the crash, the hang, and the import.
-    assert suite.run_files(setting, "tests", files, [], {}) == 4
+    setting, files = Setting(dry=True), [f"test_{letter}.py" for letter in "abcdef"]
+    # Each failure and each file that did not finish: the assertion, the crash, the hang, the import, and the end after
+    # a test that breaks the GPU.
+    assert suite.run_files(setting, "tests", files, [], {}) == 6
     *failures, count = setting.findings.rows
-    assert count == {"what": "tests", "files": 5, "failed": 2, "not over": 2, "passed": 2, "skipped": 1}
+    assert count == {"what": "tests", "files": 6, "failed": 3, "not over": 3, "passed": 2, "skipped": 1}
     told = {row["test"]: row["why"] for row in failures}
-    assert sorted(told) == ["test_a.py::test_bad", "test_b.py::test_crash", "test_c.py::test_hang", "test_d.py"]
+    ends = [
+        "test_a.py::test_bad",
+        "test_b.py::test_crash",
+        "test_c.py::test_hang",
+        "test_d.py",
+        "test_f.py::test_breaks",
+    ]
+    assert sorted(told) == ends
     assert "exit code 7" in told["test_b.py::test_crash"] and "no_such_module" in told["test_d.py"]
     assert "Timeout" in told["test_c.py::test_hang"] and "time.sleep" not in told["test_a.py::test_bad"]
 

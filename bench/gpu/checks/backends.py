@@ -7,22 +7,23 @@ import copy
 import torch
 from torch.nn import functional as F
 
+from bench.gpu.checks.equality import CLOSE
 from bench.gpu.setting import MICROBATCHES, Net, Setting
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.errors import InputError
 
 
 def inductor(setting: Setting) -> tuple[bool, str]:
-    """Compare a step through stages that inductor has compiled with the unsplit model's, in single precision."""
+    """Compare a step through stages that inductor has compiled with the unsplit model's."""
     if setting.dry:
         return True, "needs a GPU"
-    x, y = setting.make_batch(torch.float32)
-    model = Net().to(setting.device)
-    # Compiled kernels sum in another order, in single precision.
+    # In single precision other sums round differently, and batch norm makes that a hundredth of a gradient.
+    x, y = setting.make_batch()
+    model = Net().to(setting.device).double()
     expected = run_unsplit_step(copy.deepcopy(model), [x], y, F.cross_entropy, MICROBATCHES)
     with setting.compile(model, 2, example_inputs=x, stage_backend="inductor") as pipe:
         difference = compare(run_pipeline_step(pipe, [x], y), expected).gradient
-    return difference < 1e-3, f"gradients differ by {difference:.1e}"
+    return difference < CLOSE, f"gradients differ by {difference:.1e}"
 
 
 def cudagraphs(setting: Setting) -> tuple[bool, str]:

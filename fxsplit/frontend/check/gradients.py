@@ -6,7 +6,7 @@ gradient differs, the graph has lost a backward, for example that of an autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import TraceError
+from fxsplit.frontend.check.noise import Noise, find_largest
 from fxsplit.frontend.check.run import Runner, run_code
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
@@ -21,9 +22,6 @@ from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.scopes.undo import restore_after
-
-TOLERANCE = 1e-5
-"""The same operators in the same order give the same bits; only non-deterministic kernels need any tolerance."""
 
 LOST = (
     "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, such as "
@@ -56,25 +54,42 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
     `by_code`: run the graph as its code, and node by node if the code fails.
     """
     named = find_parameters(here)
-    hooked: list[Tensor] = []
     if here.asks_for_gradients and not torch.is_grad_enabled():
         return GradientComparison()  # with gradients enabled the model would have another graph
     # First with everything thawed. That may be impossible, for example if an operator has no such backward.
     for thawed in (False,) if here.asks_for_gradients else (True, False):
         trained = {name: p for name, p in named.items() if thawed or p.requires_grad}
-        parameters = list(trained.values())
-        with _thaw(parameters):
-            wanted = _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
-            if wanted is None:
-                continue
-            # Watch the hooks of the graph and not of the model, since the graph runs in stages.
-            with watch_hooks(hooked.append):
-                found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
-        if found is None:  # a gradient that nobody needs now, and that the graph lacks, is no reason to refuse it
-            continue
-        compare_gradients(here, list(trained), wanted, found)
-        return GradientComparison(bool(hooked), ran)
+        compared = _compare_trained(here, trained, thawed=thawed, by_code=by_code)
+        if compared is not None:
+            return compared
     return GradientComparison()
+
+
+def _compare_trained(
+    here: Runnable, trained: Mapping[str, Tensor], *, thawed: bool, by_code: bool
+) -> GradientComparison | None:
+    """Return the side results of comparing the gradients of `trained`, and with `thawed` of the inputs.
+
+    Returns None if the model or its graph has no such backward.
+    """
+    parameters = list(trained.values())
+    hooked: list[Tensor] = []
+
+    def derive() -> Gradients | None:
+        return _compute_gradients(here.run_model, here, parameters, of_inputs=thawed, or_none=True)
+
+    with _thaw(parameters):
+        wanted = derive()
+        if wanted is None:
+            return None
+        # Watch the hooks of the graph and not of the model, since the graph runs in stages.
+        with watch_hooks(hooked.append):
+            found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
+        if found is None:  # a gradient that nobody needs now, and that the graph lacks, is no reason to refuse it
+            return None
+        noise = Noise(lambda: name_gradients(here, list(trained), derive() or ()))
+        compare_gradients(here, list(trained), wanted, found, noise)
+    return GradientComparison(bool(hooked), ran)
 
 
 def _compute_of_graph(
@@ -105,33 +120,40 @@ def find_parameters(here: Runnable) -> dict[str, Tensor]:
     return {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
 
 
-def compare_gradients(here: Runnable, parameters: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> None:
+def name_gradients(here: Runnable, parameters: Sequence[str], gradients: Gradients) -> dict[str, Tensor]:
+    """Return the gradients that exist by the names under which they are compared, dense.
+
+    `gradients` are those of `parameters`, given by name, and then of the inputs.
+    """
+    names = [*parameters, *(f"argument {spec.name}" for spec in here.inputs.specs)]
+    named = zip(names, gradients, strict=False)
+    return {name: g.to_dense() if g.is_sparse else g for name, g in named if g is not None}
+
+
+def compare_gradients(
+    here: Runnable, parameters: Sequence[str], wanted: Gradients, found: Gradients, noise: Noise
+) -> None:
     """Raise TraceError for the first gradient of the graph (`found`) that differs from the model's (`wanted`).
 
     Both are in the order of `Gradients`; `parameters` are their names.
     """
-    names = [*parameters, *(f"argument {spec.name}" for spec in here.inputs.specs)]
+    of_model, of_graph = (name_gradients(here, parameters, each) for each in (wanted, found))
     # Fake tensors have no values to compare: a gradient exists or not.
-    if not all(has_values(g) for g in wanted if g is not None):
-        lost = (name for name, a, b in zip(names, wanted, found, strict=False) if a is not None and b is None)
-        if name := next(lost, None):
+    if not all(map(has_values, of_model.values())):
+        if name := next((name for name in of_model if name not in of_graph), None):
             raise TraceError(LOST.format(here.name, name))
         return
-    wanted, found = ([g.to_dense() if g is not None and g.is_sparse else g for g in each] for each in (wanted, found))
-    pairs = list(zip(names, wanted, found, strict=False))
     # The same kernels give the same bits, and comparing bits takes a fraction of the time.
-    other = [(name, a, b) for name, a, b in pairs if a is None or b is None or not torch.equal(a, b)]
-    if all(a is None and b is None for _, a, b in other):
-        return
+    same = {name for name, g in of_model.items() if name in of_graph and torch.equal(g, of_graph[name])}
+    other = [name for name in of_model | of_graph if name not in same]
     # A small gradient may be a difference of large ones, and carries their rounding: the largest gradient sets the
     # tolerance.
-    largest = max((float(torch.nan_to_num(g).abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    for name, a, b in other:
-        if a is None and b is None:
-            continue
+    largest = max((find_largest(of_model[name]) for name in of_model if other), default=0.0)
+    for name in other:
         # No gradient and a gradient of zeros train the same.
-        a, b = torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
-        if not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True):
+        a = of_model[name] if name in of_model else torch.zeros_like(of_graph[name])
+        b = of_graph[name] if name in of_graph else torch.zeros_like(a)
+        if not noise.covers(name, a, b, largest):
             raise TraceError(LOST.format(here.name, name))
 
 

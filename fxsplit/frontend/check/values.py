@@ -24,7 +24,6 @@ from torch import Tensor, fx
 
 from fxsplit.errors import FxsplitError, InputError, TraceError
 from fxsplit.frontend.check.gradients import (
-    TOLERANCE,
     GradientComparison,
     Gradients,
     check_gradients,
@@ -33,8 +32,10 @@ from fxsplit.frontend.check.gradients import (
     differentiate,
     find_parameters,
     make_leaves,
+    name_gradients,
     require_gradients,
 )
+from fxsplit.frontend.check.noise import Noise
 from fxsplit.frontend.check.outputs import refuse_objects, unpack_output
 from fxsplit.frontend.check.run import Runner, describe, make_noting, run_code
 from fxsplit.frontend.graph import list_fetched
@@ -127,20 +128,27 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     derives = at_once and has_values(here.tensors[0])
     trained = [*parameters.values()] if derives else None
     by_code = by == "code" or (by == "both" and derives)
+
+    def run_again() -> dict[str, Tensor]:
+        ends = make_leaves(here, of_inputs=at_once)
+        tensors = [end.clone() for end in ends]
+        return _name_values(here, _run_model(here, tensors, partial(_derive, trained, ends)), tensors)
+
+    noise = Noise(run_again)
     with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
         ran = _run_model(here, given, partial(_derive, trained, leaves[0]))
         graph = _run_graph(
             here, _choose_run(here, gm, by, by_code=by_code), copies, partial(_derive, trained, leaves[1])
         )
         for (name, _), value, found in zip(here.model.named_buffers(), ran.buffers, graph.buffers, strict=True):
-            _compare_values(here, f"buffer {name!r}", value, found)
+            _compare_values(here, _name_buffer(name), value, found, noise)
         expected, dropped = drop_foreign_fields(ran.outputs)
         # Differences in values come first, since they explain differences in gradients.
-        wanted = _compare_outputs(here, expected, graph.outputs)
+        wanted = _compare_outputs(here, expected, graph.outputs, noise)
         for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
-            _compare_values(here, f"argument {spec.name!r}, which it writes to,", a, b)
+            _compare_values(here, _name_argument(spec.name), a, b, noise)
         if ran.gradients is not None and graph.gradients is not None:
-            compare_gradients(here, list(parameters), ran.gradients, graph.gradients)
+            compare_gradients(here, list(parameters), ran.gradients, graph.gradients, noise)
         proven = at_once and (ran.gradients is not None or check_paths(here, (expected, graph.outputs), leaves))
     compared = GradientComparison(graph.hooked, by_code) if proven else check_gradients(here, by_code=by != "nodes")
     if by == "both" and not compared.by_code:
@@ -182,6 +190,30 @@ class _RunOfGraph(NamedTuple):
     hooked: bool
     written: dict[str, Tensor]
     saved: tuple[str, ...]
+
+
+def _name_values(here: Runnable, ran: _RunOfModel, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return all values of a run of the model by the names under which they are compared."""
+    named = {_name_buffer(name): b for (name, _), b in zip(here.model.named_buffers(), ran.buffers, strict=True)}
+    outputs = pytree.tree_leaves(to_plain_outputs(drop_foreign_fields(ran.outputs)[0]))
+    named |= {_name_output(i): value for i, value in enumerate(outputs) if isinstance(value, Tensor)}
+    named |= {_name_argument(spec.name): t for spec, t in zip(here.inputs.specs, arguments, strict=True)}
+    return named | name_gradients(here, list(find_parameters(here)), ran.gradients or ())
+
+
+def _name_buffer(name: str) -> str:
+    """Return the name of a buffer in an error."""
+    return f"buffer {name!r}"
+
+
+def _name_output(number: int) -> str:
+    """Return the name of an output in an error."""
+    return f"output {number}"
+
+
+def _name_argument(name: str) -> str:
+    """Return the name of an argument that forward() may write to, in an error."""
+    return f"argument {name!r}, which it writes to,"
 
 
 def _choose_run(here: Runnable, gm: fx.GraphModule, by: By, *, by_code: bool) -> Callable[..., Any]:
@@ -308,7 +340,7 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _compare_outputs(here: Runnable, expected: Any, got: Any) -> list[Any]:
+def _compare_outputs(here: Runnable, expected: Any, got: Any, noise: Noise) -> list[Any]:
     """Return the model's flat outputs; raises TraceError unless the graph returns the same in the same containers."""
     wanted, structure = pytree.tree_flatten(to_plain_outputs(expected))
     found, found_structure = pytree.tree_flatten(got)
@@ -318,7 +350,7 @@ def _compare_outputs(here: Runnable, expected: Any, got: Any) -> list[Any]:
             "return tensors, tuples, lists or dicts of them"
         )
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
-        _compare_values(here, f"output {i}", a, b)
+        _compare_values(here, _name_output(i), a, b, noise)
     return wanted
 
 
@@ -337,13 +369,13 @@ def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.Tree
     return None if structure == pytree.tree_structure(got) else structure
 
 
-def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
+def _compare_values(here: Runnable, what: str, wanted: Any, found: Any, noise: Noise) -> None:
     """Raise TraceError unless the value of the graph (`found`) equals the model's (`wanted`)."""
     # Constants are part of the structure of the graph's output.
     if not isinstance(wanted, Tensor):
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
-    if not same_kind or not _is_close(wanted, found):
+    if not same_kind or not _is_close(what, wanted, found, noise):
         kinds = f"the graph gives {describe(found)}, the model {describe(wanted)}"
         raise TraceError(
             f"the graph of {here.name} computes {what} differently from the model ({kinds}): "
@@ -353,17 +385,11 @@ def _compare_values(here: Runnable, what: str, wanted: Any, found: Any) -> None:
         )
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
+def _is_close(what: str, a: Tensor, b: Tensor, noise: Noise) -> bool:
     """Return whether two tensors are equal up to non-deterministic kernels; always true without values."""
     if not has_values(a):
         return True
-    if a.layout is not torch.strided:
-        pairs = list(zip(list_parts(a), list_parts(b), strict=True))
-        return all(x.shape == y.shape and _is_close(x, y) for x, y in pairs)
-    # Most often the bits are the same, and comparing them takes no memory.
-    if torch.equal(a, b) or not a.is_floating_point() or a.numel() == 0:
-        return bool(torch.equal(a, b))
-    a, b = a.detach(), b.detach()
-    # Relative to the largest value, since a small one may be a difference of large ones.
-    size = float(torch.nan_to_num(a, posinf=0.0, neginf=0.0).abs().max())
-    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True))
+    if a.layout is torch.strided:
+        return noise.covers(what, a, b)
+    pairs = list(zip(list_parts(a), list_parts(b), strict=True))
+    return all(x.shape == y.shape and _is_close(f"{what}, part {i}", x, y, noise) for i, (x, y) in enumerate(pairs))
