@@ -82,11 +82,11 @@ class Clock:
 class AcceleratorClock(Clock):
     """The clock of an accelerator: events for the device, wall clock for the host, no wait inside a portion.
 
-    The first sweep runs without the dummy kernel. It loads the kernels and shows the host's time. Later sweeps check at
-    each node whether the dummy kernel is still running. If it has ended, the previous node held up the host, perhaps
-    because the queue was full: from then on that node begins a portion of its own. If it holds up the host again, the
-    node itself waits for the device, as `nonzero` does: it is then measured without the dummy kernel, and its events
-    include time without launches.
+    The first two sweeps run without the dummy kernel: the first loads the kernels, which may take a second, and the
+    second shows the host's time. Later sweeps check at each node whether the dummy kernel is still running. If it has
+    ended, the previous node held up the host, perhaps because the queue was full: from then on that node begins a
+    portion of its own. If it holds up the host again, the node itself waits for the device, as `nonzero` does: it is
+    then measured without the dummy kernel, and its events include time without launches.
 
     The overhead of a measurement is subtracted: the distance of two events from each span of the device, and an empty
     call of autograd for each call in a span of the host, because the runtime makes one call for a whole stage instead
@@ -105,10 +105,11 @@ class AcceleratorClock(Clock):
         self._spans: list[tuple[WorkTime, torch.Event, torch.Event]] = []
         self._empty: list[WorkTime] = []
         self._calls_ms: list[float] = []
-        # The time to keep the device busy for each portion; 0 in the first sweep.
+        # The time to keep the device busy for each portion; 0 in the first two sweeps.
         self._busy_ms = 0.0
+        self._loaded = False
         self._longest_ms = 0.0
-        self._trusted = False
+        self._trusted = True
         # Nodes that held up the host: 1 begins a portion, 2 is measured without the dummy kernel.
         self._apart: dict[str, int] = {}
         self._first: str | None = None
@@ -154,9 +155,9 @@ class AcceleratorClock(Clock):
         for span, _, _ in self._spans:
             span.device_ms = max(span.device_ms - empty_ms, 0.0)
             span.launch_ms = max(span.launch_ms - span.calls * call_ms, 0.0)
-        trusted = self._trusted
-        self._busy_ms = 2.0 * self._longest_ms + SPARE_MS
-        self._longest_ms, self._trusted = 0.0, True
+        trusted = self._trusted and self._busy_ms > 0.0
+        self._busy_ms = 2.0 * self._longest_ms + SPARE_MS if self._loaded else 0.0
+        self._longest_ms, self._trusted, self._loaded = 0.0, True, True
         self._spans, self._empty, self._calls_ms = [], [], []
         return trusted
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +27,7 @@ from fxsplit.ir.graph import IR
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import (
+    Launches,
     NodeTimes,
     describe_operator,
     list_turns,
@@ -45,6 +46,7 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 
+R = TypeVar("R")
 TIED = ("replicated", "together")
 """Treatment of a parameter with several users: copies in several stages, or all users in one stage."""
 
@@ -115,8 +117,10 @@ class Profile:
         if known is not None:
             _check_known(known, first, device.type, trains=trains)
         if first:
-            measured = self._time(ir, effects, first.values(), calls if one_by_one else None, trains=trains)
+            measured, launches = self._time(ir, effects, first.values(), calls if one_by_one else None, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
+            if launches is not None:
+                times |= _fit_launches(times, first, list(signatures.values()), launches)
         # If nothing is measured, the figures come from the accelerator of the known costs.
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
@@ -132,14 +136,17 @@ class Profile:
 
     def _time(
         self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool
-    ) -> NodeTimes:
-        """Return the times of nodes, measured in steps of the whole graph, or each by itself with the `calls` given."""
+    ) -> tuple[NodeTimes, Launches | None]:
+        """Return the times of nodes, measured in steps of the whole graph, or each by itself with the `calls` given.
+
+        In steps on an accelerator, also returns the times in which the host launches the whole graph.
+        """
         machine = ir[Machine]
         device = machine.torch_devices()[0]
         if calls is not None:
             once = {name: _tell_effects(calls[name], effects.nodes[name]) for name in names}
             alone = partial(time_alone, once, device, self.repeats, trains=trains)
-            return _measure(ir.gm, machine, len(once), alone, trains=trains)
+            return _measure(ir.gm, machine, len(once), alone, trains=trains), None
         inputs = ir[Example].tensors
         steps = partial(time_nodes, ir.gm, effects.nodes, set(names), inputs, device, self.repeats, trains=trains)
         return _measure(ir.gm, machine, len(list_turns(self.repeats, trains=trains)), steps, trains=trains)
@@ -187,9 +194,29 @@ def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, train
         )
 
 
+def _fit_launches(
+    times: Mapping[str, Measured], measured: Collection[str], nodes: Sequence[str], launches: Launches
+) -> dict[str, Measured]:
+    """Return the times of the signatures in `measured`, with launches that add up to those of the whole graph.
+
+    Each node's launch was measured in a call of its own, which takes longer than its share of a call for a whole stage.
+    nodes: the signatures of all nodes. launches: those of the whole graph, which may include waits for the device, so
+    they only ever shorten a node's.
+    """
+    alone = [sum(times[key].forward_launch_ms for key in nodes), sum(times[key].backward_launch_ms for key in nodes)]
+    forward, backward = (min(1.0, whole / all_) if all_ else 1.0 for whole, all_ in zip(launches, alone, strict=True))
+    return {
+        key: times[key]._replace(
+            forward_launch_ms=forward * times[key].forward_launch_ms,
+            backward_launch_ms=backward * times[key].backward_launch_ms,
+        )
+        for key in measured
+    }
+
+
 def _measure(
-    gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], NodeTimes], *, trains: bool
-) -> NodeTimes:
+    gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], R], *, trains: bool
+) -> R:
     """Return the times that `run` measures. `run` gets a function to report progress in each of its `turns`.
 
     Without `trains` it runs without gradients.

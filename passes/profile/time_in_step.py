@@ -25,6 +25,7 @@ from fxsplit.torch_internals.fx.graph_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor
 from fxsplit.torch_internals.fx.observe import Observation
 from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.tensors import accelerators
 
 R = TypeVar("R")
 Tensors = Sequence[Tensor]
@@ -36,6 +37,8 @@ Halves = tuple[WorkTime, WorkTime]
 """The times of the two halves of a backward: input gradients, and delayed weight gradients."""
 NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
+Launches = tuple[float, float]
+"""The times in which the host launches a whole graph forward and backward, in ms."""
 
 
 class Sweep(Interpreter):
@@ -88,6 +91,38 @@ class Sweep(Interpreter):
             with ignore_missing_backward():
                 self._run_backward(name, leaves, outputs, halved)
         return self._clock.end_sweep()
+
+    def time_launches(self, repeats: int, *inputs: Tensor) -> Launches | None:
+        """Return the times in which the host launches the graph, forward and backward, in one call each, as stages do.
+
+        They include waits if the device is slower than the host and its queue is full. Returns None on a CPU, and if
+        the values of a whole microbatch do not fit in memory or the graph has no backward in one call.
+        """
+        if not self._clock.queues:
+            return None
+        try:
+            found = [self._time_launch(*inputs) for _ in range(repeats)]
+        except RuntimeError:
+            return None
+        return median(forward for forward, _ in found), median(backward for _, backward in found)
+
+    def _time_launch(self, *inputs: Tensor) -> Launches:
+        """Return the times of one launch of the graph."""
+        leaves = [t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs]
+        given = [leaf.clone() for leaf in leaves]
+        accelerators.synchronize(self._device)
+        begin = self._clock.now()
+        # forward() instead of a call, since a GraphModule that fails in a call prints its code.
+        value = self.module.forward(*given)
+        forward_ms = self._clock.now() - begin
+        outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+        ends = [t for t in (*leaves, *self.module.parameters()) if t.requires_grad]
+        seeds = [torch.ones_like(t) for t in outputs]
+        accelerators.synchronize(self._device)
+        begin = self._clock.now()
+        if outputs and ends:
+            _accumulate(self._totals, ends, torch.autograd.grad(outputs, ends, seeds, allow_unused=True))
+        return forward_ms, self._clock.now() - begin
 
     def weigh(self, *inputs: Tensor) -> None:
         """Run more steps and record the memory that each node allocates."""
@@ -249,8 +284,10 @@ def time_nodes(
     tick: Callable[[], object],
     *,
     trains: bool = True,
-) -> NodeTimes:
+) -> tuple[NodeTimes, Launches | None]:
     """Return the allocations of the nodes in `timed`, and their median times over `repeats` steps on `device`.
+
+    On an accelerator, also returns the times in which the host launches the whole graph.
 
     seen: the observed effects of every node. inputs: the tensors of the example. tick: called in every step. trains:
     measure backwards too; with gradients off there are none.
@@ -264,12 +301,13 @@ def time_nodes(
     for halved in list_turns(repeats, trains=trains):
         sweep.run_step(*inputs, halved=halved)
         tick()
+    launches = sweep.time_launches(repeats, *inputs)
     # Count allocations last, since counting takes time.
     sweep.weigh(*inputs)
     medians = {
         name: take_medians(sweep.forwards[name], sweep.backwards[name], sweep.halves[name], repeats) for name in timed
     }
-    return {name: sweep.weights[name].add_to(times) for name, times in medians.items()}
+    return {name: sweep.weights[name].add_to(times) for name, times in medians.items()}, launches
 
 
 def list_turns(repeats: int, *, trains: bool) -> list[bool]:

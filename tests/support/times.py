@@ -25,7 +25,7 @@ FORWARD_MS, BACKWARD_MS, LATE_MS = 1.0, 2.0, 1.0
 LAUNCH = 0.5
 """The share of a node's time that goes to an accelerator's host."""
 MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
-"""The functions that measure. Both return times by the names of nodes."""
+"""The functions that measure. Both return times by the names of nodes; the first also returns those of the launches."""
 _slower: dict[str, float] = {}
 
 
@@ -46,11 +46,14 @@ def measure_times() -> None:
         setattr(profile, name, measure)
 
 
-def _replace_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:
+def _replace_times(measure: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `measure`, and replaces the milliseconds."""
 
-    def run(*args: Any, **kwargs: Any) -> NodeTimes:
-        return {name: _state(found, _slower.get(name, FORWARD_MS)) for name, found in measure(*args, **kwargs).items()}
+    def run(*args: Any, **kwargs: Any) -> Any:
+        measured = measure(*args, **kwargs)
+        nodes: NodeTimes = measured[0] if isinstance(measured, tuple) else measured
+        stated = {name: _state(found, _slower.get(name, FORWARD_MS)) for name, found in nodes.items()}
+        return (stated, None) if isinstance(measured, tuple) else stated
 
     return run
 

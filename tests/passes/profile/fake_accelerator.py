@@ -22,8 +22,10 @@ CYCLES_PER_MS = 1.7e6
 class Accelerator:
     """A device that runs kernels one after the other, and a host that waits only if the device's queue is full."""
 
-    def __init__(self, depth: int = 1024) -> None:
-        self.host_ms = self.free_ms = 0.0
+    def __init__(self, depth: int = 1024, call_ms: float = 0.0, load_ms: float = 0.0) -> None:
+        """`call_ms`: the host's time for a call of autograd, beyond an empty one; `load_ms`: for a first launch."""
+        self.host_ms = self.free_ms = self.occupied_ms = 0.0
+        self.call_ms, self.load_ms = call_ms, load_ms
         self.waits = 0
         self._depth = depth
         self._ends: deque[float] = deque()
@@ -54,20 +56,31 @@ class Accelerator:
     def stand_in(self) -> Iterator[None]:
         """Let every profile be measured on this accelerator, though its tensors are the CPU's."""
 
+        grad = torch.autograd.grad
+
         def call_autograd(*_tensors: Tensor) -> None:
             self.host_ms += CALL_MS
+
+        def run_autograd(*args: Any, **options: Any) -> Any:
+            self.host_ms += CALL_MS + self.call_ms
+            return grad(*args, **options)
+
+        def occupy(_device: object, cycles: int) -> None:
+            self.occupied_ms += cycles / CYCLES_PER_MS
+            self.launch(cycles / CYCLES_PER_MS)
 
         with ExitStack() as stack:
             for name, stand_in in {
                 "find_current_stream": lambda _device: None,
                 "make_timer": lambda _device: Event(self),
-                "occupy": lambda _device, cycles: self.launch(cycles / CYCLES_PER_MS),
+                "occupy": occupy,
                 "synchronize": self.synchronize,
             }.items():
                 stack.enter_context(patch.object(accelerators, name, stand_in))
             for module in (time_in_step, time_alone):
                 stack.enter_context(patch.object(module, "make_clock", clock.AcceleratorClock))
             stack.enter_context(patch.object(clock, "call_autograd", call_autograd))
+            stack.enter_context(patch.object(torch.autograd, "grad", run_autograd))
             stack.enter_context(patch.object(clock.Clock, "now", lambda _clock: self.host_ms))
             yield
 
@@ -105,6 +118,7 @@ class Operator:
     ) -> None:
         self.device, self.forward, self.backward, self.waits = device, forward, backward, waits
         self.__name__ = "operator"
+        self.is_loaded = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return a copy of `x`; `waits`: after waiting for the device, as `nonzero` does."""
@@ -117,6 +131,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, operator: Operator) -> Tensor:
         ctx.operator = operator
+        operator.device.host_ms += 0.0 if operator.is_loaded else operator.device.load_ms
+        operator.is_loaded = True
         operator.device.work(*operator.forward)
         if operator.waits:
             operator.device.synchronize()
@@ -124,6 +140,5 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        kernels, launch_ms = ctx.operator.backward
-        ctx.operator.device.work(kernels, launch_ms + CALL_MS)
+        ctx.operator.device.work(*ctx.operator.backward)
         return gradients[0], None

@@ -237,9 +237,9 @@ def test_memory_of_a_profile_on_an_accelerator_is_given_back() -> None:
     """The allocator keeps it for the profile's own stream, and the workers' streams cannot have it."""
     told: list[str] = []
 
-    def measure(run: object, threads: int, device: torch.device) -> dict[str, Measured]:
+    def measure(run: object, threads: int, device: torch.device) -> tuple[dict[str, Measured], None]:
         told.append("measure")
-        return defaultdict(lambda: Measured(1.0, 2.0, 0.5, None))
+        return defaultdict(lambda: Measured(1.0, 2.0, 0.5, None)), None
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(accelerators, "is_accelerator", lambda device: True))
