@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.tensors.layouts import list_parts
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -65,7 +66,9 @@ def keep_until_read(tensor: Tensor, stream: torch.Stream) -> None:
 
     The allocator itself only tracks the stream on which it allocated the memory.
     """
-    tensor.record_stream(stream)
+    # torch records streams of strided tensors only.
+    for part in list_parts(tensor):
+        part.record_stream(stream)
 
 
 def hand_over(values: Iterable[Any]) -> None:

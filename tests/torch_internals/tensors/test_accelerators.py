@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.tensors.accelerators import describe, occupy, pin
+from fxsplit.torch_internals.tensors.accelerators import describe, keep_until_read, occupy, pin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -67,3 +67,15 @@ def test_memory_that_cannot_be_pinned_is_taken_as_it_is() -> None:
     x = torch.ones(2)
     with patch.object(Tensor, "pin_memory", refuse), patch.object(Tensor, "is_pinned", lambda tensor: False):
         assert pin(x) is x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_the_memory_of_a_sparse_tensor_is_kept_by_its_parts(layout: torch.layout) -> None:
+    """torch has no record_stream() for a sparse tensor: an argument of a stage on a GPU failed there."""
+    kept: list[Tensor] = []
+    sparse = torch.eye(3).to_sparse(layout=layout) if layout is not torch.strided else torch.eye(3)
+    with patch.object(Tensor, "record_stream", lambda tensor, stream: kept.append(tensor)):
+        keep_until_read(sparse, torch.Stream())
+    assert len(kept) == {torch.strided: 1, torch.sparse_coo: 2, torch.sparse_csr: 3}[layout]
+    assert all(part.layout is torch.strided for part in kept)
