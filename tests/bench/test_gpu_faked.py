@@ -75,6 +75,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     made |= {"get_device_name": lambda index: "made up"}
     for name, value in made.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", nothing, raising=False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     yield Faked()
 

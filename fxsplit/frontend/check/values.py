@@ -375,6 +375,12 @@ def _compare_values(here: Runnable, what: str, wanted: Any, found: Any, noise: N
     if not isinstance(wanted, Tensor):
         return
     same_kind = isinstance(found, Tensor) and found.shape == wanted.shape and found.dtype == wanted.dtype
+    if same_kind and has_values(wanted) and found.device != wanted.device:
+        raise TraceError(
+            f"the graph of {here.name} makes {what} on {found.device}, and the model makes it on {wanted.device}: "
+            "forward() uses the default device, which the graph does not know; make it on the device of an input "
+            "(device=x.device)"
+        )
     if not same_kind or not _is_close(what, wanted, found, noise):
         kinds = f"the graph gives {describe(found)}, the model {describe(wanted)}"
         raise TraceError(

@@ -15,6 +15,7 @@ from fxsplit.errors import InputError, TraceError
 from fxsplit.frontend.check.values import By, check_graph
 from fxsplit.frontend.graph import list_fetched
 from tests.frontend.subjects import Scale, make_subject, trace
+from tests.support.accelerator import use_accelerator
 
 
 def graph_of(model: nn.Module, write: Any) -> fx.GraphModule:
@@ -48,6 +49,13 @@ def test_what_differs_is_named(write: Any, message: str) -> None:
     model = Scale()
     with pytest.raises(TraceError, match=message):
         check_graph(make_subject(model), graph_of(model, write), rows=6)
+
+
+def test_a_graph_that_makes_its_output_on_another_device_is_refused() -> None:
+    """With a default device, a count made by torch.tensor() came from the graph's own device, and torch's error."""
+    model = Scale()
+    with use_accelerator(), pytest.raises(TraceError, match=r"makes output 0 on toy:1, and the model makes it on cpu"):
+        check_graph(make_subject(model), graph_of(model, lambda g, x: g.call_method("to", (x, "toy:1"))), rows=6)
 
 
 def test_the_code_of_a_graph_must_run_as_well() -> None:
