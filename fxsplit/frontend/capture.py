@@ -32,6 +32,7 @@ from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.torch_internals.words import is_out_of_memory
 
 MOST_CHANGES = 5
 """At most this number of changed values is listed in a message."""
@@ -167,6 +168,8 @@ def _choose_explained(subject: Subject) -> Checked:
     try:
         return choose_graph(subject)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         # Front ends blame the code that they cannot follow, but the model itself may have refused the number of rows.
         explained = explain_failure(subject, error)
         if explained is not None:

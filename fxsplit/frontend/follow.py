@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import fx
 
 from fxsplit.errors import TraceError
@@ -25,6 +24,7 @@ from fxsplit.torch_internals.fx.dependences import find_inseparable, find_ordere
 from fxsplit.torch_internals.fx.observe import observe
 from fxsplit.torch_internals.scopes.log import hide_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.words import is_out_of_memory
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
 """Compares a graph with the model, and returns it with the effects of a call."""
@@ -64,9 +64,9 @@ def _attempt(
                 return None
             checked = check(graph)
             _check_others(subject, graph, numbers)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # forward() may raise anything for a proxy in place of a number
+        except Exception as error:  # forward() may raise anything for a proxy in place of a number
+            if is_out_of_memory(error):
+                raise
             return None
     return replace(checked[0], followed=tuple(numbers)), checked[1]
 

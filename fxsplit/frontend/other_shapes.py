@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx, nn
 
 from fxsplit.errors import FxsplitError
@@ -29,6 +28,7 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.words import is_out_of_memory
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """Errors of a graph, or a model, on a shape that it is not made for."""
@@ -63,9 +63,9 @@ def fit_to_shapes(
             effects = check_graph(subject, graph, subject.rows)
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
             effects = replace(effects, meanings=find_meanings(asking, graph, joined=stated.joined))
-    except torch.OutOfMemoryError:
-        raise
-    except DIFFER:
+    except DIFFER as error:
+        if is_out_of_memory(error):
+            raise
         return None
     return captured.learn(fitted) if _are_alike(effects, known) else None
 

@@ -5,6 +5,8 @@ tests/torch_internals/test_words.py compares the words with the errors of the in
 
 from __future__ import annotations
 
+import torch
+
 
 def is_second_backward(error: BaseException) -> bool:
     """Return whether an error says that a backward went through a graph that an earlier backward has freed."""
@@ -24,6 +26,11 @@ def is_refusal_of_hooks(error: BaseException) -> bool:
 def is_refusal_to_differentiate(error: BaseException) -> bool:
     """Return whether an error says that autograd has no gradient for a tensor."""
     return _says(error, "does not require grad and does not have a grad_fn")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or the host, has too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, "DefaultCPUAllocator")
 
 
 def _says(error: BaseException, words: str) -> bool:

@@ -14,6 +14,8 @@ too: give them costs, or expect of them only results that hold under any plan.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import Any
 
 from fxsplit.ir.facts.costs.known import Measured
@@ -26,7 +28,6 @@ LAUNCH = 0.5
 """The share of a node's time that goes to an accelerator's host."""
 MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
 """The functions that measure. Both return times by the names of nodes; the first also returns those of the launches."""
-_slower: dict[str, float] = {}
 
 
 def state_times(**forward_ms: float) -> None:
@@ -34,10 +35,12 @@ def state_times(**forward_ms: float) -> None:
 
     Nodes with one signature, such as equal layers, are measured once: give the name of the first one.
     """
-    _slower.clear()
-    _slower.update(forward_ms)
-    for name, measure in MEASURE.items():
-        setattr(profile, name, _replace_times(measure))
+    _replace_times(lambda name: forward_ms.get(name, FORWARD_MS))
+
+
+def draw_times(random: Random) -> None:
+    """Let each measurement give other times from now on, from 0.01 to 100 ms."""
+    _replace_times(lambda name: 10 ** random.uniform(-2, 2))
 
 
 def measure_times() -> None:
@@ -46,16 +49,17 @@ def measure_times() -> None:
         setattr(profile, name, measure)
 
 
-def _replace_times(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs `measure`, and replaces the milliseconds."""
+def _replace_times(choose: Callable[[str], float]) -> None:
+    """Let the functions that measure still run, and give forward times that `choose` returns for the names of nodes."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def replace(measure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         measured = measure(*args, **kwargs)
         nodes: NodeTimes = measured[0] if isinstance(measured, tuple) else measured
-        stated = {name: _state(found, _slower.get(name, FORWARD_MS)) for name, found in nodes.items()}
+        stated = {name: _state(found, choose(name)) for name, found in nodes.items()}
         return (stated, None) if isinstance(measured, tuple) else stated
 
-    return run
+    for name, measure in MEASURE.items():
+        setattr(profile, name, partial(replace, measure))
 
 
 def _state(found: Measured, forward_ms: float) -> Measured:

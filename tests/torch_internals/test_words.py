@@ -10,10 +10,10 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import ChangedWeightError
-from fxsplit.torch_internals.words import is_changed_tensor, is_refusal_of_hooks, is_second_backward
+from fxsplit.torch_internals.words import is_changed_tensor, is_out_of_memory, is_refusal_of_hooks, is_second_backward
 from tests.support.models import FAST
 
-KINDS = (is_second_backward, is_changed_tensor, is_refusal_of_hooks)
+KINDS = (is_second_backward, is_changed_tensor, is_refusal_of_hooks, is_out_of_memory)
 
 
 def fail_twice() -> None:
@@ -35,7 +35,11 @@ def fail_hooked() -> None:
         torch.func.grad(lambda x: x.sin().sum())(torch.ones(2))
 
 
-FAILURES = (fail_twice, fail_changed, fail_hooked)
+def fail_for_memory() -> None:
+    torch.empty(2**50)
+
+
+FAILURES = (fail_twice, fail_changed, fail_hooked, fail_for_memory)
 
 
 @pytest.mark.parametrize(("kind", "fail"), list(zip(KINDS, FAILURES, strict=True)))

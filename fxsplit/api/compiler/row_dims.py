@@ -19,6 +19,7 @@ from fxsplit.torch_internals.fake.runnable import make_runnable
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
+from fxsplit.torch_internals.words import is_out_of_memory
 
 REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 """Errors of a stage that cannot run on shapes, or cannot run on another number of rows."""
@@ -33,9 +34,9 @@ def find_row_dims(model: nn.Module, stages: Stages, example: Example) -> tuple[R
     try:
         with torch.no_grad(), restore_model(model), note_nothing():
             found = [_run_on_shapes(stages, _resize(inputs, example.tensors, n)) for n in (rows, rows + 1)]
-    except torch.OutOfMemoryError:
-        raise
-    except REFUSED:
+    except REFUSED as error:
+        if is_out_of_memory(error):
+            raise
         own = [() if spec.cut.dim is None else (spec.cut.dim,) for spec in inputs.specs]
         first = own + [()] * (len(stages[0].inputs) - len(own))
         return (tuple(first), *(((),) * len(stage.inputs) for stage in stages.stages[1:]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,10 @@ from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.scopes.undo import restore_after
+from fxsplit.torch_internals.words import is_out_of_memory
+
+PARTS = 8
+"""The number of parts of the parameters if memory is too small for all their gradients."""
 
 LOST = (
     "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, such as "
@@ -51,6 +56,9 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
     for all of these, only tensors that need a gradient now are compared; if the model has no backward for these either,
     nothing is compared.
 
+    The gradients of the model and of the graph exist at once. If they do not fit in memory, parts of the parameters are
+    compared one after the other; raises torch's error if these do not fit either.
+
     `by_code`: run the graph as its code, and node by node if the code fails.
     """
     named = find_parameters(here)
@@ -72,6 +80,23 @@ def _compare_trained(
 
     Returns None if the model or its graph has no such backward.
     """
+    try:
+        return _compare_at_once(here, trained, thawed=thawed, by_code=by_code)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    # Model and graph run again for each part.
+    each = [_compare_at_once(here, part, thawed=thawed, by_code=by_code) for part in split_parameters(trained)]
+    found = [compared for compared in each if compared is not None]
+    if len(found) < len(each):
+        return None
+    return GradientComparison(any(c.sets_hooks for c in found), all(c.by_code for c in found))
+
+
+def _compare_at_once(
+    here: Runnable, trained: Mapping[str, Tensor], *, thawed: bool, by_code: bool
+) -> GradientComparison | None:
+    """Return the same as `_compare_trained`, from one run of the model and one of the graph."""
     parameters = list(trained.values())
     hooked: list[Tensor] = []
 
@@ -108,6 +133,8 @@ def _compute_of_graph(
     try:
         return _compute_gradients(run, here, parameters, of_inputs=thawed, or_none=thawed), False
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         why = str(error).strip().partition(". Hint")[0]
         raise TraceError(
             f"the graph of {here.name} has no backward, and the model has one ({why}): "
@@ -118,6 +145,11 @@ def _compute_of_graph(
 def find_parameters(here: Runnable) -> dict[str, Tensor]:
     """Return the parameters that may get gradients, by name."""
     return {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
+
+
+def split_parameters(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return at most `PARTS` parts of the parameters, by name, with about as many parameters each."""
+    return [dict(islice(named.items(), start, None, PARTS)) for start in range(min(PARTS, len(named)))] or [{}]
 
 
 def name_gradients(here: Runnable, parameters: Sequence[str], gradients: Gradients) -> dict[str, Tensor]:
@@ -209,7 +241,7 @@ def _compute_gradients(
 ) -> Gradients | None:
     """Return the gradients of `parameters`, and with `of_inputs` of the inputs, for one call of `run`.
 
-    `or_none`: return None if no output requires a gradient, or if backward fails.
+    `or_none`: return None if no output requires a gradient, or if backward fails for another reason than memory.
     """
     with preserve(here.modules), torch.enable_grad():
         leaves = make_leaves(here, of_inputs=of_inputs)
@@ -219,8 +251,8 @@ def _compute_gradients(
             if or_none and not any(map(_is_trained, pytree.tree_leaves(outputs))):
                 return None
             return differentiate(outputs, parameters, leaves)
-        except (RuntimeError, TraceError):
-            if or_none:
+        except (RuntimeError, TraceError) as error:
+            if or_none and not is_out_of_memory(error):
                 return None
             raise
 

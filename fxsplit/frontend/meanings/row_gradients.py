@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit.frontend.check.gradients import split_parameters
 from fxsplit.frontend.meanings.rows import cut_pieces
 from fxsplit.frontend.meanings.trial import TrialRun, join_runs, list_outputs, take_batch, try_out
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
+from fxsplit.torch_internals.words import is_out_of_memory
 
 Meanings = Mapping[str, OutputKind]
 """The kinds of outputs, by their names."""
@@ -82,19 +84,32 @@ def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Mean
     """Return a parameter with a gradient that is not the sum over pieces of sizes `rows`; None if there is none.
 
     `meanings` are the kinds of the outputs. Returns None too if no output that can be joined has a gradient.
+
+    Two sets of gradients exist at once, and smaller parts of them one after the other if these do not fit in memory;
+    raises torch's error if the parts do not fit either.
     """
     trained = _list_trained(here)
     if not trained:
         return None
-    batch, weights = take_batch(here, sum(rows)), list(trained.values())
     try:
-        whole = _compute_gradients(here, batch, meanings, weights)
-        first, *others = cut_pieces(here.inputs, batch, rows)
-        joined = _compute_gradients(here, first, meanings, weights)
-        for tensors in others:
-            joined = _add(joined, _compute_gradients(here, tensors, meanings, weights))
-    except Exception:  # for example an operator without a backward, or too little memory: nothing is known then
-        return None
+        return _find_unjoined(here, rows, meanings, trained)
+    except Exception as error:
+        if not is_out_of_memory(error):  # for example an operator without a backward: nothing is known then
+            return None
+    parts = (_find_unjoined(here, rows, meanings, part) for part in split_parameters(trained))
+    return next((name for name in parts if name is not None), None)
+
+
+def _find_unjoined(
+    here: Runnable, rows: tuple[int, ...], meanings: Meanings, trained: Mapping[str, Tensor]
+) -> str | None:
+    """Return the same as `find_unjoined_gradient` for some of the weights."""
+    batch, weights = take_batch(here, sum(rows)), list(trained.values())
+    whole = _compute_gradients(here, batch, meanings, weights)
+    first, *others = cut_pieces(here.inputs, batch, rows)
+    joined = _compute_gradients(here, first, meanings, weights)
+    for tensors in others:
+        joined = _add(joined, _compute_gradients(here, tensors, meanings, weights))
     return _find_other(dict(zip(trained, whole, strict=True)), joined)
 
 

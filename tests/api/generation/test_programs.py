@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,9 @@ from fxsplit.api.generation.programs import count_readers, make_example, pin_kv_
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.graph import IR
-from fxsplit.passes.profile import profile
-from fxsplit.passes.profile.time_in_step import NodeTimes
 from tests.support.models import FAST
 from tests.support.text_models import make_prompt, make_text_model
-from tests.support.times import MEASURE
+from tests.support.times import draw_times
 
 WIDTH, LAYERS = 8, 4
 
@@ -101,19 +97,9 @@ def test_the_example_of_a_next_step_is_as_long_as_a_text_may_be() -> None:
 
 
 @pytest.mark.long  # in an environment with transformers
-def test_a_first_step_has_a_plan_wherever_the_next_step_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_has_a_plan_wherever_the_next_step_has_cut() -> None:
     """The masks of few layers make more ideals than are enumerated, and pins follow the order of devices."""
-    random = Random(1)
-
-    def draw_times(measure: Callable[..., NodeTimes]) -> Callable[..., NodeTimes]:
-        def run(*args: Any, **kwargs: Any) -> NodeTimes:
-            found = measure(*args, **kwargs)
-            return {name: times._replace(forward_ms=10 ** random.uniform(-2, 2)) for name, times in found.items()}
-
-        return run
-
-    for name in MEASURE:
-        monkeypatch.setattr(profile, name, draw_times(getattr(profile, name)))
+    draw_times(Random(1))
     model = make_text_model("gpt_neo")
     prompt = make_prompt(model, rows=2, length=5)
     expected = model.generate(**prompt, max_new_tokens=4, do_sample=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.errors import TraceError
-from fxsplit.frontend.check.gradients import check_gradients
+from fxsplit.frontend.check import gradients
+from fxsplit.frontend.check.gradients import Gradients, check_gradients
 from tests.frontend.subjects import Scale, make_subject, trace
 from tests.support.models import FAST, Reverse, Two
 
@@ -189,6 +191,35 @@ def test_frozen_weights_are_thawed_and_frozen_again() -> None:
     with pytest.raises(TraceError, match="another gradient for 'scale'"):
         compare(model, fx.GraphModule(model, graph), torch.ones(3, 4))
     assert not model.scale.requires_grad
+
+
+def test_gradients_are_compared_by_parts_if_memory_is_too_small_for_both_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost gradient is found among many; if no part fits, the error is torch's."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(10)))
+    most, held = 20, []
+
+    def differentiate(outputs: Any, parameters: Sequence[Tensor], leaves: Sequence[Tensor]) -> Gradients:
+        held.append(len(parameters))
+        if len(parameters) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(outputs, parameters, leaves)
+
+    real = gradients.differentiate
+    monkeypatch.setattr(gradients, "differentiate", differentiate)
+    right, lost = fx.symbolic_trace(model), fx.symbolic_trace(model)
+    last = next(node for node in lost.graph.nodes if node.target == "7.0")
+    with lost.graph.inserting_before(last):
+        last.args = (lost.graph.call_method("detach", last.args),)
+    lost.recompile()
+    for most, sizes in ((20, {20}), (19, {20, 3, 2})):
+        held.clear()
+        assert not compare(model, right, torch.ones(3, 4))
+        assert set(held) == sizes and len(held) == (2 if most == 20 else 17)
+        with pytest.raises(TraceError, match="another gradient for"):
+            compare(model, lost, torch.ones(3, 4))
+    most = 2
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        compare(model, right, torch.ones(3, 4))
 
 
 def test_a_model_without_a_backward_is_not_asked() -> None:

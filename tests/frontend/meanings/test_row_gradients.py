@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
+from fxsplit.frontend.meanings import row_gradients
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.subject import Runnable
@@ -95,6 +97,20 @@ def test_what_is_added_up_is_that_of_the_meaning() -> None:
         assert find_unjoined_gradient(here, (3, 1), {"output 0": OutputKind("unjoined")}) is None
         here.model.requires_grad_(False)
         assert find_unjoined_gradient(here, (3, 1), {"output 0": MEAN}) is None
+
+
+def test_gradients_are_added_up_by_parts_if_memory_is_too_small_for_two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differentiate(outputs: Any, meanings: Any, tensors: Any, rows: int, weights: Sequence[Tensor]) -> list[Tensor]:
+        if len(weights) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(outputs, meanings, tensors, rows, weights)
+
+    real = row_gradients._differentiate
+    monkeypatch.setattr(row_gradients, "_differentiate", differentiate)
+    for model, found in ((Centred(), "a.weight"), (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), None)):
+        subject = make_subject(model.double(), torch.randn(6, 4).double(), rows=3)
+        with subject.make_runnable(6) as here:
+            assert find_unjoined_gradient(here, (3, 1), {"output 0": ROWS}) == found
 
 
 class Turned(Centred):
