@@ -24,18 +24,18 @@ import time
 # Not threading.get_ident: a handler may run while the main thread holds a lock of that module.
 from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from threading import get_ident
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-SWITCHES = os.path.join("torch", "utils", "_python_dispatch.py")
-"""The file of torch in which no interrupt may be raised."""
-DEPTH = 3
-"""The number of frames to search for it."""
-AGAIN_S = 0.005
-"""The delay before the next attempt, in seconds."""
+CONTEXTS = contextmanager.__code__.co_filename
+"""The file that enters and leaves the contexts that are written as generators."""
+TORCH = f"{os.sep}torch{os.sep}"
+"""A part of the path of each file of torch."""
+AGAIN_S, MOST_S = 0.005, 1.0
+"""The delay before the next attempt, and the longest delay of an interrupt, in seconds."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,15 +47,19 @@ class _InterruptHandler:
     def __init__(self) -> None:
         self.open = True
         self.noted = False
+        self.begun: float | None = None
         self.thread = get_ident()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, and note it."""
         self.noted = True
-        # While torch switches a mode, an exception would make its C code abort the process: try again later.
-        if _is_switching(frame):
+        now = time.monotonic()
+        begun = now if self.begun is None else self.begun
+        if _must_wait(frame) and now - begun < MOST_S:
+            self.begun = begun
             start_new_thread(self._send_again, ())
             return
+        self.begun = None
         signal.default_int_handler(number, frame)
 
     def _send_again(self) -> None:
@@ -80,15 +84,21 @@ class _InterruptHandler:
         self.open = False
 
 
-def _is_switching(frame: FrameType | None) -> bool:
-    """Return whether a frame, or one of its callers, is torch switching a mode."""
-    for _ in range(DEPTH):
-        if frame is None or frame.f_code.co_filename.endswith(SWITCHES):
-            break
-        frame = frame.f_back
-    else:
-        return False
-    return frame is not None
+def _must_wait(frame: FrameType | None) -> bool:
+    """Return whether an exception in a frame might leave torch half switched, or make its C++ code abort the process.
+
+    It leaves torch half switched while torch enters or leaves a context, such as a mode. It aborts the process in a
+    `__torch_dispatch__`: autograd asks tensors without values for their sizes in C++ functions that must not throw.
+    """
+    inner = ""
+    while frame is not None:
+        name, file, outer = frame.f_code.co_name, frame.f_code.co_filename, frame.f_back
+        # A context that is written as a generator has the file of the generator below, and that of its user above.
+        files = (file, inner, outer.f_code.co_filename if outer else "") if file == CONTEXTS else (file,)
+        if name in ("__enter__", "__exit__", "__torch_dispatch__") and any(TORCH in each for each in files):
+            return True
+        frame, inner = outer, file
+    return False
 
 
 def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from fxsplit.system import interrupts
 from fxsplit.system.interrupts import lose_no_interrupt, raise_lost_interrupt
 from tests.support.interrupts import interrupt_at, list_lines
 
@@ -181,32 +183,86 @@ def test_every_line_may_be_interrupted() -> None:
         assert seen[0] is not signal.default_int_handler
 
 
-def test_an_interrupt_waits_until_torch_has_switched_a_mode() -> None:
-    """Once it came out through code of torch's in C, which ended the process."""
-    scope: dict[str, Any] = {"signal": signal, "time": time}
-    lines = "def switch():\n    signal.raise_signal(signal.SIGINT)\n    time.sleep(0.05)\n    return 'switched'\n"
-    exec(compile(lines, os.path.join("torch", "utils", "_python_dispatch.py"), "exec"), scope)
-    done: list[object] = []
+def make_caller(name: str, path: str) -> Callable[[Callable[[], object]], object]:
+    """Return a function of this name, in a file of this path, that calls its argument."""
+    scope: dict[str, Any] = {}
+    exec(compile(f"def {name}(act):\n    return act()\n", path, "exec"), scope)
+    found: Callable[[Callable[[], object]], object] = scope[name]
+    return found
 
-    def call(function: Callable[[], object]) -> object:
-        return function()
+
+IN_TORCH, OUTSIDE = os.path.join("x", "torch", "fake.py"), os.path.join("x", "own.py")
+
+
+@contextmanager
+def press_when_entered(done: list[str]) -> Iterator[None]:
+    press()
+    done.append("entered")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "waits"),
+    [
+        ("__torch_dispatch__", IN_TORCH, True),
+        ("__enter__", IN_TORCH, True),
+        ("__exit__", IN_TORCH, True),
+        ("forward", IN_TORCH, False),
+        ("__exit__", OUTSIDE, False),
+    ],
+)
+def test_an_interrupt_waits_while_torch_dispatches_or_switches(name: str, path: str, waits: bool) -> None:
+    """It ended the process in C++ code that must not throw, or left torch in a mode."""
+    done: list[str] = []
+
+    def press_deep() -> None:
+        def press_at(depth: int) -> None:
+            if depth:
+                press_at(depth - 1)
+            else:
+                press()
+
+        press_at(20)
+        done.append("went on")
 
     @lose_no_interrupt
     def work() -> None:
-        done.append(scope["switch"]())
-        done.append(call(lambda: time.sleep(60)))
+        make_caller(name, path)(press_deep)
+        time.sleep(5)
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert done == ["switched"] and time.monotonic() - begin < 50
+    assert done == ["went on"] * waits and time.monotonic() - begin < 2
     time.sleep(0.05)  # nothing is sent once the call is over
 
 
-def test_an_interrupt_at_the_end_of_a_switch_comes_out_once() -> None:
-    scope: dict[str, Any] = {"signal": signal}
-    lines = "def switch():\n    signal.raise_signal(signal.SIGINT)\n"
-    exec(compile(lines, os.path.join("torch", "utils", "_python_dispatch.py"), "exec"), scope)
+@pytest.mark.parametrize(("path", "waits"), [(IN_TORCH, True), (OUTSIDE, False)])
+def test_an_interrupt_waits_while_torch_uses_a_context_of_its_own(path: str, waits: bool) -> None:
+    done: list[str] = []
+
+    scope: dict[str, Any] = {"manager": press_when_entered, "done": done}
+    lines = "def use():\n    with manager(done):\n        done.append('inside')\n"
+    exec(compile(lines, path, "exec"), scope)
     with pytest.raises(KeyboardInterrupt):
-        lose_no_interrupt(scope["switch"])()
+        lose_no_interrupt(scope["use"])()
+    assert done == ["entered", "inside"] * waits
+
+
+def test_an_interrupt_does_not_wait_for_an_operator_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "MOST_S", 0.1)
+
+    def run_for_ever() -> None:
+        press()
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        lose_no_interrupt(make_caller("__torch_dispatch__", IN_TORCH))(run_for_ever)
+    time.sleep(0.05)
+
+
+def test_an_interrupt_at_the_end_of_a_switch_comes_out_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lose_no_interrupt(make_caller("__exit__", IN_TORCH))(press)
     time.sleep(0.05)
