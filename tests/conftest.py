@@ -19,6 +19,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
 
+# A test that fails says all.
+os.environ.setdefault("FXSPLIT_TRACEBACK", "full")
+
 # A shell that starts a command in the background makes it ignore Ctrl-C, and child processes inherit that. Tests of
 # interrupts, and the programs that they start, would never see one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -30,6 +30,8 @@ from threading import get_ident
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
+from fxsplit.system.tracebacks import leave_out_frames
+
 CONTEXTS = contextmanager.__code__.co_filename
 """The file that enters and leaves the contexts that are written as generators."""
 TORCH = f"{os.sep}torch{os.sep}"
@@ -102,10 +104,20 @@ def _must_wait(frame: FrameType | None) -> bool:
 
 
 def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that every Ctrl-C pressed during its call leaves it as one KeyboardInterrupt."""
+    """Decorate a function so that every Ctrl-C pressed during its call leaves it as one KeyboardInterrupt.
+
+    Errors leave it with short tracebacks.
+    """
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            leave_out_frames(error, function)
+            raise
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         handler = signal.getsignal(signal.SIGINT)
         # The outermost call handles interrupts for all inner calls.
         closed = isinstance(handler, _InterruptHandler) and not handler.open
