@@ -25,7 +25,7 @@ from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.planner import plan_stages
 from fxsplit.planner.solve import Options, Task
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 
 @dataclass(frozen=True)

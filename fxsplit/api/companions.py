@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 TRIED = {
     "accelerate": ((1, 10), (1, 15)),

@@ -31,8 +31,8 @@ from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
 from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.torch_compile.compiled_code import unwrap_compiled
-from fxsplit.torch_internals.user_lines import warn_user
 
 DEFAULT = Chain(standard.DEFAULT)
 """The chain that compile() runs: profile, augment, order, partition, emit, batch-norm."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
+from fxsplit.system.user_lines import warn_user
 
 if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from torch import nn
@@ -79,7 +79,7 @@ def plan(
         count = choose_microbatch_count(len(where), stated=n_microbatches)
         costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
-        warnings.warn(costs.noise, UnsteadyProfileWarning, stacklevel=3)  # one more frame, for the decorator
+        warn_user(costs.noise, UnsteadyProfileWarning)
     costs, name = choose_passes(costs, schedule, inference=inference)
     check_compress(compress)
     # The costs of a pipeline with compressed cuts count the compressed bytes already.

@@ -28,10 +28,10 @@ from fxsplit.ir.facts.capture.python_state import NumberPlace, PythonState
 from fxsplit.ir.graph import IR
 from fxsplit.system.imports import import_whole
 from fxsplit.system.progress import phase
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.user_lines import warn_user
 from fxsplit.torch_internals.words import is_out_of_memory
 
 MOST_CHANGES = 5

@@ -23,9 +23,9 @@ from fxsplit.frontend.graph import FrontEnd, Graph
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.system.progress import phase
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.tracing.late_code import generate_code_late
 from fxsplit.torch_internals.tracing.stack_traces import remember_frames
-from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_LEAVES = 16
 """The most attempts, each with one more class of whole submodules. Beyond this, there is little left to split."""

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.system.user_lines import is_users
 from fxsplit.torch_internals.fx.interpret import find_target
 from fxsplit.torch_internals.fx.module_stack import find_module_path
-from fxsplit.torch_internals.user_lines import is_users
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from traceback import walk_tb
 import torch
 from torch import nn
 
-from fxsplit.torch_internals.user_lines import describe_line, is_users
+from fxsplit.system.user_lines import describe_line, is_users
 
 LIBRARIES = "site-packages/torch"
 """Part of the paths of torch's own libraries, such as torchvision: users cannot change lines there."""

@@ -24,7 +24,7 @@ from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.text import render
 from fxsplit.system.files import write_whole
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 
 @dataclass

@@ -21,8 +21,8 @@ from typing import Any
 
 from fxsplit.errors import FileError
 from fxsplit.system.files import BEING_WRITTEN, make_folder, write_whole
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.scopes.undo import CallerLock
-from fxsplit.torch_internals.user_lines import warn_user
 
 FORMAT = "fxsplit-dump"
 MARK = "chain.json"

@@ -9,22 +9,19 @@ FXSPLIT_TRACEBACK=full in the environment leaves tracebacks as they are.
 from __future__ import annotations
 
 import os
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from inspect import unwrap
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
+from fxsplit.system.user_lines import FXSPLIT, is_users
+
 FULL = "full"
 """The value of FXSPLIT_TRACEBACK that shows all frames."""
+HINT = f"frames are left out: FXSPLIT_TRACEBACK={FULL} in the environment shows them"
+"""The end of the note on an error."""
 LAST, MOST = 3, 12
 """The last frames of a traceback, which are kept whatever they are, and the most frames that are kept."""
-
-OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-"""The folder of this package."""
-LIBRARIES = (*(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")), "<frozen ")
-"""How the files of Python's own library begin."""
 
 
 def leave_out_frames(error: BaseException, function: Callable[..., Any]) -> None:
@@ -40,9 +37,9 @@ def leave_out_frames(error: BaseException, function: Callable[..., Any]) -> None
     # A list first: the chain of an error changes if code below raises.
     left_out = sum([_shorten(each, code) for each in list(_follow(error))])
     if left_out and isinstance(error, Exception) and not type(error).__module__.startswith("fxsplit"):
-        note = f"{left_out} frames are left out: FXSPLIT_TRACEBACK={FULL} in the environment shows them"
         # A public function may have called another one.
-        error.__notes__ = [*(n for n in getattr(error, "__notes__", ()) if not n.endswith(note[-40:])), note]
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.endswith(HINT)]
+        error.__notes__ = [*notes, f"{left_out} {HINT}"]
 
 
 def _follow(error: BaseException) -> Iterator[BaseException]:
@@ -64,37 +61,33 @@ def _shorten(error: BaseException, public: CodeType | None) -> int:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
+    count = len(entries)
     # The frames above the public function are its decorators.
-    begin = next((i for i, each in enumerate(entries) if each.tb_frame.f_code is public), 0)
-    above, entries = entries[:begin], entries[begin:]
-    telling = [not _is_inner(each) for each in entries]
-    kept = {
+    begin = next((i for i, each in enumerate(entries) if each.tb_frame.f_code is public), None)
+    entries = entries[begin or 0 :]
+    telling = [*map(_is_telling, entries)]
+    last = max(len(entries) - LAST, 0)
+    kept = [
         i
-        for i, each in enumerate(entries)
-        if telling[i] or each.tb_frame.f_code is public or (i + 1 < len(entries) and telling[i + 1] and _is_own(each))
-    }
-    last = set(range(max(len(entries) - LAST, 0), len(entries)))
-    first = sorted(kept - last)
-    # The first is the public function; of the others, the last are nearest to the fault.
-    chosen = sorted({*first[:1], *first[len(first) - (MOST - LAST - 1) :]} if len(first) > MOST - LAST else {*first})
-    shown = [entries[i] for i in (*chosen, *sorted(last))]
+        for i in range(last)
+        if telling[i] or (telling[i + 1] and _is_own(entries[i])) or (i == 0 and begin is not None)
+    ]
+    # The user's frames that are nearest to the fault.
+    if len(kept) > MOST - LAST:
+        kept = [kept[0], *kept[1 - MOST + LAST :]]
     below: TracebackType | None = None
-    for each in reversed(shown):
-        below = TracebackType(below, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for i in reversed((*kept, *range(last, len(entries)))):
+        below = TracebackType(below, entries[i].tb_frame, entries[i].tb_lasti, entries[i].tb_lineno)
     error.__traceback__ = below
-    return len(above) + len(entries) - len(shown)
+    return count - len(kept) - len(entries) + last
 
 
 def _is_own(entry: TracebackType) -> bool:
     """Return whether a frame is one of fxsplit."""
-    return entry.tb_frame.f_code.co_filename.startswith(OWN)
+    return entry.tb_frame.f_code.co_filename.startswith(FXSPLIT)
 
 
-def _is_inner(entry: TracebackType) -> bool:
-    """Return whether a frame is one of fxsplit, torch or Python's library."""
+def _is_telling(entry: TracebackType) -> bool:
+    """Return whether a frame is the user's, or of the code of a graph."""
     file = entry.tb_frame.f_code.co_filename
-    # Python's library may hold the folder of all others.
-    if os.path.join("", "site-packages", "") in file:
-        torch = sys.modules.get("torch")
-        return torch is not None and file.startswith(os.path.join(os.path.dirname(str(torch.__file__)), ""))
-    return file.startswith((OWN, *LIBRARIES))
+    return is_users(file) or file.startswith("<eval_with_key>")

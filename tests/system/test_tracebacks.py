@@ -12,7 +12,8 @@ import pytest
 
 from fxsplit.system import tracebacks
 from fxsplit.system.interrupts import lose_no_interrupt
-from fxsplit.system.tracebacks import LAST, MOST, OWN
+from fxsplit.system.tracebacks import LAST, MOST
+from fxsplit.system.user_lines import FXSPLIT
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def fail() -> None:
     raise KeyError("x")
 
 
-PUBLIC, INNER, CALLER = (make(f"{OWN}api/{name}.py", name) for name in ("public", "inner", "caller"))
+PUBLIC, INNER, CALLER = (make(f"{FXSPLIT}api/{name}.py", name) for name in ("public", "inner", "caller"))
 LIBRARY, USER = make(json.__file__, "library"), make("/home/me/train.py", "user")
 
 
@@ -109,7 +110,7 @@ def test_a_short_traceback_stays_and_errors_of_fxsplit_have_no_note() -> None:
 @pytest.mark.parametrize(
     ("file", "inner"),
     [
-        (f"{OWN}runtime/job/job.py", True),
+        (f"{FXSPLIT}runtime/job/job.py", True),
         (json.__file__, True),
         ("<frozen runpy>", True),
         ("/home/me/torch/train.py", False),
@@ -123,4 +124,4 @@ def test_only_fxsplit_torch_and_python_are_inner(file: str, inner: bool) -> None
     except KeyError as error:
         entry = error.__traceback__
     assert entry is not None and entry.tb_next is not None
-    assert tracebacks._is_inner(entry.tb_next) == inner
+    assert tracebacks._is_telling(entry.tb_next) != inner

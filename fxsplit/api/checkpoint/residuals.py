@@ -21,8 +21,8 @@ from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.errors import FxsplitWarning, InputError
 from fxsplit.runtime.ranks.hooks.error_feedback import ErrorFeedback
 from fxsplit.runtime.ranks.hooks.power_errors import PowerErrors
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
-from fxsplit.torch_internals.user_lines import warn_user
 
 WHAT = "residuals of gradient hooks"
 

@@ -38,8 +38,8 @@ from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, s
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fake.without_weights import lacks_values
-from fxsplit.torch_internals.user_lines import warn_user
 
 T = TypeVar("T")
 GradientHook: TypeAlias = "str | tuple[Any, Callable[[Any, Any], Any]]"

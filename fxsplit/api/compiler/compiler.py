@@ -51,12 +51,12 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.system.progress_bar import show_progress
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import hide_gradients
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import cast_in_place, enable_gradients, leave_saved_hooks
-from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_WAYS = 16
 """The most ways of calling a model, such as with and without labels, that programs are kept for."""

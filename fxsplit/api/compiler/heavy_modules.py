@@ -8,7 +8,7 @@ from torch import nn
 
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 SHARE = 0.5
 """The share of the time above which a single node spoils any plan."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fxsplit.api.generation.programs import Generation, Programs
 from fxsplit.api.generation.steps import list_parameters, make_output, make_twin, name_cache
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 MODES = ("greedy_search", "sample")
 """The names in transformers of the ways to generate that keep rows as they are."""

@@ -58,6 +58,7 @@ from fxsplit.schedule.simulation.memory import trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.accumulate import CommitRecord
 from fxsplit.torch_internals.distributed.data_parallel import warn_of_lone_step
 from fxsplit.torch_internals.nn.containers import HOOKS
@@ -65,7 +66,6 @@ from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import leave_uncompiled
-from fxsplit.torch_internals.user_lines import warn_user
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fxsplit.errors import InputError
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.leaves import list_gradient_hooks
-from fxsplit.torch_internals.user_lines import warn_user
 
 NAMED = 8
 """The number of tensors that a warning lists."""

@@ -44,6 +44,7 @@ from fxsplit.frontend.stop_point import find_stopped
 from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
 from fxsplit.torch_internals.fake.snapshot import Snapshot, keep_values
@@ -52,7 +53,6 @@ from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 from fxsplit.torch_internals.nn.containers import drop_foreign_fields, rebuild, to_plain_outputs
 from fxsplit.torch_internals.tensors.layouts import list_parts
-from fxsplit.torch_internals.user_lines import warn_user
 from fxsplit.torch_internals.words import is_refusal_to_differentiate
 
 TAKES_GRADIENTS = (

@@ -33,6 +33,7 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.system.user_lines import FXSPLIT, TORCH, is_users
 from fxsplit.torch_internals.fx.graph_devices import fix_constant_devices
 from fxsplit.torch_internals.nn.containers import to_plain_containers
 from fxsplit.torch_internals.nn.recurrent import drop_unread_states, has_layers, run_layers_apart
@@ -41,7 +42,6 @@ from fxsplit.torch_internals.random.seeded_calls import is_dropout
 from fxsplit.torch_internals.scopes.patch import patch_method
 from fxsplit.torch_internals.tracing.fx_state import leave_nothing_of_fx
 from fxsplit.torch_internals.tracing.weight_reads import refuse_weight_reads
-from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, is_users
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from fxsplit.frontend.subject import Runnable, Subject
 from fxsplit.ir.facts.capture.agreement import find_rows_dim, is_close, is_weighted_mean, list_kinds
 from fxsplit.ir.facts.capture.counts import DIFFERS, Count, CountWatch, share_rows
 from fxsplit.ir.facts.capture.output_kinds import Kind, OutputKind
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.values import has_values
-from fxsplit.torch_internals.user_lines import warn_user
 
 TRIES = 3
 """The number of batches made from the example if it leaves the kind of an output open."""

@@ -46,13 +46,13 @@ from fxsplit.frontend.watch.places import (
     list_places,
 )
 from fxsplit.ir.facts.capture.python_state import ABSENT, Cached, Place, PythonState, describe_change, is_plain, same
+from fxsplit.system.user_lines import FXSPLIT, TORCH, describe_line
 from fxsplit.torch_internals.contents import Contents
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.nn.torch_transformers import ENCODE, may_pack
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.compiled_code import COMPILER, find_original
-from fxsplit.torch_internals.user_lines import FXSPLIT, TORCH, describe_line
 
 _PYTHON = sysconfig.get_path("stdlib")
 _TORCHS = tuple(str(Path(TORCH).parent / name) + os.sep for name in TORCHS)

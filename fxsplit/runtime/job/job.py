@@ -43,13 +43,13 @@ from fxsplit.runtime.stage.streams import DeviceStream, hand_over
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.system.user_lines import find_users_line
 from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator
 from fxsplit.torch_internals.autograd.leaves import find_leaves
 from fxsplit.torch_internals.autograd.split import WeightBackward
 from fxsplit.torch_internals.autograd.sums import Share, Sums
 from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import ThreadModes
-from fxsplit.torch_internals.user_lines import find_users_line
 
 WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
 """The name of each action in error texts."""

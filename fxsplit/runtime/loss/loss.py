@@ -35,12 +35,12 @@ from fxsplit.runtime.loss.targets import Targets
 from fxsplit.runtime.microbatches import join_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.stage.streams import hand_over
+from fxsplit.system.user_lines import find_users_line
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.tensors.host_copies import is_on_host
 from fxsplit.torch_internals.thread_modes import enter_function_mode
-from fxsplit.torch_internals.user_lines import find_users_line
 
 LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) if a step gets no target."""

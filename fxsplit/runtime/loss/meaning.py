@@ -24,10 +24,10 @@ from fxsplit.runtime.loss.calls import Heard
 from fxsplit.runtime.loss.count import find_loss_count
 from fxsplit.runtime.loss.trial import LossTrial
 from fxsplit.runtime.program import Program
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.nn.expectations import expect_averages
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.compiled_code import is_compiled
-from fxsplit.torch_internals.user_lines import warn_user
 
 MOST_STEPS = 3
 """After this many steps, a loss that is still undecided, such as one that is always zero, is no longer looked at."""

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import RecompileWarning
 from fxsplit.runtime.stage.call_kind import CallKind, Dims, TensorKind
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.random.seeded_calls import SeededCall
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled, call_apart, replace_calls
 from fxsplit.torch_internals.torch_compile.stage_backends import compile_function, mark_dynamic, read_recompile_limit
-from fxsplit.torch_internals.user_lines import warn_user
 
 RowDims = Sequence[Dims | None]
 """For each input of a stage, the dimensions that follow the rows; None for a number that follows the rows."""

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
+from fxsplit.system.user_lines import is_users
 from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES, differentiate_into
 from fxsplit.torch_internals.autograd.leaves import comes_through, mute, put_hook_behind
 from fxsplit.torch_internals.autograd.split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
@@ -30,7 +31,6 @@ from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
 from fxsplit.torch_internals.fx.module_stack import find_module_path
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
-from fxsplit.torch_internals.user_lines import is_users
 from fxsplit.torch_internals.words import is_second_backward
 
 KEPT = (

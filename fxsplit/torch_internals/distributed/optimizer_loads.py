@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor
-from fxsplit.torch_internals.user_lines import warn_user
 
 _names: Any = WeakIdKeyDictionary()
 """The names of the parameters of all pipelines over ranks, including parameters of other ranks."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fxsplit.errors import InputError
-from fxsplit.torch_internals.user_lines import TORCH
+from fxsplit.system.user_lines import TORCH
 
 COMPILER = f"{TORCH}_dynamo{os.sep}convert_frame.py"
 """The file in which torch.compile starts to compile a function. Code called from there runs only once."""

@@ -37,6 +37,7 @@ from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
 from fxsplit.torch_internals.fake.real_shapes import ask_in_bfloat16
 from fxsplit.torch_internals.fake.values import is_fake
@@ -49,7 +50,6 @@ from fxsplit.torch_internals.scopes.patch import Method, patch_method
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 from fxsplit.torch_internals.tracing.symbolic_sizes import ask_less_of_symbols
-from fxsplit.torch_internals.user_lines import warn_user
 
 LEAST_ROWS = 2
 """torch.export takes one row for a constant, so it gets two; the check finds out whether the graph is right for one."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxsplit.errors import InputError
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.distributed.remote_parameters import call_with_lent
 from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_host
-from fxsplit.torch_internals.user_lines import warn_user
 
 LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 LABEL_FUNCTIONS = (F.cross_entropy, F.nll_loss)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxsplit.errors import InputError, suggest
-from fxsplit.torch_internals.user_lines import warn_user
+from fxsplit.system.user_lines import warn_user
 
 KINDS = ("cpu", "cuda")
 """The types of devices that stages run on."""

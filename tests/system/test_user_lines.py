@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fxsplit
 from fxsplit.errors import RecompileWarning
-from fxsplit.torch_internals.user_lines import is_users, warn_user
+from fxsplit.system.user_lines import is_users, warn_user
 
 
 def test_files_of_torch_and_of_fxsplit_are_not_the_users() -> None:

@@ -8,14 +8,14 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from fxsplit.errors import FxsplitWarning
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
+_torch = find_spec("torch")  # planning loads no torch
+TORCH = str(Path(_torch.origin).parent) + os.sep if _torch and _torch.origin else "<no torch>"
 FXSPLIT = str(Path(__file__).parents[1]) + os.sep
 """The folders of torch and fxsplit. The separator at the end excludes torchvision's files."""
 PYTHON = sysconfig.get_path("stdlib") + os.sep
