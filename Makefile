@@ -1,6 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests start many hundred processes, and each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-long test-newest quick room lint types docs outputs check bench dist clean
 
 help:

@@ -67,12 +67,10 @@ def _shorten(error: BaseException, public: CodeType | None) -> int:
     entries = entries[begin or 0 :]
     telling = [*map(_is_telling, entries)]
     last = max(len(entries) - LAST, 0)
-    kept = [
-        i
-        for i in range(last)
-        if telling[i] or (telling[i + 1] and _is_own(entries[i])) or (i == 0 and begin is not None)
-    ]
-    # The user's frames that are nearest to the fault.
+    # The public function, the user's frames, and the frames of fxsplit that called them.
+    kept = [0] if last and begin is not None else []
+    kept += [i for i in range(len(kept), last) if telling[i] or (telling[i + 1] and _is_own(entries[i]))]
+    # Of many, those nearest to the fault.
     if len(kept) > MOST - LAST:
         kept = [kept[0], *kept[1 - MOST + LAST :]]
     below: TracebackType | None = None
