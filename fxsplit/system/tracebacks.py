@@ -25,7 +25,7 @@ LAST, MOST = 3, 12
 
 
 def leave_out_frames(error: BaseException, function: Callable[..., Any]) -> None:
-    """Leave frames that tell a user nothing out of the traceback of an error, and of its causes and contexts.
+    """Leave frames that say nothing to a user out of the traceback of an error, and of its causes and contexts.
 
     Kept are the frame of the public `function`, frames of the user's own code and of the models' libraries, the frame
     of fxsplit that called them, and the last ones. An error that is not of fxsplit gets a note on how to see all.
@@ -70,7 +70,7 @@ def _shorten(error: BaseException, public: CodeType | None) -> int:
     # The public function, the user's frames, and the frames of fxsplit that called them.
     kept = [0] if last and begin is not None else []
     kept += [i for i in range(len(kept), last) if telling[i] or (telling[i + 1] and _is_own(entries[i]))]
-    # Of many, those nearest to the fault.
+    # Of many, the nearest to the fault.
     if len(kept) > MOST - LAST:
         kept = [kept[0], *kept[1 - MOST + LAST :]]
     below: TracebackType | None = None
