@@ -29,7 +29,7 @@ def run(*arguments: str, **kept: Any) -> tuple[int, str]:
     # As in a shell, where Python buffers its output.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "fxsplit", *arguments]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, env=env, **kept)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, env=env, **kept)
     return done.returncode, done.stderr
 
 

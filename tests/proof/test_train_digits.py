@@ -19,7 +19,7 @@ from fxsplit.api.checkpoint.checkpoint import latest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_digits.py")
-LIMIT_S = 240
+LIMIT_S = 900
 
 
 def make_environment() -> dict[str, str]:
@@ -111,10 +111,10 @@ def start_agent(port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=make_environment(), stdout=out, stderr=errors)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so: Callable[[], bool], folder: Path) -> None:
     until = time.monotonic() + LIMIT_S
     while not is_so():
-        assert time.monotonic() < until, "it takes too long"
+        assert time.monotonic() < until, [path.read_text()[-4000:] for path in sorted(folder.glob("*.err"))]
         time.sleep(0.05)
 
 
@@ -136,10 +136,10 @@ def test_a_world_that_becomes_smaller_plans_anew_and_goes_on(tmp_path: Path) -> 
 
     stays = start_agent(port, tmp_path, "stays")
     # The first launcher there keeps the store through which they meet.
-    wait_until(lambda: accepts(port))
+    wait_until(lambda: accepts(port), tmp_path)
     goes = start_agent(port, tmp_path, "goes")
     try:
-        wait_until(lambda: len(read()) >= 5)
+        wait_until(lambda: len(read()) >= 5, tmp_path)
         goes.terminate()
         assert stays.wait(LIMIT_S) == 0, (tmp_path / "stays.err").read_text()[-4000:]
     finally:

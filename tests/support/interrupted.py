@@ -19,7 +19,7 @@ from fxsplit.torch_internals.scopes.modes import Modes
 from tests.support.interrupts import interrupt_at
 
 ROWS, MICROBATCHES, STEADY = 16, 4, 0.5
-SLOW_S = 2.0
+SLOW_S, END_S = 2.0, 60.0
 CHANGES_STATE = ("step", "call", "first")
 """Scenes that add gradients and move batch norm's statistics; every other scene leaves the model as it is."""
 
@@ -196,9 +196,11 @@ def find_faults(
     if seconds > scene.slow_s:
         found.append(f"hung for {seconds:.1f} s")
     found += [f"changed: {what}" for what in list_changes(scene, before, error)]
-    if threading.active_count() > 1:
-        names = [t.name for t in threading.enumerate() if t.name in ("fxsplit-profile", "fxsplit-imports")]
-        found += [f"runs on: {name}" for name in names]
+    for thread in threading.enumerate():
+        if thread.name in ("fxsplit-profile", "fxsplit-imports"):
+            # Its work is done, and on a busy machine it may still have to end.
+            thread.join(END_S)
+            found += [f"runs on: {thread.name}"] * thread.is_alive()
     found += [f"poisoned: {what}" for what in check_next_step(scene)]
     return found
 

@@ -34,7 +34,7 @@ def test_an_interrupted_import_is_whole(tmp_path: Path) -> None:
     (package / "late.py").write_text("VALUE = 3")
     environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{tmp_path}"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert done.stdout.strip() == "interrupted 3 1", done.stderr
 

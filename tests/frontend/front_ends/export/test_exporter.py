@@ -97,7 +97,7 @@ def test_exports_in_several_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert not errors
     assert before == (torch.autograd.Function.__dict__["apply"], torch.autograd.graph.saved_tensors_hooks.__enter__)
 
