@@ -200,7 +200,9 @@ try:
     with listen(tell):
         fxsplit.compile(model, 2, example_inputs=x, passes="profile{repeats=1000},augment,order,partition,emit")
 except KeyboardInterrupt:
-    time.sleep(0.5)
+    for thread in threading.enumerate():
+        if thread.name.startswith("fxsplit"):
+            thread.join(60)
     same = all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     # Threads of other libraries are none of this test's business: tqdm has one where transformers is installed.
     print("stopped", same, [t.name for t in threading.enumerate() if t.name.startswith("fxsplit")], flush=True)
