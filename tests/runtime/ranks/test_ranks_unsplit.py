@@ -65,9 +65,8 @@ def run_resnet50(rank: int, n: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_resnet50_equals_threads_and_the_unsplit_model(n: int) -> None:
-    assert sum(ranks(n, run_resnet50, limit_s=500)) == 161
+def test_resnet50_equals_threads_and_the_unsplit_model() -> None:
+    assert sum(ranks(3, run_resnet50, limit_s=500)) == 161
 
 
 def make_texts(step: int) -> tuple[dict[str, Any], Tensor]:
@@ -124,8 +123,7 @@ def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(("name", "schedule"), [("gpt2", "1F1B"), ("llama", "ZB-H1")])
+@pytest.mark.parametrize(("name", "schedule", "n"), [("gpt2", "1F1B", 3), ("llama", "ZB-H1", 2)])
 def test_language_models_equal_threads_and_the_unsplit_model(name: str, schedule: str, n: int) -> None:
     counts = ranks(n, run_text_model, name, schedule, limit_s=300)
     assert sum(counts) == 3 * len(list(make_tied(name).parameters()))
