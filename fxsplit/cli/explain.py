@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
@@ -22,9 +22,9 @@ from fxsplit.system.shown import Table
 
 SHOWN = 3
 """The number of nodes of a stage, values of a cut, and idle devices to list."""
-MOST_TIMES, PATIENCE_S = 1024.0, 2.0
+MOST_TIMES, PATIENCE_S, CLOSE = 1024.0, 2.0, 1.01
 """Try links up to MOST_TIMES as fast, doubling each time, for at most PATIENCE_S seconds, to find when an idle device
-would pay.
+would pay; then find the bandwidth up to a factor of CLOSE.
 """
 
 
@@ -103,18 +103,24 @@ def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> lis
     known = "no plan that uses them is faster" if plan.optimal else "no faster plan that uses them was found"
     lines = [f"\nidle: {', '.join(idle[:SHOWN])}{' ...' if len(idle) > SHOWN else ''}: {known}"]
     begin, bandwidth = time.perf_counter(), question.arguments.bandwidth or question.profile.bytes_per_s
-    faster = 2.0 * bandwidth
-    # A machine's links have no single bandwidth, and no bandwidth helps if links are unlimited.
-    while not question.arguments.machine and faster <= MOST_TIMES * bandwidth < inf:
-        if time.perf_counter() - begin > PATIENCE_S:
-            break
-        other = build_machine(question.profile, count, faster)
+
+    def pays(bytes_per_s: float) -> bool:
+        other = build_machine(question.profile, count, bytes_per_s)
         workload = lay_out(other, question.schedule, question.arguments.n_microbatches)
         found = question.planner.plan(*workload, question.options)
-        if sum(len(stage.devices) for stage in found.stages) > len(used):
-            return [*lines, f"  links of {faster:.3g} bytes/s and more would make another device pay"]
-        faster *= 2.0
-    return lines
+        return sum(len(stage.devices) for stage in found.stages) > len(used)
+
+    low, high, enough = bandwidth, 2.0 * bandwidth, False
+    # A machine's links have no single bandwidth, and no bandwidth helps if links are unlimited.
+    while not question.arguments.machine and high <= MOST_TIMES * bandwidth < inf and high > CLOSE * low:
+        if time.perf_counter() - begin > PATIENCE_S:
+            break
+        tried = sqrt(low * high) if enough else high
+        if pays(tried):
+            high, enough = tried, True
+        else:
+            low, high = tried, high if enough else 2.0 * high
+    return [*lines, f"  links of {high:.3g} bytes/s and more would make another device pay"] if enough else lines
 
 
 def _explain_cut(question: PlanArguments, count: int | None, plan: Plan, number: int) -> dict[str, Any]:

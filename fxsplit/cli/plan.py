@@ -121,6 +121,11 @@ class PlanArguments:
         except (ValueError, PlanError) as error:
             raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: {error}") from error
         if arguments.cut_at != ANYWHERE and not wholes:
+            if getattr(arguments, "emit", None) == "titan":
+                raise InputError(
+                    "--emit titan: the profile names no modules, and torchtitan has modules in every stage: give a "
+                    "profile that fxsplit has measured"
+                )
             raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: the profile names no modules, so leave it out")
         keep += wholes.values()
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
@@ -211,6 +216,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the plan, or a row for each number of devices if --devices is a range."""
     question = PlanArguments(arguments)
     counts = question.counts()
+    if arguments.baselines and (arguments.json or arguments.emit or len(counts) > 1):
+        raise InputError("--baselines prints a table for one plan: leave out --json, --emit and a range of --devices")
     if arguments.emit:
         return _emit(question, counts)
     if arguments.to:

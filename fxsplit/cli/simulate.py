@@ -127,6 +127,12 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
         count = plan.n_microbatches if plan else choose_microbatch_count(devices)
     # An explicit number of devices selects that schedule, even if the plan has replicas.
     if plan is not None and arguments.devices is None:
+        planned = len({device for stage in plan.stages for device in stage.devices})
+        if arguments.schedule is not None and find_replicas(plan) is None and devices != planned:
+            raise InputError(
+                f"--schedule {name}: it puts {len(plan.stages)} stages on another number of devices than this plan "
+                f"({devices}, not {planned}): plan for it (fxsplit plan --schedule {name}), or give --devices {devices}"
+            )
         return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
     return generate(name, devices, count, arguments.stages_per_device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def test_idle_devices_are_explained(capsys: pytest.CaptureFixture[str], profile:
     assert main(["explain", profile, "--devices", "4", "--bandwidth", "1e4"]) == 0
     printed = capsys.readouterr().out
     assert "idle: device1, device2, device3: no plan that uses them is faster" in printed
-    assert "bytes/s and more would make another device pay" in printed
+    found = re.search(r"links of (\S+) bytes/s and more would make another device pay", printed)
+    assert found is not None
+    for times, pays in ((1.02, True), (0.97, False)):
+        assert main(["explain", profile, "--devices", "4", "--bandwidth", str(times * float(found[1]))]) == 0
+        assert ("stage 1" in capsys.readouterr().out) == pays
     assert main(["explain", profile, "--devices", "2", "--no-traffic"]) == 0
     assert "idle" not in capsys.readouterr().out

@@ -342,3 +342,19 @@ def test_a_profile_without_modules_has_no_borders(capsys: pytest.CaptureFixture[
     Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1).save(tmp_path / "net.json")
     assert cli.main(["plan", str(tmp_path / "net.json"), "--cut-at", "modules"]) == 2
     assert "--cut-at modules: the profile names no modules, so leave it out" in capsys.readouterr().err
+
+
+def test_titan_names_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The error named --cut-at, which nobody had given."""
+    Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1).save(tmp_path / "net.json")
+    assert cli.main(["plan", str(tmp_path / "net.json"), "--emit", "titan"]) == 2
+    assert "--emit titan: the profile names no modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--devices", "1..2"], ["--json"]])
+def test_baselines_are_never_left_out_in_silence(
+    option: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1).save(tmp_path / "net.json")
+    assert cli.main(["plan", str(tmp_path / "net.json"), "--baselines", *option]) == 2
+    assert "--baselines prints a table for one plan" in capsys.readouterr().err

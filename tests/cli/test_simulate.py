@@ -383,3 +383,17 @@ def test_a_file_says_where_its_stages_are(tmp_path: Any, capsys: pytest.CaptureF
     assert main(["simulate", "--csv", file, "--stages-per-device", "3"]) == 2
     assert "--stages-per-device" in capsys.readouterr().err
     assert issubclass(InputError, fxsplit.FxsplitError)
+
+
+def test_a_schedule_for_another_number_of_devices_is_named(
+    capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
+) -> None:
+    """Both stages were on one device, and passed values to each other over a link."""
+    assert cli.main(["plan", profile, "--devices", "2", "--use-all-devices", "--json"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    options = ["simulate", "--plan", str(tmp_path / "plan.json"), "--schedule", "Interleaved1F1B"]
+    assert cli.main(options) == 2
+    said = capsys.readouterr().err
+    assert "2 stages on another number of devices than this plan (1, not 2)" in said and "give --devices 1" in said
+    assert cli.main([*options, "--devices", "1"]) == 0
+    assert cli.main([*options[:3], "--schedule", "GPipe"]) == 0
