@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 from fxsplit.system.figures import SHOWN, parse_bytes
+from fxsplit.system.user_lines import find_users_line
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help does not need it
     from fxsplit.api.verify.verify import Verification
@@ -179,7 +181,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
         except FxsplitError:
             raise
         except Exception as error:  # mostly the model's own error, which proves nothing about its pipeline
-            raise InputError(f"{arguments.factory}: {type(error).__name__}: {error}") from error
+            raise InputError(f"{arguments.factory}: {_describe(error)}") from error
     if quiet:
         return 0 if found.equal else 1
     # Use standard error, since standard output may be JSON.
@@ -248,7 +250,7 @@ def _call_factory(name: str) -> FactoryResult:
     try:
         made = factory()
     except Exception as error:
-        raise InputError(f"{name!r} raised {type(error).__name__}: {error}; it is called without arguments") from error
+        raise InputError(f"{name!r} raised {_describe(error)}; it is called without arguments") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         raise InputError(
             f"{name!r} returned a {type(made).__name__}: return (model, args), (model, args, kwargs) or "
@@ -277,12 +279,17 @@ def _import(name: str, form: str) -> Any:
         near = [path.stem for path in Path.cwd().glob("*.py")] if getattr(error, "name", None) == module else []
         raise InputError(f"cannot import {module!r}: {error}{suggest(module, near)}") from error
     except Exception as error:  # an error in the module, such as a SyntaxError
-        raise InputError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
+        raise InputError(f"cannot import {module!r}: {_describe(error)}") from error
     try:
         return getattr(found, attribute)
     except AttributeError as error:
         hint = suggest(attribute, vars(found))
         raise InputError(f"module {module!r} has no {attribute!r}{hint}") from error
+
+
+def _describe(error: Exception) -> str:
+    """Describe an error of the user's code, with the innermost line of that code that raised it."""
+    return f"{type(error).__name__}{find_users_line(traceback.walk_tb(error.__traceback__))}: {error}"
 
 
 def describe(found: Verification) -> dict[str, Any]:

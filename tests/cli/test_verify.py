@@ -231,6 +231,32 @@ def test_what_a_factory_raises_is_bad_input(capsys: pytest.CaptureFixture[str]) 
         assert text in capsys.readouterr().err
 
 
+def test_an_error_of_the_users_code_has_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and line of the model, the factory or the module that raised stand in the command's one line."""
+    lines = [
+        "import torch",
+        "class Wrong(torch.nn.Linear):",
+        "    def forward(self, x): return super().forward(x)",
+        "def model(): return Wrong(4, 5), torch.randn(8, 3)",
+        "def factory(): return {}['weights']",
+    ]
+    (tmp_path / "wrong_lines.py").write_text("\n".join(lines))
+    (tmp_path / "wrong_module.py").write_text("a = 1\na / 0\n")
+    (tmp_path / "wrong_import.py").write_text("\nimport wrong_module.part\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, file, line, message in (
+        ("wrong_lines:model", "wrong_lines", 3, "mat1 and mat2 shapes cannot be multiplied"),
+        ("wrong_lines:factory", "wrong_lines", 5, "'weights'; it is called without arguments"),
+        ("wrong_module:f", "wrong_module", 2, "division by zero"),
+        ("wrong_import:f", "wrong_module", 2, "division by zero"),
+    ):
+        assert main(["verify", name]) == 2
+        said = capsys.readouterr().err
+        assert f'{file}.py", line {line}: {message}' in said and said.count("\n") == 1, said
+
+
 def raising() -> Any:
     raise KeyError("weights")
 
