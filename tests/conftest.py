@@ -31,8 +31,8 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
-from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
+from fxsplit.torch_internals.autograd import sums as gradient_sums
 from tests.support.times import measure_times, state_times
 
 MANY = 100
@@ -73,7 +73,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     Most weights, but no biases, are large enough to be caught.
     """
     monkeypatch.setattr(grad_split, "LEAST_PRODUCTS", defaultdict(int))
-    monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", 200)
+    monkeypatch.setattr(gradient_sums, "LEAST_BYTES", 200)
 
 
 @pytest.fixture(autouse=True)

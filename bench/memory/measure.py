@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from bench.memory.counter import find_slot, start_counting
 from bench.memory.live import Log, Storage, log_storages
 from bench.memory.order import RunAhead
-from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.runtime.job.job import Job

@@ -13,8 +13,7 @@ from torch import nn
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
 from fxsplit.api.compiler.compile_group import GradientHook, make_compile_group
-from fxsplit.api.compiler.compiled import get_mode
-from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.compiler.devices import Devices, read_devices
 from fxsplit.api.compiler.microbatch_count import AUTO
 from fxsplit.api.compiler.options import CompileOptions, load_costs

@@ -106,7 +106,7 @@ def export_stages(compiled: Compiled, options: CompileOptions, group: dist.Proce
             build_module(stage.module, ends[stage.index], copies=program.writes_inputs),
             stage.index,
             len(made),
-            program.machine.torch_devices()[rank],
+            program.devices[rank],
             ends[stage.index],
             group,
         )
@@ -138,10 +138,10 @@ def _check_schedule(program: Program, schedule: Schedule, n_ranks: int) -> None:
             f"the plan has {schedule.n_devices} devices and the group {n_ranks} ranks: compile for as many devices as "
             "there are ranks, or give group="
         )
-    recomputed = next((s for s in range(schedule.n_stages) if _recomputes(program, s, schedule.n_microbatches)), None)
-    if recomputed is not None:
+    recomputed = sorted(program.find_recomputed(schedule.n_microbatches))
+    if recomputed:
         raise NotExportable(
-            f"stage {recomputed} recomputes its activations, and torch's runtime keeps them: compile with "
+            f"stage {recomputed[0][0]} recomputes its activations, and torch's runtime keeps them: compile with "
             "recompute='never', or put torch.utils.checkpoint into the model"
         )
     if program.compiling is not None:
@@ -149,10 +149,6 @@ def _check_schedule(program: Program, schedule: Schedule, n_ranks: int) -> None:
             "stages are compiled by stage_backend=, and torch's runtime is given them as they are: compile without it, "
             "and call .compile() of each stage's submod"
         )
-
-
-def _recomputes(program: Program, stage: int, n_microbatches: int) -> bool:
-    return any(program.recomputes(stage, m, n_microbatches) for m in range(n_microbatches))
 
 
 def _check_weights(program: Program) -> None:
@@ -221,7 +217,7 @@ class TorchLoss:
 
     def _check(self, values: Sequence[Any], target: Any) -> None:
         """Raise InputError for a loss that does not follow from microbatches of equal weights."""
-        if self._meaning.is_open:
+        if self._meaning.steps_left:
             self._meaning.look_at(self._program, [v.detach() for v in values], (target,), self._rows)
             self._meaning.end_step()
         if self._meaning.reduction == "sum" and not self._sums:
@@ -285,7 +281,7 @@ def _check_agreement(compiled: Compiled, group: dist.ProcessGroup | None) -> Non
         weights = (*stage.module.named_parameters(), *stage.module.named_buffers())
         texts += [stage.code, *(f"{path} {describe_tensor(weight)}" for path, weight in weights)]
     digest = hashlib.sha256("\n".join(texts).encode()).digest()
-    device = program.machine.torch_devices()[min(dist.get_rank(group), len(program.machine) - 1)]
+    device = program.devices[min(dist.get_rank(group), len(program.machine) - 1)]
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)

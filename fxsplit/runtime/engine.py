@@ -24,14 +24,12 @@ from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.runtime.autograd_node import Backward, LeafNode, PipelineFunction
 from fxsplit.runtime.backends.backend import Backend, JobRequest
-from fxsplit.runtime.deferred_errors import DeferredErrors
-from fxsplit.runtime.job.handle import JobHandle
 from fxsplit.runtime.job.inputs import JobInputs, Tape
-from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.job import Job, JobHandle
 from fxsplit.runtime.job.stopwatch import Stopwatch
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
-from fxsplit.runtime.program import Batch, Program
+from fxsplit.runtime.program import Batch, DeferredErrors, Program
 from fxsplit.runtime.stage.run import Packet, SavedForBackward, refuse_kept
 from fxsplit.runtime.stage.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.stage.weight_versions import Stepper
@@ -192,17 +190,14 @@ class Engine:
         program = batch.program
         program.deferred_errors.raise_arrived()
 
-        def finish(m: int, outputs: tuple[Any, ...]) -> Tensor:
-            loss.look_at(m, program, outputs)
-            return loss(m, program.build_result(outputs), partial(loss.look_at, m, program, outputs))
-
         # Inputs get no gradient here. Detaching them saves the first stage's backward that work.
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
         trained = program.list_trained()
-        job_inputs = JobInputs(packets, finish, keep_outputs, loss.make_output_gradients, trained)
+        finish, seeds = partial(loss.finish, program), loss.make_output_gradients
+        job_inputs = JobInputs(packets, finish, keep_outputs, seeds, trained)
         # Weight versions are leaves of their own, without hooks.
-        for leaf in list_leaves(trained) if stepper is None else []:
-            make_mutable(leaf)
+        if stepper is None:
+            make_mutable(list_leaves(trained))
         schedule = program.schedule(len(batch.rows))
         request = JobRequest("step", batch, schedule, loss, keep_outputs)
         with self._take_turn_to_copy(program), self._backend.meet(request) as session:
@@ -282,8 +277,7 @@ class Engine:
             schedule = program.pass_backward(len(rows))
             try:
                 # Hooks of leaves run once, on the summed gradients, as in autograd.
-                for leaf in list_leaves(trained):
-                    make_mutable(leaf)
+                make_mutable(list_leaves(trained))
                 with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
                     job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
                     then.check()

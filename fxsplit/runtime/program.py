@@ -21,7 +21,6 @@ from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages, list_weights
-from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.runtime.stage.compiled_stage import Compilations, Compiling
 from fxsplit.runtime.stage.recompute import POLICIES, WrittenBuffers
 from fxsplit.runtime.stage.replica import Replica
@@ -41,9 +40,33 @@ from fxsplit.torch_internals.nn.optimizer_state import note_move
 from fxsplit.torch_internals.nn.recurrent import flatten_weights
 from fxsplit.torch_internals.random.seeded_calls import SeededCall
 from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.tensors.accelerators import is_on_host
+from fxsplit.torch_internals.tensors.host_copies import PendingCopies
 
 ELSEWHERE = torch.device("meta")
 """The device of a weight that lives in another process. No stage runs there."""
+
+
+class DeferredErrors:
+    """Errors that only an accelerator can detect: raised in a later batch, so that no batch waits for the device."""
+
+    def __init__(self) -> None:
+        self._coming: PendingCopies[str] = PendingCopies()
+
+    def expect(self, wrong: Tensor, message: str) -> None:
+        """Raise InputError with `message` if the flag `wrong` is set: at once on the host, else in a later batch."""
+        if is_on_host(wrong):
+            if wrong:
+                raise InputError(message)
+        # If too many flags are on their way, this check is skipped.
+        elif not self._coming.is_full:
+            self._coming.add(wrong, message)
+
+    def raise_arrived(self) -> None:
+        """Raise InputError if a flag of an earlier batch has arrived and is set. Never waits."""
+        for wrong, message in self._coming.take_arrived():
+            if wrong:
+                raise InputError(f"in an earlier batch, which the accelerator has computed by now: {message}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +146,16 @@ class Program:
         """Whether the plan is only for outputs without gradients."""
         return self.scheduler.name == INFERENCE
 
-    def recomputes(self, stage: int, microbatch: int, n_microbatches: int) -> bool:
-        """Return whether a stage drops a microbatch's activations and runs its forward again before its backward."""
-        return POLICIES[self.recompute](self.plan.stages[stage].recompute, microbatch, n_microbatches)
+    def find_recomputed(self, n_microbatches: int) -> set[tuple[int, int]]:
+        """Return the stages that run a microbatch's forward again before its backward, as (stage, microbatch)."""
+        recomputes, stages = POLICIES[self.recompute], enumerate(self.plan.stages)
+        pairs = [(i, planned.recompute, m) for i, planned in stages for m in range(n_microbatches)]
+        return {(i, m) for i, planned, m in pairs if recomputes(planned, m, n_microbatches)}
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        """The torch device of each of the machine's devices."""
+        return self.machine.torch_devices()
 
     @cached_property
     def homes(self) -> Homes:
@@ -244,7 +274,7 @@ class Program:
     def keeps_zeros(self) -> bool:
         """Whether a microbatch may have weight zero without the host knowing, so that its backward divides by zero."""
         counts = [meaning.count for meaning in self.joined if isinstance(meaning.count, Count)]
-        there = any(map(accelerators.is_accelerator, self.machine.torch_devices()))
+        there = any(map(accelerators.is_accelerator, self.devices))
         return there and any(not count.safe for count in counts)
 
     @cached_property
@@ -256,8 +286,7 @@ class Program:
     @cached_property
     def shares_leaves(self) -> bool:
         """Whether two workers on one device may add to one leaf: stages share it, or replicas are on one device."""
-        devices = self.machine.torch_devices()
-        return self.shares_parameters or any(len({devices[d] for d in home}) < len(home) for home in self.homes)
+        return self.shares_parameters or any(len({self.devices[d] for d in home}) < len(home) for home in self.homes)
 
     def check_joinable(self, n_microbatches: int) -> None:
         """Raise InputError if the outputs of `n_microbatches` microbatches cannot be joined."""
@@ -280,9 +309,10 @@ class Program:
         return frozenset(map(get_storage_id, buffers))
 
     @cached_property
-    def turns(self) -> ModuleLocks:
-        """Locks for modules that set attributes in their forward and that several threads run."""
-        return ModuleLocks([[replica.stage.module for replica in replicas] for replicas in self.replicas])
+    def turns(self) -> ModuleLocks | None:
+        """Locks for modules that set attributes in their forward and that several threads run; None if none does."""
+        locks = ModuleLocks([[replica.stage.module for replica in replicas] for replicas in self.replicas])
+        return locks if locks.shared else None
 
     @cached_property
     def noted(self) -> list[DeferredBatchNorm]:

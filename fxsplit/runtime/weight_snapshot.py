@@ -29,13 +29,7 @@ class WeightSnapshot:
         self._alive = [w for dicts in program.weight_dicts for held in dicts for w in held.values()]
         self._trained = program.list_trained()
         self._inputs = [(spec.name, t, _mark(t)) for spec, t in zip(program.inputs.specs, tensors, strict=True)]
-        n_microbatches = len(rows)
-        counts = range(n_microbatches)
-        self._recomputing = [
-            stage.index
-            for stage in program.stages.stages
-            if any(program.recomputes(stage.index, m, n_microbatches) for m in counts)
-        ]
+        self._recomputing = {stage for stage, _ in program.find_recomputed(len(rows))}
 
     def check(self) -> None:
         """Raise ChangedWeightError if a weight that a stage will recompute with has changed, or a weight was frozen.
@@ -92,7 +86,7 @@ class WeightSnapshot:
     def _find_written(self, *, read_again: bool) -> str | None:
         """Return the name of an input that has changed; with `read_again`, only of one that stage 0 keeps uncopied."""
         # If the graph writes to its inputs, or stage 0 is on another device, stage 0 keeps copies.
-        home = [self._program.machine.torch_devices()[d] for d in self._program.homes[0]]
+        home = [self._program.devices[d] for d in self._program.homes[0]]
         kept = [one for one in self._inputs if not self._program.writes_inputs and one[1].device in home]
         return next((name for name, t, mark in (kept if read_again else self._inputs) if _mark(t) != mark), None)
 

@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -251,7 +251,7 @@ class ThreadModes:
             variables=contextvars.copy_context(),
         )
 
-    @property
+    @cached_property
     def keeps_graph(self) -> bool:
         """Whether autograd records operators in these modes."""
         return self.grad and not self.inference

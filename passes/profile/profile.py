@@ -35,7 +35,7 @@ from fxsplit.passes.profile.time_in_step import (
 )
 from fxsplit.passes.profile.weigh_loss import weigh_loss
 from fxsplit.system.progress import track
-from fxsplit.torch_internals.autograd.eager_accumulator import is_caught
+from fxsplit.torch_internals.autograd.sums import is_caught
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 from fxsplit.torch_internals.fx.dependences import list_node_weights
 from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve

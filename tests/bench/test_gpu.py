@@ -28,7 +28,7 @@ from bench.gpu.parts import COMMANDS, ROOT, Part, run_command, run_part
 from bench.gpu.plugin import find_machine_on_gpu, pytest_configure
 from bench.gpu.setting import Setting, largest_difference
 from fxsplit.ir.facts.given.machine import Device, Machine
-from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.microbatches import Targets
 from fxsplit.torch_internals.tensors import accelerators
 from tests.support.accelerator import use_accelerator
 from tests.support.accelerator.cases import start

@@ -79,9 +79,10 @@ INNER: dict[str, list[set[str]]] = {
         {"planner"},
     ],
     "runtime": [
-        {"deferred_errors", "stage"},
-        {"autograd_node", "microbatches", "program"},
-        {"loss", "weight_snapshot"},
+        {"stage"},
+        {"autograd_node", "program"},
+        {"microbatches", "weight_snapshot"},
+        {"loss"},
         {"job"},
         {"backends"},
         {"engine", "ranks"},

@@ -175,7 +175,7 @@ def test_the_policy_and_the_plan_say_when_a_stage_recomputes() -> None:
     for policy, expected in (("always", [True, True]), ("except_last", [True, False]), ("never", [False, False])):
         pipe, program = compiled(Mlp(), x, recompute=policy)
         with pipe:
-            assert [program.recomputes(0, m, 2) for m in range(2)] == expected
+            assert [(0, m) in program.find_recomputed(2) for m in range(2)] == expected
 
 
 class Recurrent(nn.Module):

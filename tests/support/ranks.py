@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from fxsplit.frontend.capture import LATE
 from fxsplit.runtime.ranks.failures.guard import _end_started
-from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
+from fxsplit.torch_internals.autograd import sums as gradient_sums
 from tests.support.times import state_times
 
 PRELOADED = [
@@ -274,7 +274,7 @@ def _joined(rank: int, n: int, folder: str, limit_s: float) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # As in tests/conftest.py, which does not run in this process.
     grad_split.LEAST_PRODUCTS = defaultdict(int)
-    eager_accumulator.LEAST_BYTES = 200
+    gradient_sums.LEAST_BYTES = 200
     state_times()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -15,7 +16,11 @@ from fxsplit.api.compiler.compile_group import CompileGroup
 from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.api.compiler.validity import Validity
 from fxsplit.frontend.graph import same_graph
+from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.effects import CallEffects, find_effects
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.python_state import PythonState
+from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.runtime.program import Program
@@ -23,11 +28,6 @@ from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 OTHER_MODE: dict[Mode, Mode] = {"train": "eval", "eval": "train"}
-
-
-def get_mode(model: nn.Module) -> Mode:
-    """Return the mode of a model."""
-    return "train" if model.training else "eval"
 
 
 def read_versions(model: nn.Module) -> dict[str, tuple[int, int | None]]:
@@ -57,6 +57,23 @@ class Compiled:
     found_count: int | None = None
     moves_weights: bool = False
     versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    # The rows of the microbatches of each number of rows so far.
+    divided: dict[int, Sequence[int]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The call that the graph was captured with."""
+        return self.captured[Example].inputs
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The calls that the graph is right for."""
+        return self.captured[Scope]
+
+    @cached_property
+    def python_state(self) -> PythonState:
+        """The Python values that forward() read."""
+        return self.captured[PythonState]
 
     def adapt_candidate(self, options: CompileOptions, rows: int) -> Candidate:
         """Return this record's schedule, with the number of microbatches for a batch of `rows`.
@@ -93,8 +110,8 @@ class Compiled:
         seeded = {m.key for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)}
         return not parted and not crossed and effects.drawing <= seeded
 
-    def share(self, model: nn.Module, captured: IR) -> Compiled:
-        """Return this record for the other mode too, which was `captured` as the same graph."""
+    def share(self, model: nn.Module, mode: Mode, captured: IR) -> Compiled:
+        """Return this record for the other `mode` of the model too, which was `captured` as the same graph."""
         effects = find_effects(captured)
         for draw in (m for s in self.program.stages.stages for m in s.module.children() if isinstance(m, SeededCall)):
             draw.note(drew=draw.key in effects.drew)
@@ -102,14 +119,13 @@ class Compiled:
         return replace(
             self,
             captured=captured,
-            final=replace(self.final, mode=get_mode(model)),
+            final=replace(self.final, mode=mode),
             validity=Validity(model, captured, self.program.stages),
             moves_weights=False,
         )
 
     def find_changed_weight(self, model: nn.Module) -> str | None:
         """Return the path of a weight that has changed since a pass made its own weights from the model's, or None."""
-        # Nearly all programs hold the model's own weights, and then there is nothing to compare.
         now = read_versions(model) if self.versions else {}
         return next((path for path, version in self.versions.items() if now.get(path) != version), None)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.api.compiler.compile_group import CompileGroup, make_compile_group
-from fxsplit.api.compiler.compiled import OTHER_MODE, Compiled, get_mode, read_versions
+from fxsplit.api.compiler.compiled import OTHER_MODE, Compiled, read_versions
 from fxsplit.api.compiler.heavy_modules import warn_of_heavy_module
 from fxsplit.api.compiler.lowering import build_program, capture_model, read_stated
 from fxsplit.api.compiler.microbatch_count import AUTO
@@ -42,7 +42,6 @@ from fxsplit.ir.facts.capture.call import Call, FlatCall, Inputs, TensorSpec, fl
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.capture.number_arguments import is_taken
 from fxsplit.ir.facts.capture.numbers import name_candidates
-from fxsplit.ir.facts.capture.python_state import PythonState
 from fxsplit.ir.facts.capture.scope import Scope, Shapes
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.ir.manager import Observer
@@ -66,6 +65,11 @@ MOST_FITTED = 1000
 """The most shapes that are remembered as right for the first program."""
 MOST_OUTDATED = 4
 """The most programs kept for earlier Python values, which may return, as modes of torch do after an evaluation."""
+
+
+def get_mode(model: nn.Module) -> Mode:
+    """Return the mode of a model."""
+    return "train" if model.training else "eval"
 
 
 class Compiler:
@@ -121,16 +125,22 @@ class Compiler:
         # A parameter may have been replaced since the last call, by load_state_dict(assign=True) for example.
         compiled.validity.relink()
         compiled.validity.check_weights()
-        program = compiled.program
-        inputs = compiled.captured[Example].inputs
+        program, inputs = compiled.program, compiled.inputs
         tensors = self._bind(inputs, flat)
         rows = program.inputs.count_rows(tensors)
+        divided = compiled.divided.get(rows)
+        if divided is None:
+            divided = compiled.divided[rows] = self._divide(compiled, rows)
+        arguments = {name: now for name, (_, now) in inputs.find_numbers(*call).items()} if inputs.numbers else {}
+        return Batch(program, tensors, divided, compiled.python_state.read_numbers(arguments))
+
+    def _divide(self, compiled: Compiled, rows: int) -> list[int]:
+        """Return the rows of each microbatch of a batch. Raises InputError for too few, or for another branch."""
         count = compiled.adapt_candidate(self.options, rows).n_microbatches
         self._say_fewer(rows, count)
         divided = divide_rows(rows, count)
-        compiled.captured[Scope].check_rows(divided)
-        arguments = {name: now for name, (_, now) in inputs.find_numbers(*call).items()} if inputs.numbers else {}
-        return Batch(program, tensors, divided, compiled.captured[PythonState].read_numbers(arguments))
+        compiled.scope.check_rows(divided)
+        return divided
 
     def _say_fewer(self, rows: int, count: int) -> None:
         """Warn, once, if a batch has fewer rows than the number of microbatches that the user stated."""
@@ -198,10 +208,9 @@ class Compiler:
                     first = self._find_again(mode, way, call) or self._compile_way(mode, way, call, outdated=first)
         first.validity.check_hooks()
         # Only an exported graph is for one shape. For other models `prepare` binds the call, once.
-        scope = first.captured[Scope]
-        if not scope.fixed:
+        if not first.scope.fixed:
             return first
-        shapes = scope.other_shapes(self._bind(first.captured[Example].inputs, flat))
+        shapes = first.scope.other_shapes(self._bind(first.inputs, flat))
         return first if shapes is None else self._find_for_shapes(mode, way, call, shapes, first)
 
     def _flatten(self, call: Call) -> FlatCall:
@@ -223,7 +232,7 @@ class Compiler:
 
     def _keep_way(self, way: int, compiled: Compiled) -> None:
         """Remember how calls of a way are made. Beyond MOST_WAYS, forget the oldest, but keep the first."""
-        self._ways.setdefault(way, compiled.captured[Example].inputs)
+        self._ways.setdefault(way, compiled.inputs)
         forgotten = [*self._ways][1 : 1 + max(len(self._ways) - MOST_WAYS, 0)]
         if forgotten:
             warn_user(
@@ -359,7 +368,7 @@ class Compiler:
                 error.add_note("without gradients it may fit: call or compile under torch.no_grad(), or inference=True")
             raise
         if outdated is not None and not said:
-            self._announce(outdated, call, {n.place.name for n in compiled.captured[PythonState].followed})
+            self._announce(outdated, call, {n.place.name for n in compiled.python_state.followed})
         for name, (then, now) in compiled.validity.find_changes().items():
             raise InputError(
                 f"forward() reads {name}, which is {now} in this call and {then} whenever a graph is made: decide "
@@ -396,7 +405,7 @@ class Compiler:
         )
         options, moves_weights = self._choose_options(call, like)
         like = None if moves_weights else like
-        same_way = like is not None and self._is_way(like.captured[Example].inputs, self._flatten(call))
+        same_way = like is not None and self._is_way(like.inputs, self._flatten(call))
         others = [] if like is None else self.list_programs()
         search = StageSearch(
             self.model, options, rows, capture_rows, self.pin, like, same_way, others, moves_weights, observers
@@ -409,7 +418,7 @@ class Compiler:
             candidate, captured, final, costs = found.candidate, found.captured, found.final, found.costs
             if final is None:
                 assert like is not None, "a shared program was compiled before"
-                return like.share(self.model, captured)
+                return like.share(self.model, get_mode(self.model), captured)
         if like is None and "kept whole" not in captured[Scope].front_end:  # "kept whole" has had a warning
             warn_of_heavy_module(captured, costs, [p.path for p in self.options.chain if isinstance(p, Leaf)])
         if like is None and costs is not None and costs.noise is not None:
@@ -467,7 +476,9 @@ class Compiler:
         """
         if compiled.program.inference and self._wants_gradients(call):
             return True
-        return bool(compiled.find_changed_weight(self.model) or self._find_changes(compiled, call))
+        # Nearly all programs hold the model's own weights, and then there is nothing to compare.
+        other_weights = compiled.versions and compiled.find_changed_weight(self.model)
+        return bool(other_weights or self._find_changes(compiled, call))
 
     def _wants_gradients(self, call: Call) -> bool:
         """Return whether outputs need gradients: they are switched on, and a parameter or input requires them."""
@@ -478,7 +489,7 @@ class Compiler:
 
     def _find_changes(self, compiled: Compiled, call: Call) -> dict[str, tuple[str, str]]:
         """Return the Python values and number arguments that have changed, in words: name -> (then, now)."""
-        arguments = compiled.captured[Example].inputs.find_changes(*call)
+        arguments = compiled.inputs.find_changes(*call)
         found = compiled.validity.find_changes()
         return found | {name: (repr(then), repr(now)) for name, (then, now) in arguments.items()}
 

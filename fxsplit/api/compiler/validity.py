@@ -31,6 +31,10 @@ class Validity:
         self._model = model
         self._captured = captured
         self._stages = stages
+        # Looked up once, since each call asks for them.
+        self._python_state = captured[PythonState]
+        self._fixed = captured[Scope].fixed
+        self._from_shapes = captured[Example].from_shapes
         self.attributes = self._read_attributes()
         self._held = [held for m in model.modules() for held in (m._parameters, m._buffers)]
         # The inputs of `_read_attributes` when its result was last known to be unchanged.
@@ -39,7 +43,7 @@ class Validity:
     def find_changes(self) -> dict[str, tuple[str, str]]:
         """Return the values that have changed since the graph was captured, in words: name -> (then, now)."""
         # This runs before every call, and nearly always nothing has changed.
-        found = self._captured[PythonState].find_changes()
+        found = self._python_state.find_changes()
         seen = self._look()
         if seen == self._seen:
             return found
@@ -59,7 +63,7 @@ class Validity:
             [repr(module.p) for module in self._dropouts],
             [name for held in self._held for name in held],
             list(map(id, weights)),
-            [weight.dtype for weight in weights if weight is not None] if self._captured[Scope].fixed else [],
+            [weight.dtype for weight in weights if weight is not None] if self._fixed else [],
         )
 
     def _read_attributes(self) -> dict[str, str]:
@@ -75,7 +79,7 @@ class Validity:
             # two.
             if first.setdefault(id(weight), path) != path:
                 found[f"{path} as"] = first[id(weight)]
-        if self._captured[Scope].fixed:
+        if self._fixed:
             # An exported graph has conversions for the dtypes at its capture.
             found |= {f"{path}.dtype": str(p.dtype) for path, p in self._model.named_parameters()}
         return {name.removeprefix("."): value for name, value in found.items()}
@@ -109,7 +113,7 @@ class Validity:
 
     def check_weights(self) -> None:
         """Raise InputError if a parameter or buffer of a model captured by its shapes still has no values."""
-        if not self._captured[Example].from_shapes:
+        if not self._from_shapes:
             return
         if any(w.is_meta for stage in self._stages.stages for w in list_weights(stage.module)):
             named = (*self._model.named_parameters(), *self._model.named_buffers())

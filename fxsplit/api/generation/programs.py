@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit.api.compiler.compiled import get_mode
-from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.compiler.lowering import pin_weights
 from fxsplit.api.generation.cache import CacheShapes
 from fxsplit.api.generation.steps import (

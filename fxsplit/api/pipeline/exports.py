@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.weights import WithWeights
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.gradients.bytes_sent import BytesSent

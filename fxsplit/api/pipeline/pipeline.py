@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxsplit.api.compiler.compile_group import CompileGroup
-from fxsplit.api.compiler.compiled import Compiled, get_mode
-from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.compiled import Compiled
+from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.pipeline.exports import WithExports
@@ -47,8 +47,7 @@ from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.job.status import Status
 from fxsplit.runtime.job.stopwatch import Stopwatch
 from fxsplit.runtime.loss.loss import BatchLoss, find_weights, take_model_loss
-from fxsplit.runtime.loss.targets import Targets
-from fxsplit.runtime.microbatches import split_target
+from fxsplit.runtime.microbatches import Targets, split_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.ranks.backend import RankBackend
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
@@ -329,7 +328,8 @@ class Pipeline(Shown, WithExports):
         program = batch.program
         schedule = program.schedule(len(batch.rows))
         watch = Stopwatch(schedule)
-        self._start_engine(program).step(batch, loss, keep_outputs=False, stepper=stepper, watch=watch)
+        engine = self._engine or self._start_engine(program)
+        engine.step(batch, loss, keep_outputs=False, stepper=stepper, watch=watch)
         # Simulated with the costs of the plan, to compare with the measured step.
         simulation = simulate(schedule, read_times(program.plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
@@ -355,9 +355,8 @@ class Pipeline(Shown, WithExports):
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
-        found = self._start_engine(batch.program).step(
-            batch, loss, keep_outputs=keep_outputs, stepper=stepper, commit=commit, timeout_s=timeout_s
-        )
+        engine = self._engine or self._start_engine(batch.program)
+        found = engine.step(batch, loss, keep_outputs=keep_outputs, stepper=stepper, commit=commit, timeout_s=timeout_s)
         if losses is not None:
             losses += loss.list_losses()
         return found
@@ -383,9 +382,10 @@ class Pipeline(Shown, WithExports):
         self._refuse_own_hooks("step()")
         # A search for an object that encloses the pipeline takes long, and such objects rarely come later: once is
         # enough.
-        if not self._stepped and self.compiler.compile_group is None:
-            warn_of_lone_step(self)
-        self._stepped = True
+        if not self._stepped:
+            if self.compiler.compile_group is None:
+                warn_of_lone_step(self)
+            self._stepped = True
         batch = self._prepare(args, kwargs)
         if batch.program.detached is not None:
             raise InputError(
@@ -398,7 +398,7 @@ class Pipeline(Shown, WithExports):
             )
         # With an asynchronous schedule the optimizer steps between microbatches: `schedule.steps` groups their losses.
         schedule = batch.program.schedule(len(batch.rows))
-        stepper = make_stepper(schedule, optimizer)
+        stepper = None if schedule.synchronous and optimizer is None else make_stepper(schedule, optimizer)
         targets = None
         if loss_fn is not None:
             targets = Targets(split_target(target, batch.rows, batch.program.inputs), target)
@@ -431,13 +431,13 @@ class Pipeline(Shown, WithExports):
         # A compile in prepare() waits until nothing runs, so a caller inside a running batch would wait for itself.
         if self._engine is not None:
             self._engine.refuse_own_callers()
-        return self.compiler.prepare(get_mode(self.model), Call(tuple(args), dict(kwargs)))
+        return self.compiler.prepare(get_mode(self.compiler.model), Call(tuple(args), dict(kwargs)))
 
     def _prepare_forward(self, call: Call) -> tuple[Batch, Engine]:
         """Return a call ready to run, after a check that its outputs can be joined, and the engine to run it."""
         batch = self._prepare(*call)
         batch.program.check_joinable(len(batch.rows))
-        return batch, self._start_engine(batch.program)
+        return batch, self._engine or self._start_engine(batch.program)
 
     def _refuse_own_hooks(self, what: str) -> None:
         """Raise InputError if the model itself has hooks: they run only in calls of the module, and `what` is none."""
@@ -461,12 +461,14 @@ class Pipeline(Shown, WithExports):
 
     @restores_all
     def _start_engine(self, program: Program) -> Engine:
-        """Return the engine, which the first batch starts; both modes run on the same machine."""
+        """Start the engine, unless it has been started, and return it; both modes run on the same machine."""
         # Threads start only now: a pipeline that is only planned and printed needs none.
         with self._starting.take():
             if self._engine is None:
-                self._engine = Engine(_make_backend(program.machine, self.compiler.compile_group))
-            self.compiler.pause = self._engine.pause
+                engine = Engine(_make_backend(program.machine, self.compiler.compile_group))
+                self.compiler.pause = engine.pause
+                # Last, since a pipeline that has an engine does not come here again.
+                self._engine = engine
             return self._engine
 
     def _present(self) -> Compiled:

@@ -19,7 +19,7 @@ import torch
 from fxsplit.errors import ClosedError, FxsplitError, InputError
 from fxsplit.ir.facts.capture.call import Call, parse_example_inputs
 from fxsplit.runtime.engine import Engine
-from fxsplit.runtime.job.handle import JobHandle
+from fxsplit.runtime.job.job import JobHandle
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.torch_internals.fx.interpret import are_writes_counted, count_writes

@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from fxsplit.api.compiler.compiled import get_mode
-from fxsplit.api.compiler.compiler import Compiler
+from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.pipeline.facade import Facade
 from fxsplit.api.pipeline.saving import finish_saving
 from fxsplit.errors import InputError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.api.verify.trials import Trial

@@ -17,8 +17,7 @@ from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Call, Inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
 from fxsplit.runtime.loss.loss import LossFn, find_own_loss, name_loss, sum_squares
-from fxsplit.runtime.loss.targets import Targets
-from fxsplit.runtime.microbatches import find_target_cuts
+from fxsplit.runtime.microbatches import Targets, find_target_cuts
 from fxsplit.runtime.program import Program
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import hide_gradients

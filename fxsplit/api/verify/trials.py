@@ -27,8 +27,7 @@ from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.runtime.backends.backend import JobRequest
 from fxsplit.runtime.loss.loss import BatchLoss, find_own_meaning, find_weights, sum_squares, take_model_loss
-from fxsplit.runtime.loss.targets import Targets
-from fxsplit.runtime.microbatches import split_target
+from fxsplit.runtime.microbatches import Targets, split_target
 from fxsplit.runtime.program import Batch
 from fxsplit.runtime.ranks.gradients.batch_share import (
     BatchShare,

@@ -23,7 +23,7 @@ from torch.nn.modules.rnn import RNNBase
 
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.compiler.compile_group import GradientHook
-from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.approximations import Compression, HookEffect, measure_compression, measure_hook
 from fxsplit.api.verify.compare import limit_difference

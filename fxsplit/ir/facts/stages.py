@@ -77,6 +77,9 @@ class Stages(Shown, Fact):
 
     def fill(self, outputs: Sequence[Any]) -> Any:
         """Return the last stage's outputs in the structure the model returns."""
+        # Most models return one tensor.
+        if isinstance(self.result, Ref):
+            return outputs[self.result.position]
         return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
 
     def call_in_turn(self, class_name: str) -> fx.GraphModule:

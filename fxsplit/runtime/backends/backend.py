@@ -8,7 +8,7 @@
         session.agree_to_add(leaves)           no process can fail any more; then each adds to .grad
         session.share_gradients()              which parameters have a gradient
 
-In one process there is nothing to compare or share: see `LocalSession`.
+In one process there is nothing to compare or share: see `LocalSession` in `threads.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fxsplit.runtime.job.channels import Channels
-from fxsplit.runtime.job.handle import JobHandle
-from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.job import Job, JobHandle
 from fxsplit.runtime.job.status import Status
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.program import Batch
@@ -77,41 +76,6 @@ class JobSession(Protocol):
 
     def share_gradients_after_backward(self) -> None:
         """Do the same when the running backward of the caller's loss is over."""
-
-
-class LocalSession:
-    """A session of one process. `run` runs a job with a time limit in seconds."""
-
-    channels: Channels | None = None
-    seed: int | None = None
-
-    def __init__(self, run: Callable[[Job, float | None], None]) -> None:
-        self._run = run
-
-    def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run the job until it is done. Raises its first error."""
-        self._run(job, timeout_s)
-
-    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Return the loss, which `compute_total` returns."""
-        return None if compute_total is None else compute_total()
-
-    def add_to_gradients(self, job: Job) -> None:
-        """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
-        job.add_to_gradients()
-
-    def total(self, job: Job) -> Sums:
-        """Return the sums of gradients of all weights."""
-        return job.total()
-
-    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Do nothing: there is only this process."""
-
-    def share_gradients(self) -> None:
-        """Do nothing: all parameters are here."""
-
-    def share_gradients_after_backward(self) -> None:
-        """Do nothing: all parameters are here."""
 
 
 class Backend(Protocol):

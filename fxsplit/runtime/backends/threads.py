@@ -13,21 +13,23 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
 from fxsplit.errors import BusyError, ClosedError, StepTimeout
-from fxsplit.runtime.backends.backend import JobRequest, LocalSession
-from fxsplit.runtime.job.handle import GRACE_S, JobHandle
-from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.backends.backend import JobRequest
+from fxsplit.runtime.job.channels import Channels
+from fxsplit.runtime.job.job import GRACE_S, Job, JobHandle
 from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.runtime.stage.streams import DeviceStream, make_caller_wait, make_stream, mark_caller
 from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.torch_internals.autograd.leaves import mute
+from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.undo import call_all, restore_after, restores_all
 
@@ -239,6 +241,41 @@ class ThreadBackend:
         if not self._started:
             self._closed = True
             _end(self._tasks)
+
+
+class LocalSession:
+    """A session of one process. `run` runs a job with a time limit in seconds."""
+
+    channels: Channels | None = None
+    seed: int | None = None
+
+    def __init__(self, run: Callable[[Job, float | None], None]) -> None:
+        self._run = run
+
+    def run(self, job: Job, timeout_s: float | None = None) -> None:
+        """Run the job until it is done. Raises its first error."""
+        self._run(job, timeout_s)
+
+    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Return the loss, which `compute_total` returns."""
+        return None if compute_total is None else compute_total()
+
+    def add_to_gradients(self, job: Job) -> None:
+        """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
+        job.add_to_gradients()
+
+    def total(self, job: Job) -> Sums:
+        """Return the sums of gradients of all weights."""
+        return job.total()
+
+    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+        """Do nothing: there is only this process."""
+
+    def share_gradients(self) -> None:
+        """Do nothing: all parameters are here."""
+
+    def share_gradients_after_backward(self) -> None:
+        """Do nothing: all parameters are here."""
 
 
 def _run_task(job: Job, device: int, ready: list[object], handle: JobHandle, stream: DeviceStream) -> None:

@@ -49,16 +49,52 @@ class Channels(Protocol):
         """Make every present and future wait of a device raise JobStopped."""
 
 
-class Inboxes:
-    """Channels within a process: one queue for each device."""
+class Inbox(SimpleQueue[Message | None]):
+    """The messages for one device; None tells it that the job has failed. Senders never wait."""
 
-    def __init__(self, n_devices: int) -> None:
-        self._inboxes: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in range(n_devices)]
+
+class BoundedInbox(Inbox):
+    """An inbox for one message: a sender waits until the previous message has been taken.
+
+    So a fast stage does not fill the memory with outputs for a slower one. Use it only if each device has one stage: a
+    device with several might wait for a message that it has yet to send.
+    """
+
+    def __init__(self) -> None:
+        self._room = Semaphore(1)
+        self._failed = False
+
+    def put(self, item: Message | None, block: bool = True, timeout: float | None = None) -> None:
+        """Put a message, after a wait for room. Raises JobStopped if the job failed. None is put at once."""
+        if item is None:
+            self._failed = True
+        else:
+            self._room.acquire()
+            if self._failed:
+                # Pass the permit on, so that the next waiting sender ends too.
+                self._room.release()
+                raise JobStopped
+        super().put(item)
+        if item is None:
+            self._room.release()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Message | None:
+        """Return the next message, and make room for another one."""
+        item = super().get()
+        self._room.release()
+        return item
+
+
+class Inboxes:
+    """Channels within a process: an inbox of type `kind` for each device."""
+
+    def __init__(self, n_devices: int, kind: type[Inbox] = Inbox) -> None:
+        self._inboxes = [kind() for _ in range(n_devices)]
         # Only the device's own thread touches its dictionary, so no lock is needed.
         self._arrived: list[dict[Action, Message]] = [{} for _ in range(n_devices)]
 
     def send(self, device: int, message: Message) -> None:
-        """Put a message into a device's inbox."""
+        """Put a message into a device's inbox. Raises JobStopped if the job failed in a wait for room."""
         # Tensors are passed as they are: devices of a process share memory, or their streams copy.
         self._inboxes[device].put(message)
 
@@ -67,7 +103,7 @@ class Inboxes:
         # Messages of two neighbours arrive in any order, but a device takes them in the order of its schedule.
         arrived = self._arrived[device]
         while action not in arrived:
-            message = self._take(device)
+            message = self._inboxes[device].get()
             if message is None:
                 # Put it back for the next wait: a failed job stays failed.
                 self._inboxes[device].put(None)
@@ -75,52 +111,13 @@ class Inboxes:
             arrived[message.action] = message
         return arrived.pop(action)
 
-    def _take(self, device: int) -> Message | None:
-        """Wait for the next message of an inbox and return it; None if the job has failed."""
-        return self._inboxes[device].get()
-
-    def fail(self) -> None:
-        """Wake every waiting device."""
-        for inbox in self._inboxes:
-            inbox.put(None)
-
-
-class BoundedInboxes(Inboxes):
-    """Inboxes for one message each: a sender waits until the previous message has been taken.
-
-    So a fast stage does not fill the memory with outputs for a slower one. Use them only if each device has one stage:
-    a device with several might wait for a message that it has yet to send.
-    """
-
-    def __init__(self, n_devices: int) -> None:
-        super().__init__(n_devices)
-        self._room = [Semaphore(1) for _ in range(n_devices)]
-        self._failed = False
-
-    def send(self, device: int, message: Message) -> None:
-        """Put a message into a device's inbox, after a wait for room. Raises JobStopped if the job failed."""
-        self._room[device].acquire()
-        if self._failed:
-            # Pass the permit on, so that the next waiting sender ends too.
-            self._room[device].release()
-            raise JobStopped
-        super().send(device, message)
-
-    def _take(self, device: int) -> Message | None:
-        """Return the next message of an inbox, and make room for another message."""
-        message = super()._take(device)
-        self._room[device].release()
-        return message
-
     def fail(self) -> None:
         """Wake every device that waits to receive or to send."""
-        self._failed = True
-        super().fail()
-        for room in self._room:
-            room.release()
+        for inbox in self._inboxes:
+            inbox.put(None)
 
 
 def make_inboxes(schedule: Schedule, *, bounded: bool) -> Inboxes:
     """Return channels for the devices of a schedule, bounded if `bounded` and if each device has one stage."""
     stages = Counter(device for home in schedule.homes for device in home)
-    return (BoundedInboxes if bounded and max(stages.values()) == 1 else Inboxes)(schedule.n_devices)
+    return Inboxes(schedule.n_devices, BoundedInbox if bounded and max(stages.values()) == 1 else Inbox)

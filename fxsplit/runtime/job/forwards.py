@@ -17,7 +17,7 @@ from fxsplit.runtime.stage.run import Packet, SavedForBackward, forward
 from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.fx.kv_cache import KVCaches, use_kv_cache
 from fxsplit.torch_internals.random.seeded_calls import isolate_draws, new_seed, take_turn
-from fxsplit.torch_internals.thread_modes import ThreadModes
+from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
 
 
 class Forwards:
@@ -37,13 +37,13 @@ class Forwards:
     ) -> None:
         self._program = program
         self._context = context
-        self._n_microbatches = n_microbatches
         self._kv_caches = kv_caches
         self._draws = program.draws()
         # Draw one number for each batch that needs random numbers, so that torch.manual_seed determines them.
         self._seed = (new_seed() if self._draws else 0) if seed is None else seed
-        self._turns = program.turns.list_contexts()
+        self._turns = program.turns.list_contexts() if program.turns else [NO_CONTEXT] * len(program.homes)
         self._rewritten = program.find_rewritten_memory()
+        self._recomputed = program.find_recomputed(n_microbatches) if context.keeps_graph else set()
         self._loss_draws: bool | None = None  # None until the first loss shows whether it draws random numbers
 
     def run(
@@ -51,7 +51,7 @@ class Forwards:
     ) -> tuple[SavedForBackward | ForwardRecord, tuple[Any, ...]]:
         """Run a stage forward on a microbatch's packet. Returns the graph or record for its backward, and outputs."""
         program, stage, m = self._program, action.stage, action.microbatch
-        if self._context.keeps_graph and program.recomputes(stage, m, self._n_microbatches):
+        if (stage, m) in self._recomputed:
             around = partial(self._surround, replica, m)
             context = self._context.work_on(replica.stage.torch_device)
             with replica.use_version(action.version):

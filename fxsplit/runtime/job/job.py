@@ -9,6 +9,7 @@ sends the gradients of its inputs to B 0.0.
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,6 @@ from fxsplit.runtime.job.status import WorkerStatus
 from fxsplit.runtime.job.stopwatch import Stopwatch
 from fxsplit.runtime.loss.loss import describe_loss
 from fxsplit.runtime.program import Program
-from fxsplit.runtime.stage.recompute import list_loss_leaves
 from fxsplit.runtime.stage.reduce import add_replica
 from fxsplit.runtime.stage.replica import Replica, start_from_gradients
 from fxsplit.runtime.stage.run import (
@@ -36,6 +36,7 @@ from fxsplit.runtime.stage.run import (
     SavedForBackward,
     backward,
     compute_weight_gradients,
+    find_loss_leaves,
     find_node,
     list_frames,
 )
@@ -44,15 +45,17 @@ from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.system.user_lines import find_users_line
-from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator
-from fxsplit.torch_internals.autograd.leaves import find_leaves
 from fxsplit.torch_internals.autograd.split import WeightBackward
-from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.autograd.sums import EagerAccumulator, Share, Sums
 from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 WORDS = NAMES | {REDUCE: "sum of gradients", STEP: "step of the optimizer"}
 """The name of each action in error texts."""
+
+
+GRACE_S = 1.5
+"""How long, in seconds, an interrupted caller waits for workers to finish their present actions."""
 
 
 class Job:
@@ -96,7 +99,8 @@ class Job:
         self._channels = make_inboxes(schedule, bounded=program.inference) if channels is None else channels
         self._context = ThreadModes.read()
         self._last = len(program.stages) - 1
-        self._devices = program.machine.torch_devices()
+        self._devices = program.devices
+        self._compress = program.plan.compress
         self._weight_backwards: dict[tuple[int, int], list[WeightBackward]] = {}
         self._hooked = program.find_hooked_stages() if schedule.splits else []
         self._forwards = Forwards(program, self._context, n, job_inputs.kv_caches, seed) if job_inputs.packets else None
@@ -239,9 +243,8 @@ class Job:
             if job_inputs.keep_outputs:
                 self.outputs[m] = Packet.of(outputs)
             if job_inputs.finish is not None:
-                made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
                 loss = self._forwards.compute_loss(job_inputs.finish, m, outputs)
-                extra = list_loss_leaves(outputs, find_leaves(loss, made_by))
+                extra = find_loss_leaves(loss, outputs)
                 if isinstance(saved, SavedForBackward):
                     saved = SavedForBackward(saved.inputs, (loss,), extra)
                 else:
@@ -264,10 +267,12 @@ class Job:
             # A node with hooks would run them in both parts of a split backward.
             first = len(sums.totals) < len(trained)
             finder = replica.branches if action.op == INPUT_GRADIENT and not self._hooked[action.stage] else None
-            self.accumulator.add(saved.extra)
+            if saved.extra:
+                self.accumulator.add(saved.extra)
             zeros = self._program.keeps_zeros
             of_inputs, shares, later = backward(saved, gradients, trained, first, finder, sums, keeps_zeros=zeros)
-            shares = replica.key_shares(shares)
+            if replica.key_of:
+                shares = [(replica.key_of.get(leaf, leaf), gradient, alone) for leaf, gradient, alone in shares]
             if action.op == BACKWARD:
                 # Drop it before the next action, or memory would hold one microbatch more than the schedule says.
                 del self.job_inputs.tape[key]
@@ -354,8 +359,8 @@ class Job:
     def _send(self, to: Action, stream: DeviceStream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
         """Send values to the device of action `to`, which is given without its replica."""
         device = self.schedule.device_of(to.stage, to.microbatch)
-        if self._crosses(to, device):
-            values, about = compress(values, about, self._program.plan.compress)
+        if self._compress and self._crosses(to, device):
+            values, about = compress(values, about, self._compress)
         sent, token = stream.send(values, self._devices[device])
         self._channels.send(device, Message(to, sent, token, about))
 
@@ -366,7 +371,7 @@ class Job:
         """
         message = self._channels.receive(device, action)
         values, about = stream.receive(message.values, message.token), message.about
-        if self._crosses(action, device):
+        if self._compress and self._crosses(action, device):
             values, about = restore(values, about)
         if self._watch is not None:
             # The wait is idle time: an action begins when its inputs have arrived.
@@ -374,8 +379,8 @@ class Job:
         return values, about
 
     def _crosses(self, to: Action, device: int) -> bool:
-        """Return whether the message for action `to` is compressed: it comes from another device."""
-        if not self._program.plan.compress or to.op == REDUCE:
+        """Return whether the message for action `to` comes from another device, and so is compressed."""
+        if to.op == REDUCE:
             return False
         maker = to.stage - 1 if to.op == FORWARD else to.stage + 1
         return self.schedule.device_of(maker, to.microbatch) != device
@@ -393,6 +398,30 @@ class Job:
         node = find_node(frames, stage) or (f", one of nodes {nodes[0]!r} .. {nodes[-1]!r}" if nodes else "")
         line = "" if " from File " in node else find_users_line(frames)
         return f"in {place}, {WORDS[action.op]}{microbatch}{node}{line}"
+
+
+class JobHandle:
+    """The progress of a job: whether it was begun, which devices still run it, and whether it was given up."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.begun = self.given_up = False
+        self.left = set(range(len(job.marks)))
+        self.over = threading.Event()
+
+    def give_up(self, grace_s: float = GRACE_S) -> None:
+        """Stop the job unless it is over, and wait briefly for its workers."""
+        if not self.over.is_set():
+            self.given_up = True
+            self.job.stop()
+            if self.begun:
+                self.over.wait(grace_s)
+
+    def end(self, device: int) -> None:
+        """Note that a device's worker has ended its part. A second call changes nothing."""
+        self.left.discard(device)
+        if not self.left:
+            self.over.set()
 
 
 def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,16 @@ from fxsplit.ir.facts.capture.counts import (
     find_miscounted,
 )
 from fxsplit.ir.facts.capture.output_kinds import MEAN, OutputKind
-from fxsplit.runtime.deferred_errors import DeferredErrors
 from fxsplit.runtime.loss.calls import Calls
 from fxsplit.runtime.loss.meaning import LossMeaning
-from fxsplit.runtime.loss.targets import Targets
-from fxsplit.runtime.microbatches import join_target
-from fxsplit.runtime.program import Batch, Program
+from fxsplit.runtime.microbatches import Targets, join_target
+from fxsplit.runtime.program import Batch, DeferredErrors, Program
 from fxsplit.runtime.stage.streams import hand_over
 from fxsplit.system.user_lines import find_users_line
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
-from fxsplit.torch_internals.tensors.host_copies import is_on_host
+from fxsplit.torch_internals.tensors.accelerators import is_on_host
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 LossFn = Callable[..., Tensor]
@@ -236,11 +235,20 @@ class BatchLoss:
         """The name of the loss function, for errors; empty if the model computes its loss itself."""
         return "" if self._loss_fn is take_model_loss else f" of loss_fn {name_loss(self._loss_fn)}"
 
-    def look_at(self, microbatch: int, program: Program, outputs: Sequence[Any]) -> None:
-        """In the first steps, find out how the loss combines, from the last stage's outputs for a microbatch."""
-        if self.meaning.is_open:
-            target = self._list_target(microbatch, outputs)
-            self.meaning.look_at(program, outputs, target, self._rows[microbatch])
+    def finish(self, program: Program, microbatch: int, outputs: Sequence[Any]) -> Tensor:
+        """Return the loss of a microbatch, as a call does, from the outputs of the last stage of a program.
+
+        In the first steps, find out how the loss combines.
+        """
+        look = partial(self._look_at, program, microbatch, outputs)
+        if self.meaning.steps_left:
+            look()
+        return self(microbatch, program.build_result(outputs), look)
+
+    def _look_at(self, program: Program, microbatch: int, outputs: Sequence[Any]) -> None:
+        """Find out how the loss combines, from the last stage's outputs for a microbatch."""
+        target = self._list_target(microbatch, outputs)
+        self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 
     def _list_target(self, microbatch: int, outputs: Any) -> tuple[Any, ...]:
         """Return the microbatch's target on its outputs' device, or nothing for a loss of only the outputs."""
@@ -290,7 +298,7 @@ class BatchLoss:
         # elements.
         own = loss.detach()
         self.losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
-        if self.divides and not is_on_host(loss):
+        if not is_on_host(loss) and self.divides:
             keep_zeros([loss])
         return loss
 

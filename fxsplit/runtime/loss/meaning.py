@@ -63,6 +63,7 @@ class LossMeaning:
     listens: whether a step records the calls of its first loss.
     count: the divisor of the loss, if it is known and not the number of rows.
     stated: the reduction that the function states itself.
+    steps_left: the number of steps that will still look at their microbatches.
     reduction: "mean" or "sum", stated or found out; None if not known yet.
     """
 
@@ -93,14 +94,14 @@ class LossMeaning:
         self._side_by_side = side_by_side
         self._heard: dict[tuple[Any, ...], tuple[Count | CountWatch | None, str | None]] = {}
         self._said = False
-        self._steps = 0 if looks else MOST_STEPS
+        self.steps_left = MOST_STEPS if looks else 0
         self._differs = ""
         self._lock = threading.Lock()
 
     def hear(self, calls: Heard) -> bool:
         """Take the torch calls of a step's first loss, and return whether to look at its microbatch again."""
         with self._lock:
-            if self.is_open:  # this step has looked at the microbatch
+            if self.steps_left:  # this step has looked at the microbatch
                 self._calls = calls
                 return False
             known = next((self._heard[key] for key in (calls, calls.calls) if key in self._heard), None)
@@ -110,13 +111,8 @@ class LossMeaning:
             self._agreed = (self.count, self.reduction) if self._side_by_side else None
             self._earlier = [c for c, _ in self._heard.values() if isinstance(c, Count)]
             self.count, self.reduction = None, "mean" if self.stated == "batchmean" else self.stated
-            self._steps, self._tried, self._calls = 0, False, calls
+            self.steps_left, self._tried, self._calls = MOST_STEPS, False, calls
             return True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether microbatches are still looked at."""
-        return self._steps < MOST_STEPS
 
     def begin_step(self) -> None:
         """Forget the findings of a failed step."""
@@ -219,9 +215,9 @@ class LossMeaning:
 
     def end_step(self) -> None:
         """Warn, once, if the batch's loss does not follow from its microbatches, or a call changes other objects."""
-        if not self.is_open:
+        if not self.steps_left:
             return
-        self._steps = MOST_STEPS if self.reduction is not None or self._differs else self._steps + 1
+        self.steps_left = 0 if self.reduction is not None or self._differs else self.steps_left - 1
         if self._calls is not None:
             # The code of a handwritten count may contain sizes.
             by_hand = isinstance(self.count, Count) and not self.count.additive

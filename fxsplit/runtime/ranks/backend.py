@@ -18,8 +18,7 @@ import torch
 
 from fxsplit.errors import ClosedError, InputError
 from fxsplit.runtime.backends.backend import JobRequest, JobSession
-from fxsplit.runtime.job.handle import JobHandle
-from fxsplit.runtime.job.job import Job
+from fxsplit.runtime.job.job import Job, JobHandle
 from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.ranks.gradients.reduction import GradientReduction

@@ -25,7 +25,8 @@ from fxsplit.runtime.stage.run import KEPT, Packet, SavedForBackward, forward
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_host
+from fxsplit.torch_internals.tensors.accelerators import is_on_host
+from fxsplit.torch_internals.tensors.host_copies import PendingCopies
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
@@ -185,9 +186,3 @@ def _drop(tensor: Tensor) -> None:
 def _refuse(nothing: None) -> Tensor:
     """Raise FxsplitError: only a tensor that user code kept can start a backward through a stage's first run."""
     raise FxsplitError(f"{KEPT}; this stage recomputes, so its first run has kept nothing to go backward with")
-
-
-def list_loss_leaves(outputs: tuple[Any, ...], found: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the leaves `found` of a loss that are parameters of the loss function, not outputs of the last stage."""
-    own = {id(v) for v in outputs}
-    return tuple(leaf for leaf in found if id(leaf) not in own)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fxsplit.runtime.stage.streams import DeviceStream
-from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES
-from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.autograd.sums import LEAST_BYTES, Sums
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 

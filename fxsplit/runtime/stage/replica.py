@@ -59,6 +59,8 @@ class Replica:
         compiled = None if compilations is None else compilations.compile(stage.index, module)
         self.stage = replace(stage, device_name=device.name, torch_device=self._here, module=module, compiled=compiled)
         self.branches = BranchFinder()
+        # The key of a leaf in the replica's sums, if that is not the leaf itself.
+        self.key_of: dict[Tensor, Tensor] = {}
         self._copies: dict[Tensor, Tensor] = {}
         # The address of each weight and its count of writes at the time of its copy.
         self._copied: dict[Tensor, tuple[int, int | None]] = {}
@@ -122,10 +124,6 @@ class Replica:
         if not self._owner_of:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
-
-    def key_shares(self, shares: list[Share]) -> list[Share]:
-        """Return the shares of leaves under the keys of the replica's sums. Here each leaf is its own key."""
-        return shares
 
     def list_own(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """Return the model's weights that this replica computes with itself, rather than with copies."""

@@ -23,10 +23,16 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
 from fxsplit.system.user_lines import is_users
-from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES, differentiate_into
-from fxsplit.torch_internals.autograd.leaves import comes_through, mute, put_hook_behind
+from fxsplit.torch_internals.autograd.leaves import comes_through, find_leaves, mute, put_hook_behind
 from fxsplit.torch_internals.autograd.split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
-from fxsplit.torch_internals.autograd.sums import Share, Sums, find_unshared, make_shares
+from fxsplit.torch_internals.autograd.sums import (
+    LEAST_BYTES,
+    Share,
+    Sums,
+    differentiate_into,
+    find_unshared,
+    make_shares,
+)
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
 from fxsplit.torch_internals.fx.module_stack import find_module_path
 from fxsplit.torch_internals.tensors.layouts import count_bytes
@@ -163,6 +169,14 @@ def backward(
     if caught:
         shares = [share for share in shares if id(share[0]) not in caught]
     return of_inputs, shares, collect_weight_backwards(nodes, found[end:]) if nodes else []
+
+
+def find_loss_leaves(loss: Tensor, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the leaves that only a loss depends on, such as parameters of the loss function, and no stage does."""
+    # An output may itself be a leaf: a parameter that the last stage returns.
+    own = {id(v) for v in outputs}
+    made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
+    return tuple([leaf for leaf in find_leaves(loss, made_by) if id(leaf) not in own])
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool = True) -> None:

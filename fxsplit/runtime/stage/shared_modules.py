@@ -25,6 +25,7 @@ class ModuleLocks:
     """Contexts for stages' forwards, so that no two threads run a module at once that may set attributes.
 
     units: for each stage, the module that each of its devices runs.
+    shared: whether any module is run by several threads.
     """
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
@@ -32,6 +33,7 @@ class ModuleLocks:
         held = [[list(unit.modules()) for unit in stage] for stage in units]
         count = Counter(id(m) for stage in held for unit in stage for m in unit)
         self._shared = [{id(m): m for unit in stage for m in unit if count[id(m)] > 1} for stage in held]
+        self.shared = any(self._shared)
         locks = [threading.RLock() for _ in units]
         # Stages that share a module have one lock, also through a third stage.
         self._locks = list(locks)

@@ -24,6 +24,7 @@ from fxsplit.torch_internals.tensors import accelerators
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
+hand_over = accelerators.hand_over
 AHEAD = 0.01
 """How far a worker may run ahead of its accelerator, as a share of the accelerator's memory.
 
@@ -57,7 +58,7 @@ class DeviceStream:
         """Return a token for everything queued so far."""
 
     def wait_for(self, token: Any) -> None:
-        """Make later work of this stream wait for the place that a token marks, on any stream."""
+        """Make later work of this stream wait for the place that a token marks, on any stream. None: there is none."""
         if token is not None:
             token.synchronize()
 
@@ -82,7 +83,8 @@ class DeviceStream:
         Values that are not tensors, or are on this device already, are returned as they are. Their memory is not reused
         before this stream has read it.
         """
-        self.wait_for(token)
+        if token is not None:
+            self.wait_for(token)
         return [v.cpu() if isinstance(v, Tensor) and v.device.type != "cpu" else v for v in values]
 
 
@@ -198,11 +200,6 @@ def join_caller(devices: Iterable[torch.device]) -> list[Any]:
     tokens = mark_caller(found)
     make_caller_wait(found, tokens)
     return tokens
-
-
-def hand_over(values: Iterable[Any]) -> None:
-    """Keep accelerator memory that another thread allocated until this thread's current stream has read it."""
-    accelerators.hand_over(values)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -30,9 +30,8 @@ from fxsplit.runtime.stage.streams import hand_over
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES, Action
 from fxsplit.torch_internals.autograd.accumulate import accumulate
-from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator
 from fxsplit.torch_internals.autograd.leaves import unmute
-from fxsplit.torch_internals.autograd.sums import Share, Sums
+from fxsplit.torch_internals.autograd.sums import EagerAccumulator, Sums
 from fxsplit.torch_internals.fx.interpret import get_storage_id
 from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
@@ -104,7 +103,6 @@ class VersionedReplica(Replica):
         # A step sums gradients of leaves of several versions. Each weight has one sum, under an empty tensor as key.
         self._keys: dict[Tensor, Tensor] = {weight: torch.empty(0) for weight in self._weights}
         self._owner_of = {key: weight for weight, key in self._keys.items()}
-        self._key_of: dict[Tensor, Tensor] = {}
         self._add_version(0)
 
     @contextmanager
@@ -112,7 +110,7 @@ class VersionedReplica(Replica):
         """Make the stage's modules hold the leaves of a version in the block, which is one action."""
         leaves = self._leaves[version]
         # Watch only during the action: its hook keeps the leaf alive, and so would keep an old version.
-        accumulator = EagerAccumulator(self._key_of).watch(leaves.values()) if catches else NO_CONTEXT
+        accumulator = EagerAccumulator(self.key_of).watch(leaves.values()) if catches else NO_CONTEXT
 
         def put_back() -> None:
             for held, name, weight in self._slots:
@@ -134,10 +132,6 @@ class VersionedReplica(Replica):
         leaf_of = self._leaves[version]
         leaves = [leaf_of.get(weight, weight) for weight in trained]
         return [*leaves, *(weight for weight in trained if weight in leaf_of)]
-
-    def key_shares(self, shares: list[Share]) -> list[Share]:
-        """Return the shares of leaves under the keys of their weights, for all versions."""
-        return [(self._key_of.get(leaf, leaf), gradient, unshared) for leaf, gradient, unshared in shares]
 
     def step(self, action: Action, sums: Sums) -> None:
         """Let the optimizer make a new version of the weights, from the newest version and these sums of gradients.
@@ -168,7 +162,7 @@ class VersionedReplica(Replica):
     def _forget_versions(self) -> None:
         """Drop the versions that no action will read, except the newest."""
         self._leaves = {v: leaves for v, leaves in self._leaves.items() if v == self._newest or self._left[v] > 0}
-        self._key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
+        self.key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
         """Copy the weights to new memory on the same device, so that the old memory can be kept as a version.

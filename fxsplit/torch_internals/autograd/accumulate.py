@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit.torch_internals.autograd.leaves import BEFORE, has_hooks_behind, mute
+from fxsplit.torch_internals.autograd.leaves import BEFORE, find_hooked, has_hooks_behind, mute
 from fxsplit.torch_internals.autograd.sums import Sums, differentiate, find_unshared
 from fxsplit.torch_internals.scopes.undo import call_all, restore_after
 
@@ -61,7 +61,7 @@ def accumulate(
     for leaf in [leaf for leaf in totals if leaf._backward_hooks]:
         totals[leaf] = _run_hooks(leaf, totals)
     # Hooks after `.grad` may raise, so process their leaves first.
-    watched = [leaf for leaf in totals if _needs_autograd(leaf)]
+    watched = [leaf for leaf in find_hooked(totals) if _needs_autograd(leaf)]
     earlier: list[Earlier] = []
     with restore_after(partial(_restore_unless_added, commit, earlier)):
         if watched:
@@ -75,7 +75,7 @@ def accumulate(
         earlier += [(leaf, None, None) for leaf in totals if leaf.grad is None]
         work = _plan_work(totals)
         confirm(totals.keys())
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             call_all([*work, partial(setattr, commit, "added", True)])
     totals.clear()
 

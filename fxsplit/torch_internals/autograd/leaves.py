@@ -145,8 +145,7 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 
     kinds: BEFORE for hooks that may change a gradient, AFTER for hooks called once it has been added to `.grad`.
     """
-    for leaf in leaves:
-        make_mutable(leaf)
+    make_mutable(leaves)
     threaded = torch.autograd.is_multithreading_enabled()
     with (
         restore_after(partial(_set_muted, _muted.kinds)),
@@ -173,14 +172,11 @@ def put_hook_behind(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
     leaf._post_accumulate_grad_hooks = OrderedDict({-1: hook})
 
 
-def make_mutable(leaf: Tensor) -> None:
-    """Wrap the current hooks of a leaf so that they can be muted."""
-    # The usual case, checked for every leaf in every step.
-    found: list[dict[int, Any] | None] = [leaf._backward_hooks, leaf._post_accumulate_grad_hooks]
-    if found == [None, None]:
-        return
-    for kind, some in zip(BOTH, found, strict=True):
-        hooks = some or {}
+def make_mutable(leaves: Iterable[Tensor]) -> None:
+    """Wrap the current hooks of leaves so that they can be muted."""
+    # Every step looks at every leaf, and most have no hooks.
+    kinds = [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    for kind, hooks in [(kind, some) for found in kinds for kind, some in zip(BOTH, found, strict=True) if some]:
         # Change the dictionary in place: autograd reads it, and a hook's handle finds the hook by its key.
         for key, hook in list(hooks.items()):
             if type(hook) not in (_MutableHook, OwnHook):
@@ -201,6 +197,11 @@ def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
     """Return the dictionaries of a leaf's hooks, called before and after its gradient is added to `.grad`."""
     found = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [hooks for hooks in found if hooks is not None]
+
+
+def find_hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves with hooks, called before or after a gradient is added to `.grad`."""
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def has_hooks_behind(leaf: Tensor) -> bool:

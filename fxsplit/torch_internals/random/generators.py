@@ -103,8 +103,10 @@ def take_generators(places: Iterable[Place]) -> Iterator[None]:
 @contextmanager
 def lend_generators() -> Iterator[None]:
     """Let other threads take the places held by this thread, for the block."""
-    # Sorted in lock order, in which they are taken back. A copy of the keys, since another thread may add a place.
-    mine = [get_turn(place) for place in _sort(list(_turns)) if get_turn(place).mine]
+    # A copy, since another thread may add a place.
+    held = {place: turn for place, turn in list(_turns.items()) if turn.mine}
+    # Sorted in lock order, in which they are taken back.
+    mine = [held[place] for place in _sort(held)] if held else []
     with ExitStack() as stack:
         for turn in reversed(mine):
             stack.enter_context(turn.lend())

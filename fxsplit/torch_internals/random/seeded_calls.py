@@ -160,6 +160,10 @@ def lend_draws() -> Iterator[None]:
     This thread should wait for them in the block: a loss function may call another pipeline, and its workers draw.
     Meanwhile, the generators have the states that they had before this thread changed them.
     """
+    if not _thread.before:
+        with lend_generators():
+            yield
+        return
     blocks = {generator: before for before in reversed(_thread.before) for generator in before}
     own: dict[Generator, Tensor] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,10 +97,9 @@ def is_autocast_on(kinds: Iterable[str]) -> bool:
     return any(kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
-def read_hooks() -> Any:
-    """Return the innermost pack and unpack functions for saved tensors of this thread, or None."""
-    # False: return none while torch.compile traces a graph, which calls hooks only when it runs.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+# False: return none while torch.compile traces a graph, which calls hooks only when it runs.
+read_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+"""Returns the innermost pack and unpack functions for saved tensors of this thread, or None."""
 
 
 def drop_hooks(innermost: Any) -> None:

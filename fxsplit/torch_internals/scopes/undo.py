@@ -26,32 +26,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Undo = Callable[[], object]
 """Undoes a change. It may be called before the change was made, and again after it was undone."""
+Entry = list[Undo]
+"""A change to undo once: a list of its one undo, which is empty once the change is undone."""
 
 
 class _Journal(threading.local):
     """The changes that one thread has to undo, the latest last."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
 
     def roll_back(self, begin: int) -> None:
         """Undo all entries from number `begin` on, the latest first. If interrupted, a second call continues."""
         while len(self.entries) > begin:
-            self.entries[-1].run()
+            entry = self.entries[-1]
+            if entry:
+                entry[0]()
+                entry.clear()
             self.entries.pop()
-
-
-class _Entry:
-    """A change to undo once."""
-
-    def __init__(self, undo: Undo) -> None:
-        self.undo: Undo | None = undo
-
-    def run(self) -> None:
-        """Undo the change, unless it has been undone."""
-        if self.undo is not None:
-            self.undo()
-            self.undo = None
 
 
 _journal = _Journal()
@@ -78,7 +70,8 @@ def restores_all(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 return function(*args, **kwargs)
             finally:
-                _journal.roll_back(begin)
+                if len(_journal.entries) > begin:
+                    _journal.roll_back(begin)
         except BaseException:
             try:
                 _roll_back(begin, modes)
@@ -92,14 +85,14 @@ def restores_all(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def restore_after(undo: Undo) -> Iterator[None]:
     """Call `undo` after the block, or at the latest at the end of the enclosing function marked with `restores_all`."""
-    begin, entry = len(_journal.entries), _Entry(undo)
+    begin, entry = len(_journal.entries), [undo]
     _journal.entries.append(entry)
     try:
         yield
     finally:
         # An interrupt may have skipped this line for inner blocks. It may also have skipped it here, so that the
         # garbage collector runs it later, after the undo has been done.
-        if entry.undo is not None:
+        if entry:
             _journal.roll_back(begin)
 
 

@@ -17,10 +17,18 @@ from torch import Tensor
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors.layouts import list_parts
 
+HOST = ("cpu", "meta")
+"""Types of devices whose work is done when the call returns."""
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Return whether work on a device is queued and runs asynchronously."""
-    return device.type not in ("cpu", "meta")
+    return device.type not in HOST
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting for an accelerator."""
+    return tensor.device.type in HOST
 
 
 def is_present(device: torch.device) -> bool:
@@ -74,7 +82,7 @@ def keep_until_read(tensor: Tensor, stream: torch.Stream) -> None:
 def hand_over(values: Iterable[Any]) -> None:
     """Keep accelerator memory allocated by another thread until this thread's current stream has read it."""
     for value in values:
-        if isinstance(value, Tensor) and is_accelerator(value.device):
+        if isinstance(value, Tensor) and value.device.type not in HOST:
             keep_until_read(value, find_current_stream(value.device))
 
 

@@ -22,7 +22,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
         self._value = tensor.detach()
-        if not is_on_host(tensor):
+        if not accelerators.is_on_host(tensor):
             self._value = self._value.to("cpu", non_blocking=True)
             self._event = accelerators.find_current_stream(tensor.device).record_event()
 
@@ -59,8 +59,3 @@ class PendingCopies(Generic[T]):
         while self._copies and self._copies[0][0].is_there:
             copy, about = self._copies.popleft()
             yield copy.read(), about
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Return whether the host can read a tensor without waiting for an accelerator."""
-    return not accelerators.is_accelerator(tensor.device)

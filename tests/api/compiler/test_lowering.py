@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.api.compiler import lowering
-from fxsplit.api.compiler.compiled import get_mode
+from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.compiler.lowering import (
     build_program,
     capture_model,

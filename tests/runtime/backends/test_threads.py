@@ -15,7 +15,7 @@ import torch
 from fxsplit.errors import ClosedError
 from fxsplit.runtime.backends import threads
 from fxsplit.runtime.backends.threads import ThreadBackend
-from fxsplit.runtime.job.handle import JobHandle
+from fxsplit.runtime.job.job import JobHandle
 from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.torch_internals.scopes.undo import call_all
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import StageError
 from fxsplit.runtime import engine
-from fxsplit.runtime.job.channels import BoundedInboxes, Channels, Inboxes, JobStopped, Message, make_inboxes
+from fxsplit.runtime.job.channels import BoundedInbox, Channels, Inbox, Inboxes, JobStopped, Message, make_inboxes
 from fxsplit.runtime.job.job import Job
 from fxsplit.schedule.action import BACKWARD, FORWARD, Action
 from fxsplit.schedule.generators.synchronous import run_forwards
@@ -105,7 +105,7 @@ def test_a_failed_step_fails_the_channels(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bounded_inboxes_make_the_sender_wait() -> None:
-    channels = BoundedInboxes(2)
+    channels = Inboxes(2, BoundedInbox)
     channels.send(1, Message(FIRST, "first", None))
     sent: list[str] = []
 
@@ -124,7 +124,7 @@ def test_bounded_inboxes_make_the_sender_wait() -> None:
 
 def test_what_comes_out_of_order_makes_no_one_wait_for_ever() -> None:
     """Replicas of a stage send to one device, which takes their microbatches in turn."""
-    channels = BoundedInboxes(1)
+    channels = Inboxes(1, BoundedInbox)
     arrived: list[Any] = []
 
     def receive() -> None:
@@ -139,7 +139,7 @@ def test_what_comes_out_of_order_makes_no_one_wait_for_ever() -> None:
 
 
 def test_a_failure_wakes_those_that_wait_for_room() -> None:
-    channels = BoundedInboxes(1)
+    channels = Inboxes(1, BoundedInbox)
     channels.send(0, Message(FIRST, "first", None))
     woken: list[bool] = []
 
@@ -160,10 +160,10 @@ def test_a_failure_wakes_those_that_wait_for_room() -> None:
 
 def test_devices_with_several_stages_have_no_bounds() -> None:
     for homes, bounded, kind in (
-        (((0,), (1,)), True, BoundedInboxes),
-        (((0,), (1, 2)), True, BoundedInboxes),
-        (((0,), (1,), (0,)), True, Inboxes),
-        (((0,), (1,)), False, Inboxes),
+        (((0,), (1,)), True, BoundedInbox),
+        (((0,), (1, 2)), True, BoundedInbox),
+        (((0,), (1,), (0,)), True, Inbox),
+        (((0,), (1,)), False, Inbox),
     ):
         made = make_inboxes(run_forwards(homes, 2), bounded=bounded)
-        assert type(made) is kind
+        assert {type(inbox) for inbox in made._inboxes} == {kind}

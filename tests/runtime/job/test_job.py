@@ -22,7 +22,7 @@ from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule import RUNNABLE, generate
 from fxsplit.schedule.action import BACKWARD, COMPUTES
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
+from fxsplit.torch_internals.autograd import sums as gradient_sums
 from fxsplit.torch_internals.autograd.sums import Sums
 from tests.support.models import FAST, Mlp
 
@@ -105,7 +105,7 @@ def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pyt
 
     Large gradients are added while the backward runs.
     """
-    monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", 1 << 30)
+    monkeypatch.setattr(gradient_sums, "LEAST_BYTES", 1 << 30)
     begun = threading.Event()
     add, back = Sums.add, Job.HANDLERS[BACKWARD]
     in_time: list[bool] = []

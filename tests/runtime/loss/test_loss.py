@@ -27,7 +27,7 @@ from fxsplit.runtime.loss.loss import (
     take_model_loss,
 )
 from fxsplit.runtime.loss.meaning import LossMeaning
-from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime.microbatches import Targets
 from fxsplit.runtime.program import Batch
 from tests.support.models import FAST, Mlp
 

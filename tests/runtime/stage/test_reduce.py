@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fxsplit.runtime.stage.reduce import add_replica
 from fxsplit.runtime.stage.streams import DeviceStream
-from fxsplit.torch_internals.autograd.eager_accumulator import LEAST_BYTES
-from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.autograd.sums import LEAST_BYTES, Sums
 
 CPU = torch.device("cpu")
 LARGE = LEAST_BYTES // 4

@@ -13,8 +13,7 @@ from fxsplit.ir.facts.given.machine import Device
 from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica, make_stepper
 from fxsplit.schedule import generate
 from fxsplit.schedule.action import Action
-from fxsplit.torch_internals.autograd.eager_accumulator import differentiate_into
-from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.autograd.sums import Sums, differentiate_into
 from tests.runtime.stage.one_stage import CPU, trace_stage
 
 
@@ -42,7 +41,7 @@ def versions(layer: Layer, *row: str, lr: float = 1.0) -> VersionedReplica:
 
 def step(replica: VersionedReplica, text: str, *shares: tuple[Tensor, float]) -> None:
     sums = Sums()
-    sums.add(replica.key_shares([(leaf, torch.full((2,), value), True) for leaf, value in shares]))
+    sums.add([(replica.key_of.get(leaf, leaf), torch.full((2,), value), True) for leaf, value in shares])
     replica.step(Action.parse(text), sums)
 
 

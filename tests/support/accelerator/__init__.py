@@ -40,8 +40,8 @@ import torch
 
 from fxsplit.frontend.watch import watch
 from fxsplit.ir.facts.given import torch_devices
-from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
 from fxsplit.torch_internals.autograd import split as grad_split
+from fxsplit.torch_internals.autograd import sums as gradient_sums
 from fxsplit.torch_internals.tensors import accelerators
 from tests.support.accelerator import kernels, storages  # noqa: F401  (storages adds methods to Toy)
 from tests.support.accelerator.devices import NAME, register, toys
@@ -88,7 +88,7 @@ def use_accelerator(*, engine_threads: bool = False) -> Iterator[Record]:
         stack.enter_context(mock.patch.object(toys, "present", True))
         # Small networks must defer gradients and catch most weights too, as large networks do.
         stack.enter_context(mock.patch.object(grad_split, "LEAST_PRODUCTS", defaultdict(int)))
-        stack.enter_context(mock.patch.object(eager_accumulator, "LEAST_BYTES", 200))
+        stack.enter_context(mock.patch.object(gradient_sums, "LEAST_BYTES", 200))
         stack.enter_context(torch.autograd.set_multithreading_enabled(engine_threads))
         # fxsplit tries a loss function out and undoes its changes; the toys' own code must not be among them.
         own = (kernels.__file__, *(f"{Path(__file__).parent / name}.py" for name in ("tensors", "record", "streams")))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fxsplit.torch_internals.tensors import accelerators, host_copies
-from fxsplit.torch_internals.tensors.host_copies import HostCopy, PendingCopies, is_on_host
+from fxsplit.torch_internals.tensors.accelerators import is_on_host
+from fxsplit.torch_internals.tensors.host_copies import HostCopy, PendingCopies
 
 
 def test_what_is_on_the_host_is_there() -> None:
@@ -21,7 +22,7 @@ def test_what_is_on_the_host_is_there() -> None:
 def test_what_an_accelerator_computes_is_there_when_it_has_come_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     event: Any = SimpleNamespace(query=lambda: bool(waited), synchronize=lambda: waited.append(1))
-    monkeypatch.setattr(host_copies, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(accelerators, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(accelerators, "find_current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
     copy = HostCopy(torch.tensor(True))
     assert not copy.is_there and not waited

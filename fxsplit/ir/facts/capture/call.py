@@ -27,6 +27,9 @@ from fxsplit.torch_internals.scopes.modes import is_autocast_on
 MOST_LISTED = 10
 """At most this number of arguments is named in a message; a list of numbers may have any length."""
 
+PLAIN = (type(None), bool, int, float, str)
+"""Types of arguments, besides tensors, that have no parts. Most arguments are of one of them."""
+
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
 """Names, values and structure of a call, and for each value the argument of forward() that holds it."""
 
@@ -129,7 +132,7 @@ class Inputs:
         inputs.count_rows(tensors)  # raises for tensors of different numbers of rows
         return inputs, tensors
 
-    @property
+    @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensor arguments, in the order of `bind`."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
@@ -162,6 +165,8 @@ class Inputs:
     def find_changes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return the numbers of a call that differ from the constants of the graph: argument -> (then, now)."""
         found: dict[str, tuple[Any, Any]] = {}
+        if not self._has_numbers:
+            return found
         for name, (leaf, now) in self.find_numbers(args, kwargs).items():
             if not is_taken(leaf, now):
                 found[f"argument {name!r}"] = (leaf.value if isinstance(leaf, NumberSpec) else leaf), now
@@ -351,9 +356,11 @@ def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
             f"positional arguments and a dict keyword arguments{itself}"
         ) from error
     bound.apply_defaults()
-    # Tensors inside a dataclass are found only if torch's pytrees know the class.
-    register_dataclasses(dict(bound.arguments))
-    apart = pytree.tree_map(take_apart, dict(bound.arguments), is_leaf=is_packed)
+    apart = dict(bound.arguments)
+    if not all(isinstance(value, Tensor) or type(value) in PLAIN for value in apart.values()):
+        # Tensors inside a dataclass are found only if torch's pytrees know the class.
+        register_dataclasses(apart)
+        apart = pytree.tree_map(take_apart, apart, is_leaf=is_packed)
     pairs, structure = pytree.tree_flatten_with_path(apart)
     names: dict[str, None] = {}
     for path, _ in pairs:

@@ -20,7 +20,8 @@ from fxsplit.errors import InputError
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.distributed.remote_parameters import call_with_lent
-from fxsplit.torch_internals.tensors.host_copies import PendingCopies, is_on_host
+from fxsplit.torch_internals.tensors.accelerators import is_on_host
+from fxsplit.torch_internals.tensors.host_copies import PendingCopies
 
 LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 LABEL_FUNCTIONS = (F.cross_entropy, F.nll_loss)
@@ -79,7 +80,7 @@ class Count:
 
     def compute_weights(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any]) -> Tensor:
         """Return the weights of all pieces, in double precision, on the device of the tensors."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             # Stacked before the division: an operator takes as long for one number as for all.
             divisors = self._make_divisors([self._count(tensors) for tensors in pieces], rows)
             total = self._make_divisors([self._count(whole)], [sum(rows)])[0] if whole else divisors.sum()
@@ -98,7 +99,10 @@ class Count:
 
     def _count(self, tensors: Sequence[Any]) -> Tensor:
         """Return the result of `compute`, a tensor of one number on the device of `tensors`."""
-        return torch.as_tensor(call_with_lent(self.compute, tensors)).reshape(())
+        # Only a module has buffers, which may be on another rank.
+        lent = isinstance(self.compute, nn.Module)
+        count = call_with_lent(self.compute, tensors) if lent else self.compute(*tensors)
+        return torch.as_tensor(count).reshape(())
 
     def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Return the factors that turn numbers of `rows` rows into sums, from their counts, in double precision."""

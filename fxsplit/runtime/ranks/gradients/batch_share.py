@@ -77,7 +77,7 @@ def find_batch_share(request: JobRequest, *, has_loss: bool, ended: bool) -> Bat
     count = loss.meaning.count
     if isinstance(count, Count):
         return _find_counted(count, loss, batch, found)
-    if loss.meaning.is_open and not ended:
+    if loss.meaning.steps_left and not ended:
         return found._replace(kind=LossReduction.OPEN)
     if isinstance(count, CountWatch):
         wholes = [[target] for target in loss.given_targets]

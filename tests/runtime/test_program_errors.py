@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fxsplit.errors import InputError
-from fxsplit.runtime import deferred_errors
-from fxsplit.runtime.deferred_errors import DeferredErrors
+from fxsplit.runtime import program
+from fxsplit.runtime.program import DeferredErrors
 from fxsplit.torch_internals.tensors import host_copies
 from fxsplit.torch_internals.tensors.host_copies import MOST_COMING, HostCopy
 
@@ -35,7 +35,7 @@ def test_what_an_accelerator_knows_is_raised_later(monkeypatch: pytest.MonkeyPat
 
     made: list[HostCopy] = []
     monkeypatch.setattr(host_copies, "HostCopy", Coming)
-    monkeypatch.setattr(deferred_errors, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(program, "is_on_host", lambda tensor: False)
     late = DeferredErrors()
     late.expect(torch.tensor(False), "no")
     for _ in range(2 * MOST_COMING):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit.runtime.loss import targets
-from fxsplit.runtime.loss.targets import Targets
+from fxsplit.runtime import microbatches
+from fxsplit.runtime.microbatches import Targets
 
 META = torch.device("meta")
 
@@ -24,7 +24,7 @@ def test_tensors_in_containers_are_moved() -> None:
 
 def test_what_the_caller_keeps_on_the_host_beside_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that a loss reads on the host."""
-    monkeypatch.setattr(targets, "is_on_host", lambda tensor: tensor.dtype == torch.int64)
+    monkeypatch.setattr(microbatches, "is_on_host", lambda tensor: tensor.dtype == torch.int64)
     labels, lengths = torch.ones(2), torch.tensor([1, 2])
     placed: list[Tensor] = Targets([[labels, lengths]]).place(0, META)
     assert placed[0].device == META and placed[1] is lengths

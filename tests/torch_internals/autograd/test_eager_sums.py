@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.torch_internals.autograd import eager_accumulator as eager_accumulator
-from fxsplit.torch_internals.autograd.eager_accumulator import EagerAccumulator, differentiate_into
+from fxsplit.torch_internals.autograd import sums as gradient_sums
 from fxsplit.torch_internals.autograd.leaves import mute
-from fxsplit.torch_internals.autograd.sums import Sums
+from fxsplit.torch_internals.autograd.sums import EagerAccumulator, Sums, differentiate_into
 from tests.support.models import FAST
 
 
@@ -28,7 +27,7 @@ def in_the_workers_way() -> Any:
     """Autograd runs backwards in the thread that calls, as in workers."""
     # How many references Python counts is measured once in a process: other tests, which trace and compile code, may
     # have changed that since.
-    eager_accumulator._count_holders.cache_clear()
+    gradient_sums._count_holders.cache_clear()
     with torch.autograd.set_multithreading_enabled(False):
         yield
 
@@ -61,7 +60,7 @@ def test_large_gradients_are_in_the_sums_and_small_ones_are_handed_over() -> Non
 def test_the_size_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     w = leaf(4, 4)
     for least, large in ((w.nbytes, True), (w.nbytes + 1, False)):
-        monkeypatch.setattr(eager_accumulator, "LEAST_BYTES", least)
+        monkeypatch.setattr(gradient_sums, "LEAST_BYTES", least)
         with EagerAccumulator().watch([w]):
             assert run(Sums(), w.exp().sum(), [w])[1] == ({id(w)} if large else set())
 
