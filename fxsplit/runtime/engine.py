@@ -34,9 +34,8 @@ from fxsplit.runtime.stage.run import Packet, SavedForBackward, refuse_kept
 from fxsplit.runtime.stage.streams import hand_over, join_caller, make_caller_wait, mark_caller, move
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.weight_snapshot import WeightSnapshot
-from fxsplit.system.interrupts import lose_no_interrupt, raise_lost_interrupt
-from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
-from fxsplit.torch_internals.autograd.leaves import make_mutable
+from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord
 from fxsplit.torch_internals.nn.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
@@ -49,7 +48,14 @@ SPENT = (
 
 
 class Engine:
-    """Runs batches on a backend. Its workers end with `close()` or with the last reference to the engine."""
+    """Runs batches on a backend. Its workers end with `close()` or with the last reference to the engine.
+
+    The engine owns the order of a batch, and computes nothing:
+
+    - one caller at a time
+    - the session of a job: run, finish, commit
+    - the autograd node of a forward, with the tape for its backward
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -151,7 +157,7 @@ class Engine:
             with count_as_one_batch(program.noted):
                 job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
                 session.run(job)
-            session.end(job)
+            session.finish(job)
             # Weigh before the session ends: counts may read buffers of other ranks, which are lent only until then.
             meanings = batch.weigh_outputs()
         program.tell_compilations()
@@ -187,52 +193,32 @@ class Engine:
 
         Raises StepTimeout if the workers take longer than `timeout_s` seconds.
         """
-        program = batch.program
+        program, record = batch.program, commit or CommitRecord()
         program.deferred_errors.raise_arrived()
-
+        schedule = program.schedule(len(batch.rows))
         # Inputs get no gradient here. Detaching them saves the first stage's backward that work.
         packets = cut_packets(batch._replace(tensors=[t.detach() for t in batch.tensors]))
-        trained = program.list_trained()
         finish, seeds = partial(loss.finish, program), loss.make_output_gradients
-        job_inputs = JobInputs(packets, finish, keep_outputs, seeds, trained)
-        # Weight versions are leaves of their own, without hooks.
-        if stepper is None:
-            make_mutable(list_leaves(trained))
-        schedule = program.schedule(len(batch.rows))
+        job_inputs = JobInputs(packets, finish, keep_outputs, seeds, program.list_trained())
+        # 1. One caller at a time runs a job, and all processes of a pipeline run the same.
         request = JobRequest("step", batch, schedule, loss, keep_outputs)
         with self._take_turn_to_copy(program), self._backend.meet(request) as session:
-            job = Job(
-                program,
-                schedule,
-                job_inputs,
-                watch=watch,
-                stepper=stepper,
-                channels=session.channels,
-                seed=session.seed,
-            )
-            commit = commit or CommitRecord()
-            if not (commit.atomic or stepper):
+            channels, seed = session.channels, session.seed
+            job = Job(program, schedule, job_inputs, watch=watch, stepper=stepper, channels=channels, seed=seed)
+            if not (record.atomic or job.versioned):
                 session.add_to_gradients(job)
-                commit.begun = True
-            # Weight versions make their leaves later.
-            watched = list_local_leaves(program, trained) if stepper is None else []
-            with count_as_one_batch(program.noted), job.accumulator.watch(watched):
+                record.begun = True
+            # 2. The gradients of microbatches add up in the job.
+            with count_as_one_batch(program.noted), job.collect_gradients():
                 session.run(job, timeout_s)
             program.tell_compilations()
-            # If torch itself computes the mean, 0 / 0 is its own result and needs no check.
-            late = program.deferred_errors if program.keeps_zeros or loss.divides else None
-            total = session.end(job, partial(loss.compute_total, late))
-            meanings = batch.weigh_outputs() if keep_outputs else []
-            outputs = join_outputs(job, batch.rows, meanings, program.deferred_errors)[0] if keep_outputs else []
-            result = (total, program.build_result(outputs)) if keep_outputs else total
-            sums = session.total(job)
-            raise_lost_interrupt()
-            # Accumulate last, so that a failed step leaves every .grad as it was.
-            if stepper is None:
-                accumulate(sums, commit, session.agree_to_add)
-                session.share_gradients()
-            else:
-                accumulate(sums, commit)
+            # 3. The loss of the batch, and its outputs, on all processes.
+            result: Any = session.finish(job, partial(loss.compute_total, program))
+            if keep_outputs:
+                outputs, _ = join_outputs(job, batch.rows, batch.weigh_outputs(), program.deferred_errors)
+                result = result, program.build_result(outputs)
+            # 4. Last, so that a failed step leaves every .grad as it was.
+            session.commit(job, record)
         return result
 
     def _make_leaf_nodes(self, program: Program) -> list[LeafNode]:
@@ -276,17 +262,15 @@ class Engine:
             job_inputs = JobInputs(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             schedule = program.pass_backward(len(rows))
             try:
-                # Hooks of leaves run once, on the summed gradients, as in autograd.
-                make_mutable(list_leaves(trained))
                 with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
                     job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
                     then.check()
                     make_caller_wait(devices, queued)
-                    with job.accumulator.watch(list_local_leaves(program, trained)):
+                    # Hooks of leaves run once, on the summed gradients, as in autograd.
+                    with job.collect_gradients():
                         session.run(job)
-                    session.end(job)
-                    sums = session.total(job)
-                    session.share_gradients_after_backward()
+                    session.finish(job)
+                    sums = session.take_sums(job)
             except RuntimeError as error:
                 then.explain(error)
                 raise
@@ -300,17 +284,6 @@ class Engine:
             return [*of_inputs, *of_leaves]
 
         return backward
-
-
-def list_leaves(trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the leaves of all stages, each once, since stages may share a leaf."""
-    return list(dict.fromkeys(leaf for part in trained for leaf in part))
-
-
-def list_local_leaves(program: Program, trained: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the leaves of all stages, as the replicas on each device hold them."""
-    pairs = zip(program.replicas, trained, strict=True)
-    return [leaf for replicas, leaves in pairs for r in replicas for leaf in r.list_leaves(leaves, 0)]
 
 
 def cut_packets(batch: Batch) -> list[Packet]:

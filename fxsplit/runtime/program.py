@@ -73,6 +73,14 @@ class DeferredErrors:
 class Program:
     """Stages with their plan and machine, and the way a batch goes in and out.
 
+    The program owns what is fixed between batches:
+
+    - the replicas of the stages, on their devices, and the copies of weights that they hold
+    - the schedules, by number of microbatches
+    - the errors that an accelerator may still report
+
+    Its fields:
+
     inputs: the model's call, and the dimension on which each tensor is cut into microbatches.
     returns: the model's own containers for its outputs (None: plain tuples, lists and dicts).
     joined: for each output of the last stage, how the batch's output follows from the microbatches' outputs.

@@ -1,19 +1,16 @@
 """Interfaces of backends, which run jobs, and of sessions, which coordinate processes around each job.
 
     with backend.meet(request) as session:     ranks compare what they will run
-        session.add_to_gradients(job)          optional, before the run
         session.run(job)                       this process's part
-        session.end(job, compute_total)        share outputs, input gradients and the loss, or an error
-        session.total(job)                     sums of the weights that live here
-        session.agree_to_add(leaves)           no process can fail any more; then each adds to .grad
-        session.share_gradients()              which parameters have a gradient
+        session.finish(job, compute_total)     share outputs, gradients of inputs and the loss, or an error
+        session.commit(job, record)            no process can fail any more; then each adds its sums to .grad
 
 In one process there is nothing to compare or share: see `LocalSession` in `threads.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +24,7 @@ from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.program import Batch
 from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord
 from fxsplit.torch_internals.autograd.sums import Sums
 
 
@@ -45,7 +43,14 @@ class JobRequest:
 
 
 class JobSession(Protocol):
-    """One job of all processes of a pipeline. `channels` and `seed` are for the job (None: the job makes its own)."""
+    """One job of all processes of a pipeline. `channels` and `seed` are for the job (None: the job makes its own).
+
+    The session owns what the processes agree on:
+
+    - whether they run the same job, with which seed
+    - whether all have succeeded, and the results that all get
+    - whether all add their sums, or none does
+    """
 
     channels: Channels | None
     seed: int | None
@@ -53,7 +58,7 @@ class JobSession(Protocol):
     def run(self, job: Job, timeout_s: float | None = None) -> None:
         """Run this process's part of the job until it is done. Raises its first error."""
 
-    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def finish(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Give every process the outputs, the gradients of inputs, and the loss, which `compute_total` returns.
 
         An error of one process is raised on every process.
@@ -62,24 +67,28 @@ class JobSession(Protocol):
     def add_to_gradients(self, job: Job) -> None:
         """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
 
-    def total(self, job: Job) -> Sums:
-        """Return the sums of gradients of the weights that live in this process."""
+    def commit(self, job: Job, record: CommitRecord) -> None:
+        """Add the job's sums to the `.grad` of the weights that live in this process: on all processes, or on none.
 
-    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Wait until every process is ready to add its sums. `leaves` have no `.grad` of these sums yet.
-
-        An error of one process is raised on every process.
+        Afterwards every process knows which parameters have a gradient.
         """
 
-    def share_gradients(self) -> None:
-        """Share which parameters have a gradient, after the sums have been added."""
+    def take_sums(self, job: Job) -> Sums:
+        """Return the same sums for autograd to add, whose backward of the caller's loss runs.
 
-    def share_gradients_after_backward(self) -> None:
-        """Do the same when the running backward of the caller's loss is over."""
+        After that backward, every process knows which parameters have a gradient.
+        """
 
 
 class Backend(Protocol):
-    """Runs the actions of jobs: threads of this process, or the calling thread of each rank."""
+    """Runs the actions of jobs: threads of this process, or the calling thread of each rank.
+
+    The backend owns:
+
+    - the threads, or the process groups
+    - a stream for each device
+    - the jobs that were begun and are not over
+    """
 
     streams: list[DeviceStream]
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -28,6 +28,7 @@ from fxsplit.runtime.job.job import GRACE_S, Job, JobHandle
 from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.runtime.stage.streams import DeviceStream, make_caller_wait, make_stream, mark_caller
 from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
 from fxsplit.torch_internals.autograd.leaves import mute
 from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
@@ -256,26 +257,23 @@ class LocalSession:
         """Run the job until it is done. Raises its first error."""
         self._run(job, timeout_s)
 
-    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def finish(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Return the loss, which `compute_total` returns."""
         return None if compute_total is None else compute_total()
 
     def add_to_gradients(self, job: Job) -> None:
-        """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
+        """Let a job add to existing `.grad` tensors in place."""
         job.add_to_gradients()
 
-    def total(self, job: Job) -> Sums:
+    def commit(self, job: Job, record: CommitRecord) -> None:
+        """Add the sums of all weights to their `.grad`: all or none."""
+        sums = job.total()
+        raise_lost_interrupt()
+        accumulate(sums, record)
+
+    def take_sums(self, job: Job) -> Sums:
         """Return the sums of gradients of all weights."""
         return job.total()
-
-    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Do nothing: there is only this process."""
-
-    def share_gradients(self) -> None:
-        """Do nothing: all parameters are here."""
-
-    def share_gradients_after_backward(self) -> None:
-        """Do nothing: all parameters are here."""
 
 
 def _run_task(job: Job, device: int, ready: list[object], handle: JobHandle, stream: DeviceStream) -> None:

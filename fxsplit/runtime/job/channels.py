@@ -37,7 +37,13 @@ class JobStopped(Exception):
 
 
 class Channels(Protocol):
-    """The channels between the devices of one job. Any thread may send and fail; each device receives in one thread."""
+    """The channels between the devices of one job. Any thread may send and fail; each device receives in one thread.
+
+    The channels own:
+
+    - the messages that were sent and not received yet
+    - the end of all waits, if the job fails
+    """
 
     def send(self, device: int, message: Message) -> None:
         """Send a message to a device, perhaps after a wait for room. Raises JobStopped if the job failed meanwhile."""

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ from fxsplit.runtime.stage.weight_versions import Stepper, VersionedReplica
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, NAMES, REDUCE, STEP, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.system.user_lines import find_users_line
+from fxsplit.torch_internals.autograd.leaves import make_mutable
 from fxsplit.torch_internals.autograd.split import WeightBackward
 from fxsplit.torch_internals.autograd.sums import EagerAccumulator, Share, Sums
 from fxsplit.torch_internals.scopes.undo import restores_all
@@ -61,12 +63,17 @@ GRACE_S = 1.5
 class Job:
     """One run of `schedule`: every worker calls `run` with its device's number.
 
-    Afterwards `outputs` has the last stage's packets, `returned` the gradients of the first stage's inputs, `sums` the
-    gradients of leaves for each stage and replica, and `marks` a token for each device's work. `accumulator` adds large
-    gradients to the sums while it watches the leaves. `stepper` steps at the steps of an asynchronous schedule.
-    Channels and sums belong to the job, so nothing of a failed job reaches the next one. Without `refresh`, devices
-    keep their present copies of weights. If several processes run one job, random draws follow from `seed`. `after` is
-    called after each action.
+    The job owns what belongs to one batch, so that nothing of a failed job reaches the next one:
+
+    - `job_inputs`: the packets of the microbatches, and the activations that backwards need
+    - `sums`: the gradients of leaves, for each stage and replica; `accumulator` adds large ones to them at once
+    - `outputs` and `returned`: the last stage's packets, and the gradients of the first stage's inputs
+    - `marks`: a token for each device's work
+    - the channels, unless several processes run the job, and the first error
+
+    `stepper` steps at the steps of an asynchronous schedule, whose stages hold versions of their weights (`versioned`).
+    Without `refresh`, devices keep their present copies of weights. If several processes run one job, random draws
+    follow from `seed`. `after` is called after each action.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class Job:
         self.marks: list[Any] = [None] * len(schedule.actions)
         self.schedule, self.job_inputs = schedule, job_inputs
         self._program = program
+        self.versioned = stepper is not None
         self._replicas = program.replicas if stepper is None else make_versions(program, schedule, stepper)
         self.sums = [[Sums() for _ in replicas] for replicas in self._replicas]
         self.accumulator = EagerAccumulator()
@@ -142,6 +150,19 @@ class Job:
                 shares = replica.take_shares(part)
                 whole.add(shares if add is None else add(stage, number, shares))
         return whole
+
+    def collect_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of leaves go to the job's sums, and no hook of a leaf sees them."""
+        if self.versioned:
+            # Versions of weights are leaves of their own, without hooks, which the replica watches.
+            return self.accumulator.watch(())
+        trained = self.job_inputs.trained
+        # Stages may share a leaf.
+        make_mutable(dict.fromkeys(leaf for leaves in trained for leaf in leaves))
+        pairs = zip(self._replicas, trained, strict=True)
+        return self.accumulator.watch(
+            [leaf for replicas, leaves in pairs for replica in replicas for leaf in replica.list_leaves(leaves, 0)]
+        )
 
     def add_to_gradients(self) -> None:
         """Let workers add in place to the `.grad` of leaves whose accumulation is a plain addition."""

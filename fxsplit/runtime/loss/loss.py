@@ -326,12 +326,15 @@ class BatchLoss:
         """Whether the loss divides by a count that may be zero, so that gradients may be 0 / 0."""
         return isinstance(self.meaning.count, Count) and not self.meaning.count.safe
 
-    def compute_total(self, late: DeferredErrors | None = None) -> Tensor:
+    def compute_total(self, program: Program | None = None) -> Tensor:
         """Return the loss of the whole batch, detached. Call it after all losses are computed.
 
         Warns if it differs from the loss function's value for the whole batch. If only an accelerator knows of an
-        error, `late` raises it in a later batch.
+        error, the `program` raises it in a later batch.
         """
+        # If torch itself computes the mean, 0 / 0 is its own result and needs no check.
+        checks = program is not None and (program.keeps_zeros or self.divides)
+        late = program.deferred_errors if program is not None and checks else None
         self.meaning.end_step()
         hand_over(self.losses)
         losses = self.list_losses()

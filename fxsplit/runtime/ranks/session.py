@@ -23,6 +23,8 @@ from fxsplit.runtime.ranks.wire.layout import MessageLayout
 from fxsplit.runtime.ranks.world.agreement import MASK
 from fxsplit.runtime.stage.run import Packet
 from fxsplit.schedule.action import Action
+from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
 from fxsplit.torch_internals.autograd.sums import Sums
 from fxsplit.torch_internals.distributed.remote_gradients import call_after_backward
 from fxsplit.torch_internals.tensors import accelerators
@@ -96,7 +98,7 @@ class RankSession:
         self._run(job)
         self._shared_weights.gather_notes()
 
-    def end(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def finish(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Share the loss, the outputs and the gradients of inputs, after the job has succeeded on all ranks."""
         request, me = self._request, self._world.me
         outputs = request.call == "forward" or request.keep_outputs
@@ -129,7 +131,26 @@ class RankSession:
         """Raise InputError: ranks exchange sums, so an old `.grad` inside a sum would be exchanged too."""
         raise InputError("atomic=False works in one process only: leave it out of a step that several ranks share")
 
-    def total(self, job: Job) -> Sums:
+    def commit(self, job: Job, record: CommitRecord) -> None:
+        """Add the sums of this rank's weights to their `.grad`, on all ranks or none; tell all ranks who has one."""
+        sums = self._total(job)
+        raise_lost_interrupt()
+        # A stage with versions of its weights has stepped with its sums already.
+        if job.versioned:
+            accumulate(sums, record)
+            return
+        accumulate(sums, record, self._agree_to_add)
+        self._reduction.settle(kept=True)
+        self._placement.share_gradients_of_step(self._told)
+
+    def take_sums(self, job: Job) -> Sums:
+        """Return the sums of this rank's weights, and tell all ranks who has one after the backward that adds them."""
+        sums = self._total(job)
+        self._reduction.settle(kept=True)
+        call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
+        return sums
+
+    def _total(self, job: Job) -> Sums:
         """Return the sums of gradients of this rank's weights, with the shares of other ranks."""
         self._reduction.look_at(job, 1.0 if self._weight is None else self._weight, self._what)
         reduced = self._request.call == "step"
@@ -152,19 +173,9 @@ class RankSession:
             self._world.whole.gather(torch.zeros(1), self._what)
         return sums
 
-    def agree_to_add(self, leaves: Collection[Tensor]) -> None:
+    def _agree_to_add(self, leaves: Collection[Tensor]) -> None:
         """Wait until all ranks, also of other pipelines, are ready to add their sums; no hook can fail after that."""
         self._told = self._placement.tell_gradients(leaves)
-
-    def share_gradients(self) -> None:
-        """Let every rank know which parameters have a gradient."""
-        self._reduction.settle(kept=True)
-        self._placement.share_gradients_of_step(self._told)
-
-    def share_gradients_after_backward(self) -> None:
-        """Do the same after autograd has accumulated all gradients."""
-        self._reduction.settle(kept=True)
-        call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
 
     def _tell_of_failure(self) -> None:
         """Make waiting ranks raise: the backward has failed on this rank, outside fxsplit's code."""

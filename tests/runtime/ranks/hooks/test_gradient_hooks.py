@@ -191,7 +191,7 @@ Record = list[tuple[str, Any]]
 
 def record_order(record: Record) -> None:
     """Note each action of this rank, each bucket that is begun, and the end of the job."""
-    run, begin, end = Job._run_actions, Reducer.begin, session.RankSession.end
+    run, begin, end = Job._run_actions, Reducer.begin, session.RankSession.finish
 
     def note_actions(job: Job, *args: Any) -> None:
         after = job.after
@@ -213,7 +213,7 @@ def record_order(record: Record) -> None:
 
     Job._run_actions = note_actions  # type: ignore[method-assign, assignment]
     Reducer.begin = note_begin  # type: ignore[method-assign, assignment]
-    session.RankSession.end = note_end  # type: ignore[method-assign, assignment]
+    session.RankSession.finish = note_end  # type: ignore[method-assign, assignment]
 
 
 def begin_early(rank: int, n: int, schedule: str, name: str) -> tuple[Record, bool]:
