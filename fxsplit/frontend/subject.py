@@ -97,7 +97,10 @@ class Subject:
 
     @contextmanager
     def make_runnable(self, rows: int, *graphs: fx.GraphModule) -> Iterator[Runnable]:
-        """Yield the model, and graphs of it, in a form that runs here on the first `rows` rows."""
+        """Yield the model, and captured graphs of it, ready to run on the first `rows` rows of the example.
+
+        If the model cannot run as it is, the graphs and the model hold copies of the weights, or fake tensors.
+        """
         # One list of modules, since all must hold the same weights: copied once, or replaced once by fake tensors.
         modules = nn.ModuleList([self.model, *graphs])
         given = self.take_rows(rows)

@@ -88,7 +88,7 @@ class IR(Shown):
         return f"{self.model or 'no model'}, {self.mode} mode, {len(self.gm.graph.nodes)} nodes; known: {known}"
 
     def show(self) -> Parts:
-        """Return the text of a dump."""
+        """Return the IR as text, as dumps and `print` show it."""
         from fxsplit.ir.text import render
 
         return [render(self).rstrip("\n")]

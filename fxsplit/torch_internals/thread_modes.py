@@ -100,13 +100,21 @@ def enable_gradients() -> Iterator[None]:
 
 
 @contextmanager
+def disable_gradients() -> Iterator[None]:
+    """Disable gradients inside the block, and restore this thread's modes after it."""
+    with keep_modes():
+        torch.set_grad_enabled(False)
+        yield
+
+
+@contextmanager
 def cast_in_place(of: Iterable[str], tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
-    """Extend autocast to the device types of the tensors, for the block, if the tensors need it.
+    """Switch autocast on for the devices of the tensors too, inside the block, if it is on for the pipeline's devices.
 
-    A model that is meant for a GPU may get tensors in half precision while the model and its inputs are still in host
-    memory.
+    A compile runs a model that is meant for a GPU while its weights are still in host memory. Under the caller's
+    autocast for the GPU, inputs in half precision are right, and the model must take them on the CPU as well.
 
-    of: the device types on which autocast may be on. dtype: the dtype of the model's weights.
+    of: the device types of the pipeline. tensors: the inputs; those in the `dtype` of the weights need no autocast.
     """
     on = [kind for kind in of if is_autocast_on([kind])]
     here = {t.device.type for t in tensors if t.is_floating_point() and t.dtype != dtype}

@@ -54,7 +54,7 @@ class OperatorMemory:
 
     @contextmanager
     def note_forward(self) -> Iterator[None]:
-        """Record the allocations of the block, the operator's forward."""
+        """Record the memory that is allocated in the block, in which the caller runs the operator forward."""
         with count_allocations() as found:
             yield
         self.forward_peak_bytes = found.peak_bytes

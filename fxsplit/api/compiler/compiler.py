@@ -461,7 +461,7 @@ class Compiler:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
-        """Return the observers that dump the chain for the model's present mode and these tensors."""
+        """Return the observers that write the IR after each pass to files, for the present mode and these inputs."""
         if not self.options.observed:
             return []
         self._folder = self._folder or DumpFolder(self.options.dump)

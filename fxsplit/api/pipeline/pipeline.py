@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxsplit.api.compiler.compile_group import CompileGroup
@@ -63,7 +63,7 @@ from fxsplit.torch_internals.distributed.data_parallel import warn_of_lone_step
 from fxsplit.torch_internals.nn.containers import HOOKS
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
-from fxsplit.torch_internals.thread_modes import keep_modes, refuse_foreign_modes
+from fxsplit.torch_internals.thread_modes import disable_gradients, refuse_foreign_modes
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import leave_uncompiled
 
 P = ParamSpec("P")
@@ -199,7 +199,9 @@ class Pipeline(Shown, WithExports):
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
-        with _give_no_gradients(self.model, program.detached) if never else nullcontext():
+        if never:
+            self._warn_of_no_gradients(program.detached)
+        with disable_gradients() if never else nullcontext():
             return program.build_result(engine.forward(batch))
 
     @leave_uncompiled
@@ -439,6 +441,14 @@ class Pipeline(Shown, WithExports):
         batch.program.check_joinable(len(batch.rows))
         return batch, self._engine or self._start_engine(batch.program)
 
+    def _warn_of_no_gradients(self, detached: str | None) -> None:
+        """Warn if the caller may expect gradients of outputs that have none, because the pipeline is `detached`."""
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        if detached is not None and trains:
+            warn_user(
+                f"the outputs of this pipeline carry no gradients, as it is {detached}: call it under torch.no_grad()"
+            )
+
     def _refuse_own_hooks(self, what: str) -> None:
         """Raise InputError if the model itself has hooks: they run only in calls of the module, and `what` is none."""
         if any(self.__dict__[kind] for kind in HOOKS):
@@ -484,13 +494,3 @@ def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backe
     if compile_group is not None:
         return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
     return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])
-
-
-@contextmanager
-def _give_no_gradients(model: nn.Module, reason: str | None = None) -> Iterator[None]:
-    """Switch gradients off in the block; with a `reason`, warn if the caller may expect gradients."""
-    if reason is not None and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-        warn_user(f"the outputs of this pipeline carry no gradients, as it is {reason}: call it under torch.no_grad()")
-    with keep_modes():
-        torch.set_grad_enabled(False)
-        yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.torch_internals.fx.interpret import are_writes_counted, count_writes
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
 from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after, restores_all
-from fxsplit.torch_internals.thread_modes import OwnModes, keep_modes
+from fxsplit.torch_internals.thread_modes import OwnModes, disable_gradients, keep_modes
 
 Prepare = Callable[[Call], tuple[Batch, Engine]]
 """Returns a call ready to run, and the engine to run it."""
@@ -184,7 +184,7 @@ class Stream(Iterator[Any]):
     def _finish(self, begun: _Begun | _Waiting) -> Any:
         """Return the outputs of a batch. Raises StopIteration if the stream was closed meanwhile."""
         try:
-            with _give_no_gradients():
+            with disable_gradients():
                 return begun.finish()
         except StopIteration as error:
             raise _explain_stop(error) from error
@@ -227,21 +227,13 @@ class Stream(Iterator[Any]):
         return sum(len(batch.rows) for batch in under_way) < needed
 
 
-@contextmanager
-def _give_no_gradients() -> Iterator[None]:
-    """Compute no gradients in the block."""
-    with keep_modes():
-        torch.set_grad_enabled(False)
-        yield
-
-
 # A function, not a method: its frame is kept with an error, and must not keep the stream.
 def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, first: bool) -> _Begun | _Waiting:
     """Give a batch to the workers; `first` says that no other batch of the stream is under way."""
     call = parse_example_inputs(inputs, "a batch of stream()")
     if prepare is None:
         return _Waiting(run, call)
-    with _give_no_gradients():
+    with disable_gradients():
         batch, engine = prepare(call)
         if _runs_alone(batch.program):
             return _Waiting(run, call)

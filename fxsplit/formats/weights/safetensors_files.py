@@ -265,7 +265,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _make_room(weight: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a weight on a device: the weight itself if it has values."""
+    """Return a tensor to read a weight's values into: new memory on a device for a weight on the meta device."""
     if not weight.is_meta:
         return weight
     return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=_choose_place(weight, device))

@@ -410,7 +410,7 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def _is_batch(name: str, run: TrialRun) -> bool:
-    """Return whether an output has a row for each row of the input, or is neither a tensor nor a number."""
+    """Return whether an output needs no further look: it has the rows of the batch, or is no tensor or number."""
     whole, pieces = run.take(name)
     if not isinstance(whole, Tensor):
         return not isinstance(whole, (int, float)) or isinstance(whole, bool)

@@ -96,10 +96,10 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def refuse_assignments(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers that the block assigned, and raise TraceError with the name of one.
+    """Raise TraceError if code in the block assigns a new tensor to a parameter or buffer, and undo the assignment.
 
-    `self.count = self.count + 1` is no operator, so a graph would lose the new value, and tracing would leave a proxy
-    in the model.
+    In `self.count = self.count + 1` the assignment is no operator of torch, so a graph would lose the new value, and
+    tracing would leave a proxy in the model. The error names the parameter or buffer.
     """
     with restore_assigned(model) as assigned:
         yield

@@ -539,7 +539,7 @@ class Watch:
 
 
 def _read(place: Place) -> Any:
-    """Return the value of a place; a copy if it is the content of an array."""
+    """Return the present value of a place: for a tensor or an array a copy, which later writes do not change."""
     value = place.read()
     return value.keep() if is_a(value, Contents) else value
 

@@ -26,7 +26,7 @@ class BytesSent:
         return 1 - self.sent_bytes / self.whole_bytes if self.whole_bytes else 0.0
 
     def note(self, whole_bytes: int, sent_bytes: int | None) -> None:
-        """Count `sent_bytes` sent in place of `whole_bytes`."""
+        """Add to the counts: gradients of `whole_bytes` were sent as `sent_bytes` (None: unknown)."""
         self.whole_bytes += whole_bytes
         self.sent_bytes = None if None in (sent_bytes, self.sent_bytes) else (self.sent_bytes or 0) + (sent_bytes or 0)
 

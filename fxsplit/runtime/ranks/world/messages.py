@@ -32,7 +32,7 @@ def begin_collective(tensors: Sequence[Tensor], operation: Callable[..., Any], *
 
 
 def explain_loss(error: RuntimeError) -> RankError:
-    """Return the error for an operation that could not begin."""
+    """Return the error to raise if a send or receive fails at once, since the connection to a rank is lost."""
     return RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}")
 
 
