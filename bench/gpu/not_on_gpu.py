@@ -59,7 +59,7 @@ NOT_ON_GPU = {
     "tests/runtime/stage/test_streams.py": STATES,
     "tests/runtime/stage/test_weight_versions.py": STATES,
     "tests/runtime/test_autograd_node.py::test_a_node_hands_gradients_to_the_backward_it_was_given": STATES,
-    "tests/runtime/test_deferred_errors.py::test_what_the_host_can_read_is_raised_at_once": LATER,
+    "tests/runtime/test_program_errors.py::test_what_the_host_can_read_is_raised_at_once": LATER,
     "tests/runtime/test_microbatches.py::test_what_is_the_same_for_all_microbatches_is_a_whole_gradient": LATER,
     "tests/runtime/test_runtime.py::test_a_failure_in_backward_names_its_stage_too": NAMES,
     "tests/runtime/test_runtime.py::test_a_failure_names_stage_microbatch_and_node_and_keeps_its_type": NAMES,

@@ -6,12 +6,15 @@ allocates while it runs, such as a copy of its input in another layout.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 @dataclass
@@ -31,13 +34,16 @@ def count_allocations() -> Iterator[Allocations]:
     if _profiler_enabled():
         yield found
         return
-    # Record memory only: no shapes, no stacks, no kernel times.
-    no_more = _ExperimentalConfig()
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, no_more))
-    try:
-        yield found
-    finally:
-        threads = _disable_profiler_legacy()
+    # Python's collector may come at any moment, and would free memory of an earlier block inside this one.
+    with restore_after(gc.enable) if gc.isenabled() else nullcontext():
+        gc.disable()
+        # Record memory only: no shapes, no stacks, no kernel times.
+        no_more = _ExperimentalConfig()
+        _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, no_more))
+        try:
+            yield found
+        finally:
+            threads = _disable_profiler_legacy()
     held = peak = 0
     # Each autograd thread has its own list of events, and the caller waits while it runs.
     for event in (event for events in threads for event in events):
