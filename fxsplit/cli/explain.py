@@ -14,6 +14,7 @@ from fxsplit.cli.plan import PlanArguments
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.text import sum_by_module
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.system.figures import format_bytes
 from fxsplit.system.progress import track
@@ -42,7 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
             _explain_cut(question, count, plan, n) for n in track(range(1, len(plan.stages)), "plans without a cut")
         ]
     if arguments.json:
-        print_json(question.answer(plan) | {"explained": {"stages": stages, "cuts": cuts}})
+        numbered = {} if count is None else {"n_devices": count}
+        print_json(question.answer(plan) | numbered | {"explained": {"stages": stages, "cuts": cuts}})
         return 0
     print_parts(plan.show())
     for n, stage in enumerate(stages):
@@ -96,7 +98,7 @@ def _tabulate(question: PlanArguments, stage: dict[str, Any]) -> Table:
 def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> list[str]:
     """Return lines that say why devices are idle, and from which bandwidth more of them would pay."""
     machine = question.machine(count)
-    used = {device for stage in plan.stages for device in stage.devices}
+    used = _list_used(plan, question.lay_out(count)[0])
     idle = [device.name for d, device in enumerate(machine.devices) if d not in used]
     if not idle:
         return []
@@ -104,15 +106,24 @@ def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> lis
     lines = [f"\nidle: {', '.join(idle[:SHOWN])}{' ...' if len(idle) > SHOWN else ''}: {known}"]
     begin, bandwidth = time.perf_counter(), question.arguments.bandwidth or question.profile.bytes_per_s
 
+    def plan_for(devices: int | None, bytes_per_s: float) -> tuple[Plan, Machine]:
+        other = build_machine(question.profile, devices, bytes_per_s)
+        laid_out, workload = lay_out(other, question.schedule, question.arguments.n_microbatches)
+        return question.planner.plan(laid_out, workload, question.options), laid_out
+
     def pays(bytes_per_s: float) -> bool:
-        other = build_machine(question.profile, count, bytes_per_s)
-        workload = lay_out(other, question.schedule, question.arguments.n_microbatches)
-        found = question.planner.plan(*workload, question.options)
-        return sum(len(stage.devices) for stage in found.stages) > len(used)
+        found, laid_out = plan_for(count, bytes_per_s)
+        more = len(_list_used(found, laid_out))
+        if more <= len(used):
+            return False
+        # The search may take a device that gains nothing.
+        fewer, _ = plan_for(more - 1, bytes_per_s)
+        return found.bottleneck_ms < fewer.bottleneck_ms * (1 - PROVEN)
 
     low, high, enough = bandwidth, 2.0 * bandwidth, False
-    # A machine's links have no single bandwidth, and no bandwidth helps if links are unlimited.
-    while not question.arguments.machine and high <= MOST_TIMES * bandwidth < inf and high > CLOSE * low:
+    # A machine's links have no single bandwidth, and no bandwidth helps if links are unlimited. Hosts have no link.
+    stated = question.arguments.machine or question.profile.hosts
+    while not stated and high <= MOST_TIMES * bandwidth < inf and high > CLOSE * low:
         if time.perf_counter() - begin > PATIENCE_S:
             break
         tried = sqrt(low * high) if enough else high
@@ -121,6 +132,12 @@ def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> lis
         else:
             low, high = tried, high if enough else 2.0 * high
     return [*lines, f"  links of {high:.3g} bytes/s and more would make another device pay"] if enough else lines
+
+
+def _list_used(plan: Plan, machine: Machine) -> set[int]:
+    """Return the numbers of the real devices that a plan for a machine uses, which may have several stages a device."""
+    used = {device for stage in plan.stages for device in stage.devices}
+    return {real for device in used for real in machine.homes[device]} if machine.homes else used
 
 
 def _explain_cut(question: PlanArguments, count: int | None, plan: Plan, number: int) -> dict[str, Any]:

@@ -209,7 +209,11 @@ def choose_machine(profile: ProfileFile, path: str | None, count: int | None, ba
     if count is not None:
         raise InputError(TWO_MACHINES)
     machine = read_machine(path)
-    return replace(machine, links=(bandwidth,) * len(machine.links)) if bandwidth else machine
+    if not bandwidth:
+        return machine
+    # The link of a device is its own one, and those to its neighbours.
+    devices = tuple(d if d.host else replace(d, bytes_per_s=bandwidth) for d in machine.devices)
+    return replace(machine, devices=devices, links=(bandwidth,) * len(machine.links))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -266,14 +270,20 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
 
 def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
     """Return, in lines of 80 characters, why the last rows are alike, if they are proven to be the best."""
-    (_, last) = plans[-1]
-    same = [count for count, plan in plans if plan.optimal and plan.bottleneck_ms == last.bottleneck_ms]
-    if len(same) < 2 or not last.optimal:
+    (most, last) = plans[-1]
+    # Of a device with several stages only the slowest stage is proven, and not the device's time.
+    proven = [(count, plan) for count, plan in plans if plan.optimal and plan.steady_ms == plan.bottleneck_ms]
+    same = [count for count, plan in proven if plan.bottleneck_ms == last.bottleneck_ms]
+    if len(same) < 2 or same[-1] != most:
         return []
     slowest = max(last.stages, key=lambda stage: stage.load_ms)
+    # One node runs on one device, whatever the plan.
+    more = slowest.nodes[1:]
+    alone = not more and len(slowest.devices) == 1 and last.model.name != "replicated"
+    beyond = " or more" if alone and slowest.load_ms == slowest.forward_ms + slowest.backward_ms else ""
     return [
-        f"more than {same[0]} devices make no plan faster: the slowest stage stays the same",
-        f"  it is {slowest.place}, with {len(slowest.nodes)} {'node' if len(slowest.nodes) == 1 else 'nodes'}",
+        f"no plan for {most}{beyond} devices is faster than the one for {same[0]}: the slowest stage is",
+        f"  {slowest.place}, with {len(slowest.nodes)} {'node' if len(slowest.nodes) == 1 else 'nodes'}",
     ]
 
 

@@ -158,8 +158,8 @@ def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tupl
             f"--machine {arguments.machine} has {len(machine)} devices, and the schedule {arguments.csv!r} "
             f"{fixed.n_devices}: give a machine with as many"
         )
-    # A schedule that has several stages a device, or that is stated action by action, has all of its stages.
-    use_all = fixed is not None or laid_out is not machine
+    # A schedule that is stated action by action has all of its stages.
+    use_all = fixed is not None
     with show_progress():
         plan = Planner(costs).plan(laid_out, workload, Options(model=profile.cost_model, use_all=use_all))
     check_can_run(plan)
@@ -177,6 +177,9 @@ def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
         return plan.device_names[: schedule.n_devices]
     if plan is None or schedule.n_devices != len(plan.stages):
         return tuple(f"device {d}" for d in range(schedule.n_devices))
+    # Under Chimera stage d begins on device d, and its unrolled name ends with the number of the stage on that device.
+    if find_replicas(plan) is None and any(len(home) > 1 for home in schedule.homes):
+        return tuple(name.rpartition("/")[0] or name for name in plan.device_names)
     # One device of the schedule represents all replicas of a stage.
     return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
 

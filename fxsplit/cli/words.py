@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable
+from math import inf
 from typing import Any, NoReturn
 
 from fxsplit.errors import InputError, suggest
 from fxsplit.ir.facts.given.machine import LEAST_BYTES_PER_S
-from fxsplit.system.figures import SHOWN, parse_bytes
+from fxsplit.system.figures import SHOWN, TOO_LARGE, parse_bytes
 
 OPTIONS = {
     "optimizer_factor": "--optimizer-factor",
@@ -114,7 +115,9 @@ def read_bandwidth(text: str | None) -> float | None:
     except ValueError as error:
         raise InputError(f"--bandwidth {text[:SHOWN]}: {error}") from error
     if bytes_per_s < LEAST_BYTES_PER_S:
-        raise InputError(f"--bandwidth {text[:SHOWN]}: give bytes per second, more than zero")
+        raise InputError(f"--bandwidth {text[:SHOWN]}: give {LEAST_BYTES_PER_S:g} bytes per second or more")
+    if TOO_LARGE <= bytes_per_s < inf:
+        raise InputError(f"--bandwidth {text[:SHOWN]}: give less than {TOO_LARGE:g} bytes per second, or inf")
     return bytes_per_s
 
 

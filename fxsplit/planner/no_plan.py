@@ -34,14 +34,14 @@ def explain_misfit(
     clock: SearchClock,
     *,
     complete: bool,
-    keeps: bool,
+    keeps: str,
 ) -> PlanError:
     """Return the error for a search without a plan: contradictory pins, or the stage that lacks memory and by how much.
 
     `problems` has one search problem for each number of stages that was tried. Each is solved again without memory
     limits. If that fails too, the pins are at fault. Otherwise the error describes the chain that exceeds the memory by
-    the fewest bytes. `complete`: whether the search covered all plans that the options allow. `keeps`: whether all
-    stages keep their activations, so that recomputing could help.
+    the fewest bytes. `complete`: whether the search covered all plans that the options allow. `keeps`: how to
+    let stages recompute, if all keep their activations, so that this could help; else empty.
     """
     some = (
         ""
@@ -80,7 +80,7 @@ def explain_misfit(
     device = machine.devices[path[worst][1].devices[0]]
     # 1F1B holds the fewest microbatches of all schedules.
     earlier = "" if schedule == "1F1B" else "schedule='1F1B', "
-    again = "stages that recompute (partition{recompute=auto}), " if keeps else ""
+    again = f"stages that recompute ({keeps}), " if keeps else ""
     need, there = device.memory_bytes + loads[worst], device.memory_bytes
     sizes = [format_bytes(need), format_bytes(there)]
     if sizes[0] == sizes[1]:

@@ -38,6 +38,9 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
     If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
     light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
     """
+    # A schedule that puts several stages on a device has all of its stages.
+    if task.machine.homes:
+        task = replace(task, options=replace(task.options, use_all=True))
     # The nodes were joined as if parameters cost nothing, and now stages may have replicas, which reduce gradients.
     if chains.slack is not None and chains.slack.weighed_ms_per_byte < task.reduce_ms_per_byte:
         chains, states = enumerate_again(False)
@@ -107,6 +110,9 @@ class Planner:
     def _constrained(self) -> Costs:
         """The costs, with the user's `keep` added to the sets that stay together."""
         self.costs.check()
+        text = next((names for names in self.keep if isinstance(names, str)), None)
+        if text is not None:
+            raise PlanError(f"keep has {text!r}: give sets of names that stay together, such as keep=[('a', 'b')]")
         for name in (name for names in self.keep for name in names):
             if not find_nodes(self.costs, name):
                 raise PlanError(f"cannot keep {name!r} together with others: {suggest_names(self.costs, name)}")

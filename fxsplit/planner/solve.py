@@ -59,6 +59,11 @@ class Options:
     recompute: str = "never"
 
     def __post_init__(self) -> None:
+        for what, kinds in (("optimizer_factor", (int, float)), ("time_limit", (int, float)), ("use_all", (bool,))):
+            value = getattr(self, what)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                kind = "True or False" if kinds == (bool,) else "a number"
+                raise ChainError(f"partition{{{what}={show(value)}}}: give {kind}")
         if not 0 <= self.optimizer_factor <= MOST_FACTOR:
             raise ChainError(
                 f"partition{{optimizer_factor={show(self.optimizer_factor)}}}: give a number, zero or more"
@@ -192,7 +197,10 @@ class Misfit:
 
     def explain(self) -> PlanError:
         """Return the error that names the stage without enough memory, or the contradictory pins."""
-        keeps = self.task.recompute == "never" and not self.task.workload.inference
+        # compile(recompute=) may rule out what the pass would choose.
+        planned = self.task.workload.recompute == "plan"
+        helps = "partition{recompute=auto}" if planned else "compile(recompute='always')"
+        keeps = helps if self.task.recompute == "never" and not self.task.workload.inference else ""
         machine, schedule, outcome = self.task.machine, self.task.workload.schedule, self.outcome
         return explain_misfit(
             outcome.problems,
@@ -225,6 +233,7 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: SearchClock
     """
     costs, machine, options = task.costs, task.machine, task.options
     _check_size(task, chains)
+    _check_hosts(costs, machine)
     outcome = search(task, chains, states, clock)
     best, lower = outcome.best, outcome.lower
     if best is None and outcome.hurried:
@@ -409,6 +418,16 @@ def _number(chains: Antichains, names: frozenset[str]) -> list[int]:
     return [at]
 
 
+def _check_hosts(costs: Costs, machine: Machine) -> None:
+    """Raise PlanError for a host device if the costs have no times on hosts, which would all count as 0."""
+    host = next((device.name for device in machine.devices if device.host), None)
+    if host is not None and costs.compute_ms and not any(node.host_ms for node in costs.nodes):
+        raise PlanError(
+            f"device {host!r} is a host, and the profile has no times on hosts (host_ms): leave host = true out, and "
+            "state its speed, or give a profile with both times, as dnn-partitioning files have"
+        )
+
+
 def _check_size(task: Task, chains: Antichains) -> None:
     """Raise TooFewParts if every device must have a stage and the blocks are too few for that."""
     blocks, options = len(chains.blocks), task.options
@@ -425,8 +444,13 @@ def _check_size(task: Task, chains: Antichains) -> None:
         f"{len(largest)}, {largest[0]!r} .. {largest[-1]!r}, which share a parameter or memory, were asked to "
         "stay together, or lie between nodes that do)"
     )
+    way = f"use {blocks} devices or fewer, with a stage each, or leave some idle (partition{{use_all=false}})"
+    if task.machine.homes:
+        way = (
+            f"{task.workload.schedule} needs all of its stages, so use fewer than {len(task.machine.real)} devices, or "
+            "a schedule with one stage a device, such as 1F1B"
+        )
     raise TooFewParts(
         f"a plan of {len(task.machine)} stages, and the graph has only {blocks} nodes that cuts can separate"
-        f"{joined if len(largest) > 1 else ''}: use {blocks} devices or fewer, with a stage each, or leave some idle "
-        "(partition{use_all=false})"
+        f"{joined if len(largest) > 1 else ''}: {way}"
     )

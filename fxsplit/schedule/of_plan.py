@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from math import inf
 
 from fxsplit.errors import ScheduleError
@@ -104,7 +105,9 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
         launches[1].append(several * stage.backward_launch_ms)
         if several == 1:  # a schedule without REDUCE actions pays for the reduction in each backward
             backward[i] += stage.reduce_ms
-    hops = [0.0 if busy else s.receive_ms for s in plan.stages]
+    # A transfer occupies its link until the slower end is done.
+    ends = [0.0, *(max(a.send_ms, b.receive_ms) for a, b in pairwise(plan.stages))]
+    hops = [0.0 if busy else end for end in ends]
     return Times(
         forward_ms=forward,
         backward_ms=backward,

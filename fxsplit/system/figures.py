@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -39,7 +40,10 @@ def parse_bytes(text: str, *, rate: bool = False) -> float:
     if found is None or found[2] not in BYTES or (found[3] and not rate):
         what, example = ("bytes per second", "25GB/s") if rate else ("bytes", "40GB")
         raise ValueError(f"give {what}, such as {example}; units are {', '.join(unit for unit in BYTES if unit)}")
-    return float(found[1]) * BYTES[found[2]]
+    count = float(found[1]) * BYTES[found[2]]
+    if count == inf and found[1] != "inf":
+        raise ValueError(f"give a number below {TOO_LARGE:g}, or inf")
+    return count
 
 
 def format_bytes(count: float) -> str:

@@ -104,3 +104,37 @@ def test_idle_devices_are_explained(capsys: pytest.CaptureFixture[str], profile:
         assert ("stage 1" in capsys.readouterr().out) == pays
     assert main(["explain", profile, "--devices", "2", "--no-traffic"]) == 0
     assert "idle" not in capsys.readouterr().out
+
+
+def test_devices_with_several_stages_are_not_idle(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """Numbers of stages were taken for numbers of devices, so devices with stages were called idle."""
+    for arguments in (["--schedule", "Interleaved1F1B"], ["--schedule", "Interleaved1F1B", "--pin", "n0=0"]):
+        assert main(["explain", profile, "--devices", "2", *arguments]) == 0
+        assert "idle" not in capsys.readouterr().out
+    assert main(["explain", profile, "--devices", "2", "--schedule", "Interleaved1F1B", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_devices"] == 2
+
+
+def test_a_device_pays_only_if_the_plan_becomes_faster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Between two equal plans the search may take the one with more devices, which was then said to pay.
+
+    Three nodes of 3 ms and values of 1,000 bytes: two devices take 6 ms and a transfer. A third one pays once its two
+    transfers take less than 3 ms and one: above 1e6 bytes/s of own link, since 3 + 2 t < 6 + t for t < 3 ms.
+    """
+    nodes = [node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0, output_bytes=1000) for i in range(3)]
+    Costs(tuple(nodes), (), ("n2",), rows=1).save(tmp_path / "three.json")
+    assert main(["explain", str(tmp_path / "three.json"), "--devices", "3", "--bandwidth", "2e5"]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"links of (\S+) bytes/s and more would make another device pay", printed)
+    assert found is not None, printed
+    bandwidth = float(found[1])
+    for factor, pays in ((0.98, False), (1.02, True)):
+        told = {}
+        for devices in ("2", "3"):
+            rate = str(factor * bandwidth)
+            assert (
+                main(["plan", str(tmp_path / "three.json"), "--devices", devices, "--bandwidth", rate, "--json"]) == 0
+            )
+            told[devices] = json.loads(capsys.readouterr().out)["objective"]
+        # The objective of two devices includes one device.
+        assert (told["3"] < told["2"] * (1 - 1e-9)) == pays or told["2"] == 9.0, told

@@ -111,7 +111,7 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--bandwidth", "-1"], "--bandwidth -1: give bytes per second"),
         (["--bandwidth", "nan"], "--bandwidth nan: give bytes per second"),
         (["--bandwidth", "25Gb/s"], "--bandwidth 25Gb/s: give bytes per second, such as 25GB/s; units are"),
-        (["--bandwidth", "0"], "--bandwidth 0: give bytes per second, more than zero"),
+        (["--bandwidth", "0"], "--bandwidth 0: give 0.001 bytes per second or more"),
         (["--schedule", "GPipes"], "unknown schedule 'GPipes'"),
         (["--time-limit", "0"], "--time-limit 0.0"),
         (["--pin", "n9=0"], "cannot pin 'n9'"),
@@ -127,7 +127,7 @@ def test_baselines_and_explanation(capsys: pytest.CaptureFixture[str], profile: 
         (["--pin", "a=" + "9" * 5000], "--pin a=999"),
         (["--n-microbatches", "9" * 400], "give at most 1000000"),
         (["--optimizer-factor", "1e300"], "--optimizer-factor 1e+300: give a number, zero or more and at most 1000"),
-        (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give bytes per second"),
+        (["--bandwidth", "5e-324"], "--bandwidth 5e-324: give 0.001 bytes per second"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_2(
@@ -280,10 +280,18 @@ def test_why_a_curve_is_flat_at_its_end_is_said(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     found = [answer(capsys, "plan", path, "--devices", str(n))["objective"] for n in (2, 3, 4, 5)]
     first = 2 + next(i for i, ms in enumerate(found) if ms == found[-1])
-    assert f"more than {first} devices make no plan faster" in printed and "  it is n0, with 1 node" in printed
+    # One node cannot be cut, so the sentence holds for any number of devices.
+    said = f"no plan for 5 or more devices is faster than the one for {first}: the slowest stage is"
+    assert said in printed and "  n0, with 1 node" in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert cli.main(["plan", path, "--devices", "1..2"]) == 0
-    assert "make no plan faster" not in capsys.readouterr().out
+    assert "is faster than" not in capsys.readouterr().out
+    # Four devices are faster than three, whose slowest stage has two nodes.
+    assert cli.main(["plan", path, "--devices", "2..3"]) == 0
+    assert "no plan for 3 devices is faster than the one for 2" in capsys.readouterr().out
+    # Of devices with several stages, no time is proven.
+    assert cli.main(["plan", path, "--devices", "1..2", "--schedule", "Interleaved1F1B"]) == 0
+    assert "is faster than" not in capsys.readouterr().out
 
 
 def test_nodes_that_were_asked_to_stay_together_are_told(capsys: pytest.CaptureFixture[str], profile: str) -> None:

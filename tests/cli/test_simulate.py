@@ -397,3 +397,14 @@ def test_a_schedule_for_another_number_of_devices_is_named(
     assert "2 stages on another number of devices than this plan (1, not 2)" in said and "give --devices 1" in said
     assert cli.main([*options, "--devices", "1"]) == 0
     assert cli.main([*options[:3], "--schedule", "GPipe"]) == 0
+
+
+def test_under_chimera_devices_have_their_own_names(
+    capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
+) -> None:
+    """They had the names of stages on them, such as device0/0, although each device has several."""
+    assert cli.main(["plan", profile, "--devices", "2", "--schedule", "Chimera", "--json"]) == 0
+    (tmp_path / "chimera.json").write_text(capsys.readouterr().out)
+    assert cli.main(["simulate", "--plan", str(tmp_path / "chimera.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "device0 " in printed and "device1 " in printed and "device0/" not in printed

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxsplit
-from fxsplit.errors import BrokenFact, FxsplitError, FxsplitWarning, PlanError
+from fxsplit.errors import BrokenFact, ChainError, FxsplitError, FxsplitWarning, NoFit, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.given.pins import Pins
@@ -264,7 +264,7 @@ def test_pins_bind_and_contradictions_are_named() -> None:
     assert [len(s.nodes) for s in plan.stages] == [3, 1]
     with pytest.raises(PlanError, match="no plan for 2 devices satisfies the pins"):
         run_chain(start.learn(Pins({"n0": 1, "n2": 0})), PLANNER)
-    with pytest.raises(PlanError, match="pinned to stage 5"):
+    with pytest.raises(PlanError, match="pinned to device 5"):
         run_chain(start.learn(Pins({"n0": 5})), PLANNER)
     with pytest.raises(PlanError, match="cannot pin 'nothing'"):
         run_chain(start.learn(Pins({"nothing": 0})), PLANNER)
@@ -350,5 +350,54 @@ def test_pins_may_name_two_devices_of_one_replicated_stage() -> None:
     planner = Planner(two, pins={"a": 0, "b": 1}, keep=[["a", "b"]])
     plan = planner.plan(machine, workload(machine), Options(model="replicated"))
     assert [s.devices for s in plan.stages] == [(0, 1)]
-    with pytest.raises(Exception, match="pin both to one stage"):
+    with pytest.raises(Exception, match="pin both to one device"):
         planner.plan(machine, workload(machine), Options(use_all=False))
+
+
+def chain_of(count: int) -> Costs:
+    """A chain of nodes, each 1 ms forward and 2 ms backward."""
+    nodes = [node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0) for i in range(count)]
+    return Costs(tuple(nodes), (), (f"n{count - 1}",), rows=1)
+
+
+def test_a_schedule_with_several_stages_a_device_has_all_of_them() -> None:
+    """With idle devices allowed, the plan had one stage, which no schedule runs, and was called optimal."""
+    found = fxsplit.plan(chain_of(8), 2, schedule="Interleaved1F1B", options=Options(use_all=False, model="forwarded"))
+    assert len(found.stages) == 4
+    with pytest.raises(PlanError, match=r"Interleaved1F1B needs all of its stages, so use fewer than 3 devices"):
+        fxsplit.plan(chain_of(4), 3, schedule="Interleaved1F1B", options=Options(use_all=False))
+
+
+def test_the_fastest_real_device_is_compared_with() -> None:
+    """Under Chimera each stage is on a slow and a fast device, and both counted as slow."""
+    machine = Machine((fxsplit.Device("a", speed=1.0), fxsplit.Device("b", speed=10.0)), (inf,))
+    found = fxsplit.plan(chain_of(4), machine, schedule="Chimera")
+    assert found.single_ms == pytest.approx(1.2) and found.speedup == pytest.approx(1.2 / found.steady_ms)
+
+
+def test_a_host_without_times_is_refused() -> None:
+    """All its nodes took 0 ms, and the plan was called optimal."""
+    machine = Machine((fxsplit.Device("cpu", host=True), fxsplit.Device("b")), (inf,))
+    with pytest.raises(PlanError, match=r"device 'cpu' is a host, and the profile has no times on hosts"):
+        fxsplit.plan(chain_of(4), machine)
+
+
+def test_options_of_another_type_are_named() -> None:
+    wrong: Any = "5"
+    for option, said in (("time_limit", "a number"), ("optimizer_factor", "a number"), ("use_all", "True or False")):
+        with pytest.raises(ChainError, match=rf"partition\{{{option}='5'\}}: give {said}"):
+            Options(**{option: wrong})
+    with pytest.raises(PlanError, match=r"keep has 'n0': give sets of names"):
+        fxsplit.plan(chain_of(4), 2, keep=["n0"])
+
+
+@pytest.mark.parametrize(("stated", "advice"), [("plan", "partition{recompute=auto}"), ("never", "compile(recompute=")])
+def test_advice_that_helps(stated: str, advice: str) -> None:
+    """The pass may not choose what compile(recompute="never") has ruled out, and was advised all the same."""
+    heavy = Costs(
+        tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], 1.0, kept_bytes=1e6) for i in range(4)), (), ("n3",), rows=1
+    )
+    machine = Machine.planned(2, memory_bytes=1e5)
+    with pytest.raises(NoFit) as raised:
+        Planner(heavy).plan(machine, replace(workload(machine), recompute=stated), Options())
+    assert f"stages that recompute ({advice}" in str(raised.value)

@@ -49,6 +49,13 @@ def test_overlapped_transfers_are_under_way() -> None:
     assert times.forward_hop_ms == [0.0, 3.0] and times.backward_hop_ms == [0.0, 1.0]
 
 
+def test_a_transfer_is_over_when_its_slower_end_is() -> None:
+    """If only the sender's own link was slow, the transfer took no time."""
+    slow = replace(CUT.stages[0], send_ms=8.0), CUT.stages[1]
+    times = read_times(plan(*slow, model="overlapped"), generate("1F1B", 2, 4))
+    assert times.forward_hop_ms == [0.0, 6.0] and times.backward_hop_ms == [0.0, 2.0]
+
+
 def test_a_replica_takes_as_many_times_as_long() -> None:
     """Sums count once; in a schedule without sums, each backward pays for them."""
     wide = plan(stage(0), stage(1, 2, 3, reduce_ms=5.0, receive_ms=2.0, forward_launch_ms=1.0, backward_launch_ms=2.0))

@@ -59,3 +59,10 @@ def test_sizes_and_rates_may_have_units(text: str, rate: bool, found: float) -> 
 def test_a_size_in_other_units_is_refused_with_those_there_are(text: str) -> None:
     with pytest.raises(ValueError, match="give bytes, such as 40GB; units are B, kB"):
         parse_bytes(text)
+
+
+def test_a_size_that_is_too_large_is_not_taken_for_unlimited() -> None:
+    """1e400 became infinity without a word, and 1e61 was refused."""
+    for text in ("1e400", "1e300GB", "9e999 TB"):
+        with pytest.raises(ValueError, match=r"give a number below 1e[+]60, or inf"):
+            parse_bytes(text)

@@ -308,10 +308,11 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
 def price_single_device(costs: Costs, machine: Machine) -> float:
     """Return the time of one microbatch, forward and backward, on the fastest device of the machine, in milliseconds.
 
-    This is the time of the device or of its host's launches, whichever is longer. Memory limits are ignored.
+    This is the time of the device or of its host's launches, whichever is longer. Memory limits are ignored. A device
+    of an unrolled machine may be as slow as the slowest of several real devices, so the real devices are compared.
     """
-    host_ms = sum(n.host_ms for n in costs.nodes)
-    return min(host_ms if d.host else max(costs.compute_ms / d.speed, costs.launch_ms) for d in machine.devices)
+    host_ms, devices = sum(n.host_ms for n in costs.nodes), machine.real or machine.devices
+    return min(host_ms if d.host else max(costs.compute_ms / d.speed, costs.launch_ms) for d in devices)
 
 
 def find_busiest_ms(stages: Sequence[StagePlan], machine: Machine, model: CostModel) -> float:

@@ -48,12 +48,12 @@ def _collect_pins(
     devices_of: dict[int, set[int]] = {}
     for name, device in pinned.items():
         if not 0 <= device < n_devices:
-            raise PlanError(f"{name!r} is pinned to stage {device}, and the plan has stages 0 to {n_devices - 1}")
+            raise PlanError(f"{name!r} is pinned to device {device}, and there are devices 0 to {n_devices - 1}")
         block = chains.blocks.home[name]
         devices_of.setdefault(block, set()).add(device)
         if len(devices_of[block]) > 1 and not several:
             raise PlanError(
-                f"{name!r} is pinned to stage {device}, but it must stay together with a node pinned to stage "
-                f"{min(devices_of[block] - {device})} (they share memory or parameters): pin both to one stage"
+                f"{name!r} is pinned to device {device}, but it must stay together with a node pinned to device "
+                f"{min(devices_of[block] - {device})} (they share memory or parameters): pin both to one device"
             )
     return devices_of

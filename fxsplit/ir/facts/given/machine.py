@@ -42,7 +42,8 @@ class Device:
       `torch.device("cuda")`, and so "cuda", is the GPU that is current when the Device is made.
     - `memory_bytes`: the limit for weights, activations and all other memory of its stages; unlimited by default.
     - `speed`: relative to the profiled hardware; a device of speed 2 takes half as long.
-    - `bytes_per_s`: the bandwidth of its own link, if it is less than that of the links between devices.
+    - `bytes_per_s`: the bandwidth of its own link, if it is less than that of the links between devices. It slows this
+      device's end of a transfer; the other end is busy for as long as its own link and the link between them take.
     - `host`: it takes each node's `host_ms`, and exchanges values without cost, like CPUs of dnn-partitioning files.
 
     Raises InputError for a value that is not of its type, or not positive, and for a kind of torch device that no stage
@@ -74,18 +75,22 @@ class Device:
             from fxsplit.ir.facts.given.torch_devices import read_device
 
             object.__setattr__(self, "torch_device", read_device(self.torch_device, f"device {self.name!r}"))
-        for value in (self.memory_bytes, self.speed, self.bytes_per_s):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputError(f"device {self.name!r} has {show(value)} for memory_bytes or speed: give a number")
+        for what in ("memory_bytes", "speed", "bytes_per_s"):
+            value = getattr(self, what)
+            if not _is_number(value):
+                raise InputError(f"device {self.name!r} has {what}={show(value)}: give a number")
             if TOO_LARGE <= value < inf:
-                raise InputError(f"device {self.name!r} has {show(value)}: give a number below {TOO_LARGE:g}, or inf")
+                raise InputError(
+                    f"device {self.name!r} has {what}={show(value)}: give a number below {TOO_LARGE:g}, or inf"
+                )
         for what in ("memory_bytes", "bytes_per_s"):
             # The comparison is negated, so that NaN is refused too.
             if not getattr(self, what) > 0 or (what == "bytes_per_s" and getattr(self, what) < LEAST_BYTES_PER_S):
                 raise InputError(f"device {self.name!r} has {what}={getattr(self, what)}: give a positive number")
         if not LEAST_SPEED <= self.speed <= MOST_SPEED:
             raise InputError(
-                f"device {self.name!r} has speed={show(self.speed)}: give a positive number (1.0 = as profiled)"
+                f"device {self.name!r} has speed={show(self.speed)}: give a positive number, from {LEAST_SPEED:g} to "
+                f"{MOST_SPEED:g} (1.0 = as profiled)"
             )
 
 
@@ -94,13 +99,15 @@ class Machine(Shown, GivenFact):
     """Devices in pipeline order, and the bandwidth between each and the next.
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
-    between threads of one process on a CPU. `homes` is for an unrolled machine: the real devices of each of its
-    devices. Raises InputError unless names are unique and there is a link for each pair of neighbours.
+    between threads of one process on a CPU. An unrolled machine has a device for each stage: `homes` are the numbers of
+    the real devices of each, and `real` the real devices. Raises InputError unless names are unique and there is a link
+    for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
     links: tuple[float, ...]
     homes: tuple[tuple[int, ...], ...] = ()
+    real: tuple[Device, ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
 
@@ -117,8 +124,15 @@ class Machine(Shown, GivenFact):
             )
         # Infinite links are allowed: they copy nothing.
         for link in self.links:
+            if not _is_number(link):
+                raise InputError(f"a link of {show(link)} bytes per second: give a number, or inf for no copy")
             if not link >= LEAST_BYTES_PER_S:
-                raise InputError(f"a link of {link} bytes per second: give a positive number, or inf for no copy")
+                raise InputError(
+                    f"a link of {link} bytes per second: give a positive number, at least {LEAST_BYTES_PER_S:g}, or "
+                    "inf for no copy"
+                )
+            if TOO_LARGE <= link < inf:
+                raise InputError(f"a link of {link} bytes per second: give a number below {TOO_LARGE:g}, or inf")
 
     @classmethod
     def of(
@@ -196,14 +210,14 @@ class Machine(Shown, GivenFact):
             name = f"{device.name}/{seen[home[0]]}" if count[home[0]] > 1 else device.name
             memory = min(self.devices[d].memory_bytes / count[d] for d in home)
             speed = min(self.devices[d].speed for d in home)
-            made.append(replace(device, name=name, memory_bytes=memory, speed=speed))
+            own = min(self.devices[d].bytes_per_s for d in home)
+            made.append(replace(device, name=name, memory_bytes=memory, speed=speed, bytes_per_s=own))
             seen[home[0]] += 1
         links = (
-            # bytes_per_ms is per millisecond, and links are per second.
-            min(inf if a == b else 1000.0 * self.bytes_per_ms(a, b) for a, b in zip(one, other, strict=False))
+            min(inf if a == b else self._find_link(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
-        return Machine(tuple(made), tuple(links), homes=tuple(tuple(home) for home in homes))
+        return Machine(tuple(made), tuple(links), tuple(tuple(home) for home in homes), self.devices)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -224,11 +238,17 @@ class Machine(Shown, GivenFact):
         Devices that are not neighbours count as joined by the slowest link. This happens in plans that take devices in
         another order than the machine's, or leave some out.
         """
-        if self.devices[own].host:
+        # Two stages of one real device hand values over in its memory.
+        together = own != other and bool(self.homes) and self.homes[own] == self.homes[other]
+        if self.devices[own].host or together:
             return inf
-        neighbours = abs(own - other) == 1
-        between = self.links[min(own, other)] if neighbours else min(self.links, default=inf)
-        return min(between, self.devices[own].bytes_per_s) / 1000.0
+        return min(self._find_link(own, other), self.devices[own].bytes_per_s) / 1000.0
+
+    def _find_link(self, one: int, other: int) -> float:
+        """Return the bandwidth between two devices, without their own links, in bytes per second."""
+        if self.devices[one].host:
+            return inf
+        return self.links[min(one, other)] if abs(one - other) == 1 else min(self.links, default=inf)
 
     def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
         """Return the time in which r neighbouring devices sum one byte of gradients of each, in milliseconds.
@@ -272,6 +292,11 @@ class Machine(Shown, GivenFact):
             own = _format_rate(device.bytes_per_s)
             rows.append((device.name, place, memory, f"{device.speed:g}", own, link))
         yield Table(("device", "is", ">memory", ">speed", ">own link", ">link to next"), rows)
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _format_rate(bytes_per_s: float) -> str:

@@ -62,3 +62,40 @@ def test_several_stages_share_a_devices_memory() -> None:
     assert [d.memory_bytes for d in places.devices] == [50.0, inf, inf, 50.0]
     assert places.links == (1e6, inf, 1e6) and [d.speed for d in places.devices] == [1, 2, 2, 1]
     assert places.intraop_threads() == machine.intraop_threads() and machine.unrolled([(0,), (1,)]) is machine
+
+
+def test_types_are_refused_by_name() -> None:
+    """Python's own TypeError came out, or the error named other fields."""
+    numbers: Any = "1GB/s"
+    for make, said in (
+        (lambda: Machine.planned(2, bytes_per_s=numbers), "a link of '1GB/s' bytes per second: give a number"),
+        (lambda: Machine.planned(2, bytes_per_s=True), "a link of True bytes per second: give a number"),
+        (lambda: Machine.planned(2, bytes_per_s=1e300), "a link of 1e[+]300 bytes per second: give a number below"),
+        (lambda: Device("a", bytes_per_s=numbers), "bytes_per_s='1GB/s': give a number"),
+        (lambda: Device("a", memory_bytes=numbers), "memory_bytes='1GB/s': give a number"),
+        (lambda: Device("a", speed=1e13), r"speed=10000000000000\.0: give a positive number, from 1e-12"),
+    ):
+        with pytest.raises(InputError, match=said):
+            make()
+
+
+def test_own_links_of_an_unrolled_machine() -> None:
+    """Values between two stages of one device are free, and a device's own link slows its own end in both directions.
+
+    Stages 1 and 2 are both on device 1, as under ZBVZeroBubble.
+    """
+    machine = Machine((Device("a", bytes_per_s=1e6), Device("b", bytes_per_s=4e6)), (2e6,))
+    unrolled = machine.unrolled(((0,), (1,), (1,), (0,)))
+    sent = [unrolled.bytes_per_ms(s, s + 1) for s in range(3)]
+    received = [unrolled.bytes_per_ms(s + 1, s) for s in range(3)]
+    assert sent == [1000.0, inf, 2000.0] and received == [2000.0, inf, 1000.0]
+    in_turn = machine.unrolled(((0,), (1,), (0,), (1,)))
+    assert [in_turn.bytes_per_ms(s, s + 1) for s in range(3)] == [1000.0, 2000.0, 1000.0]
+    assert unrolled.real == machine.devices
+
+
+def test_a_stage_on_several_devices_is_as_slow_as_the_slowest() -> None:
+    machine = Machine((Device("a", speed=1.0, bytes_per_s=1e6), Device("b", speed=10.0)), (inf,))
+    chimera = machine.unrolled(((0, 1), (1, 0)))
+    assert [d.speed for d in chimera.devices] == [1.0, 1.0]
+    assert [d.bytes_per_s for d in chimera.devices] == [1e6, 1e6] and [d.speed for d in chimera.real] == [1.0, 10.0]
