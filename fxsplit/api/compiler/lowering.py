@@ -1,6 +1,8 @@
 """Lower a model and a call to a program.
 
-model + call --capture--> graph --state facts--> IR --chain of passes--> stages --build--> Program
+model + call --capture_model--> graph --lower: state facts, run the passes--> stages --build_program--> Program
+
+`compiler.py` calls these functions in this order, and decides when.
 """
 
 from __future__ import annotations

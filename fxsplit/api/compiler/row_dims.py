@@ -1,4 +1,8 @@
-"""Find the dimensions of values between stages that depend on the number of rows, by running stages on shapes."""
+"""Find the dimensions of values between stages that depend on the number of rows, by running stages on shapes.
+
+torch.compile compiles a stage for the sizes that it is given first, and again for other sizes. A compiled stage marks
+the dimensions found here as dynamic, so that a batch with another number of rows compiles nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make the cache object that a Hugging Face model needs while one of its steps is captured.
 
 A model passes each layer's new keys and values to its cache, and gets all keys and values back. Here `update` is an
-operator in the graph (see `torch_internals/fx/past.py`), and the stages keep the tensors:
+operator in the graph (see `torch_internals/fx/kv_cache.py`), and the stages keep the tensors:
 
   attention layer --new keys, values--> cache.update --> extend(keys, total, slot)  --> all keys
                                                          extend(values, total, slot + 1) --> all values

@@ -1,7 +1,8 @@
 """Caches: values that one call makes, and later calls use.
 
 A graph is made with empty caches, and each of its calls makes the values again. So it must not matter whether a cache
-is empty or filled by another call.
+is empty or filled by another call. `check_caches` comes after a call that has filled the caches. It compares the
+outputs of calls on other inputs, with these caches and with empty ones.
 """
 
 from __future__ import annotations

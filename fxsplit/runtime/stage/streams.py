@@ -25,6 +25,7 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 hand_over = accelerators.hand_over
+"""Keeps accelerator memory that another thread allocated until this thread's current stream has read it."""
 AHEAD = 0.01
 """How far a worker may run ahead of its accelerator, as a share of the accelerator's memory.
 
