@@ -1,12 +1,14 @@
-"""Stand-ins: constants for a dtype or a shape that a count reads from a tensor computed with weights.
+"""Stand-ins for a dtype or a shape that a count reads from a tensor computed with weights.
 
 `mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count only needs its
-dtype. The dtype is known before anything runs, and replaces the loss.
+dtype. The dtype is known before anything runs, and replaces the loss. `logits.size(1)` is replaced by the size of an
+input that has the same length there, so that it follows from later inputs, or otherwise by the number that it was.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +64,8 @@ class ValueReads:
         read, name, given = self._list_read(node), read_name(node), node.all_input_nodes
         if len(read) == len(given):
             return graph.node_copy(node, copied.__getitem__)
+        if _reads_shape(node):
+            return _find_size(graph, node, copied)
         if name == "getattr":
             return _find_dtype(given[0])
         if name in FILLED:
@@ -77,7 +81,7 @@ class ValueReads:
             return []
         if not any(self._using[n] for n in given):
             return given
-        if name in FILLED:
+        if name in FILLED or _reads_shape(node):
             return []
         return given[:1] if name in SHAPED | CONVERTED and given[0] is node.args[0] else given
 
@@ -118,6 +122,33 @@ def list_ancestors(
             found.add(node)
             waiting += list_read(node)
     return found
+
+
+def _reads_shape(node: fx.Node) -> bool:
+    """Return whether a node reads the shape of a tensor, or one size of it, and the shape is known."""
+    name = read_name(node)
+    is_read = name in ("size", "sym_size") or (name == "getattr" and node.args[1] == "shape")
+    return is_read and bool(_list_sizes(node.all_input_nodes[0]))
+
+
+def _find_size(graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) -> Any:
+    """Return the stand-in for a shape, or for one size, that a node reads; add nodes to `graph` that read inputs."""
+    sizes = _list_sizes(node.all_input_nodes[0])
+    inputs = [n for n in copied if n.op == "placeholder"]
+
+    def read(dim: int) -> Any:
+        alike = (n for n in inputs if _list_sizes(n)[dim : dim + 1] == [sizes[dim]])
+        place = next(alike, None)
+        return sizes[dim] if place is None else graph.call_method("size", (copied[place], dim))
+
+    dim: Any = None if read_name(node) == "getattr" else next(iter([*node.args[1:], *node.kwargs.values()]), None)
+    return tuple(map(read, range(len(sizes)))) if dim is None else read(dim % len(sizes))
+
+
+def _list_sizes(node: fx.Node) -> list[int]:
+    """Return the shape of a node as the check has noted it, such as [8, 64]; empty if it has not, or for a number."""
+    found = re.fullmatch(r"\w+\[(\d+(?:, \d+)*)\]", str(node.meta.get("fxsplit_shape", "")))
+    return [int(size) for size in found[1].split(", ")] if found else []
 
 
 def _find_dtype(node: fx.Node) -> torch.dtype:

@@ -172,7 +172,8 @@ class LossMeaning:
             if self.reduction is None:
                 self.reduction = found
             if found is None or found != self.reduction:
-                self.count = None  # if the loss always differs, its count need not be watched
+                if isinstance(self.count, CountWatch):
+                    self.count.said = True  # this warning says more
                 self._differs = "a microbatch's is neither the mean nor the sum of that of its rows"
 
     def _find_kinds(

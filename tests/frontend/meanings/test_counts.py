@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.errors import FxsplitWarning, InputError
+from fxsplit.errors import FxsplitError, FxsplitWarning, InputError
 from fxsplit.frontend.meanings.counts import find_count, find_inner_counts
 from tests.support.models import FAST
 
@@ -110,12 +110,56 @@ def test_what_is_more_than_a_quotient_is_averaged_by_rows_and_said_once_it_diffe
     torch.manual_seed(0)
     model = Tagger("two").double()
     even, uneven = (tuple(ignore(model, make_batch(u))) for u in (False, True))
-    with fxsplit.compile(model, 2, example_inputs=even, n_microbatches=4, passes=FAST) as pipe:
+    with fxsplit.compile(model, 2, example_inputs=even, n_microbatches=3, passes=FAST) as pipe:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             pipe.step(*even)
         with pytest.warns(FxsplitWarning, match=r"output 0 \('loss'\) of Tagger is divided by a count of its own"):
             pipe.step(*uneven)
+
+
+class Pointer(nn.Module):
+    """Points at one word of each row, or at two; a place after the last word is ignored, as in question answering."""
+
+    def __init__(self, n_places: int) -> None:
+        super().__init__()
+        self.a, self.b, self.n_places = nn.Linear(4, 8), nn.Linear(8, n_places), n_places
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        scores = self.b(torch.tanh(self.a(x)))
+        last = scores.shape[1] if self.n_places == 1 else scores.size(1)
+        losses = [
+            F.cross_entropy(scores[..., i], places[:, i].clamp(0, last), ignore_index=last)
+            for i in range(self.n_places)
+        ]
+        return sum(losses[1:], losses[0])
+
+
+def make_places(words: int, ignored: list[int], n_places: int) -> tuple[Tensor, Tensor]:
+    places = torch.randint(0, words, (8, n_places))
+    places[ignored, 0] = words + 1
+    return torch.randn(8, words, 4, dtype=torch.float64), places
+
+
+def test_a_count_that_reads_the_length_of_an_activation_is_found_for_every_length() -> None:
+    """The size of an activation looked like a value computed with weights, so the count was lost without a word."""
+    torch.manual_seed(0)
+    model = Pointer(1).double()
+    with fxsplit.compile(model, 2, example_inputs=make_places(5, [], 1), n_microbatches=2, passes=FAST) as pipe:
+        for words, ignored in ((5, [0, 1, 2]), (7, [4, 5, 6, 7]), (3, [])):
+            batch = make_places(words, ignored, 1)
+            torch.testing.assert_close(pipe.step(*batch), model(*batch).detach())
+
+
+def test_a_microbatch_without_anything_to_count_is_refused_if_more_is_added() -> None:
+    """The loss was NaN without a word: 0 / 0 of one microbatch in a sum."""
+    torch.manual_seed(0)
+    model = Pointer(2).double()
+    with fxsplit.compile(model, 2, example_inputs=make_places(5, [], 2), n_microbatches=2, passes=FAST) as pipe:
+        for call in (pipe.step, pipe):
+            with pytest.raises(FxsplitError, match="that count is zero in a microbatch and not in the batch"):
+                call(*make_places(5, [0, 1, 2, 3], 2))
+        assert pipe.step(*make_places(6, [], 2)).isfinite()
 
 
 def test_a_count_of_zero_that_something_is_divided_by_is_refused() -> None:

@@ -37,7 +37,12 @@ DIFFERS = (
     "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
 )
 """The end of a sentence about a number that cannot be made from microbatches; its name comes first."""
-
+LACKS = (
+    "is divided by a count of its own, such as the number of labels other than ignore_index, and that count is zero in "
+    "a microbatch and not in the batch: the microbatch's number is 0 / 0; compile with fewer microbatches, or with "
+    "n_microbatches=1"
+)
+"""The end of an error about such a number, if a microbatch has nothing to count."""
 
 Weights = Sequence[float | Tensor]
 """Weights of microbatches: numbers, or double tensors on an accelerator that the host need not wait for."""
@@ -114,29 +119,34 @@ class Count:
 class CountWatch:
     """Counts inside a number that is more than a quotient: it is averaged by rows, with a warning once a count differs.
 
-    `name` is the name of the number for the warning. If the counts are on an accelerator, the host does not wait for
-    them: the warning comes with a later batch.
+    If a count is zero in a microbatch and not in the batch, the number of that microbatch is 0 / 0: an error says so.
+    `name` is the name of the number, and `said` whether a warning has been given. If the counts are on an accelerator,
+    the host does not wait for them: the warning or the error comes with a later batch.
     """
 
     def __init__(self, name: str, counts: Sequence[Count]) -> None:
         self.counts = counts
         self._name = name
-        self._said = False
+        self.said = False
         self._coming: PendingCopies[None] = PendingCopies()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
-        """Return the share of each piece in the rows; warn once if a count has other shares."""
+        """Return the share of each piece in the rows; warn once if a count has other shares.
+
+        Raises InputError if a count is zero in a piece and not in the whole.
+        """
         shares = share_rows(rows)
-        if self._said:
-            return shares
         if not self._coming.is_full:
             for count in self.counts:
-                weights = zip(count.compute_weights(pieces, rows, whole), shares, strict=True)
-                self._coming.add(torch.stack([(w - share).abs() > EVEN for w, share in weights]).any(), None)
-        for differs, _ in self._coming.take_arrived():
-            if differs and not self._said:
-                self._said = True
-                warn_user(f"{self._name} {DIFFERS}")
+                weights = count.compute_weights(pieces, rows, whole)
+                differs = (weights - torch.tensor(shares, dtype=weights.dtype, device=weights.device)).abs() > EVEN
+                self._coming.add(torch.stack([differs.any(), (weights == 0).any()]), None)
+        arrived = [flags.tolist() for flags, _ in self._coming.take_arrived()]
+        if any(lacks for _, lacks in arrived):
+            raise InputError(f"{self._name} {LACKS}")
+        if not self.said and any(differs for differs, _ in arrived):
+            self.said = True
+            warn_user(f"{self._name} {DIFFERS}")
         return shares
 
 

@@ -79,6 +79,16 @@ def test_a_watch_warns_once_of_other_shares() -> None:
         watch.weigh([[LABELS[:1]], [LABELS[1:]]], [1, 2])
 
 
+def test_a_watch_refuses_a_piece_without_anything_to_count() -> None:
+    watch = CountWatch("the loss", [make_label_count({}), make_label_count({})])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(InputError, match="that count is zero in a microbatch and not in the batch"):
+            watch.weigh([[LABELS[2:]], [LABELS[:2]]], [1, 2])
+    with pytest.warns(FxsplitWarning, match="count of its own"):
+        assert watch.weigh([[LABELS[2:]], [LABELS[2:]]], [1, 1]) == [0.5, 0.5]
+
+
 def test_options_are_read_by_position_and_by_name() -> None:
     assert read_options((1, 2, 3), {"reduction": "sum"}) == {"input": 1, "target": 2, "weight": 3, "reduction": "sum"}
     assert is_mean({}) and is_mean({"reduction": "mean"}) and is_mean({"reduction": 1})
