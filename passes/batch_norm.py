@@ -48,8 +48,8 @@ class BatchNorm:
             stages.append(_note_statistics(stage, self.deferred, noted) if several or self.deferred else stage)
         if self.deferred and stages == [*ir[Stages].stages]:
             warn_user(
-                f"deferred_batch_norm=True changes nothing: no stage of {type(ir.gm).__name__} calls a "
-                "torch.nn.BatchNorm, and no other layer defers its buffers; leave it out"
+                "deferred_batch_norm=True changes nothing: no stage calls a torch.nn.BatchNorm, and no "
+                "other layer defers its buffers; leave it out"
             )
         made = Stages(tuple(stages), ir[Stages].result)
         # The graph calls the stages' modules, so rebuild it with the new ones. All other facts still hold.
