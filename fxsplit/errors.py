@@ -40,6 +40,10 @@ class CallError(InputError, TypeError):
     """The arguments of a call do not fit the model's forward(). It is also a TypeError, as in a module's call."""
 
 
+class NotThere(InputError, AttributeError):
+    """The pipeline does not have this attribute yet. It is an AttributeError too, so that hasattr() returns False."""
+
+
 class TraceError(FxsplitError):
     """The model cannot be captured as a graph; the message names the file, line and submodule of the user's code."""
 

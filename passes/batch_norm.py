@@ -18,6 +18,7 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.ir.graph import IR
+from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fx.interpret import find_target
 from fxsplit.torch_internals.nn.batch_norm import Calls, DeferredBatchNorm, is_batch_norm
 
@@ -45,6 +46,11 @@ class BatchNorm:
             if several:
                 _check_writes(ir[CallEffects], stage)
             stages.append(_note_statistics(stage, self.deferred, noted) if several or self.deferred else stage)
+        if self.deferred and stages == [*ir[Stages].stages]:
+            warn_user(
+                "deferred_batch_norm=True changes nothing: no stage calls a torch.nn.BatchNorm, and no "
+                "other layer defers its buffers; leave it out"
+            )
         made = Stages(tuple(stages), ir[Stages].result)
         # The graph calls the stages' modules, so rebuild it with the new ones. All other facts still hold.
         return ir.rewrite(made.call_in_turn(type(ir.gm).__name__), *ir.facts).learn(made)

@@ -29,6 +29,7 @@ from fxsplit.ir.graph import Pass
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
+from fxsplit.system.figures import show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.torch_compile.compiled_code import unwrap_compiled
@@ -81,7 +82,8 @@ def compile(
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
         "except_last" (for all microbatches but the last), or "plan" (the default: as partition{recompute=} chooses).
         Plans count the memory and the time; "except_last" counts as "never", which needs at least as much memory.
-    deferred_batch_norm: update running statistics once a batch, from the whole batch, and not once a microbatch.
+    deferred_batch_norm: update running statistics once a batch, from the whole batch, and not once a microbatch. A
+        warning says so if no stage calls a torch.nn.BatchNorm.
     stage_backend: a backend of torch.compile that compiles each stage, such as "inductor" (default: stages run as they
         are). Costs are measured without it. Backends that record CUDA graphs are refused.
     inference: plan for outputs without gradients, from forward times only, and hold each weight once: no gradients, no
@@ -137,6 +139,10 @@ def compile(
         dump=dump,
         side_by_side=world is not None and len(world.rows) > 1,
     )
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise InputError(
+            f"dtype={show(dtype)}: give the floating-point dtype of the model's weights, such as torch.float32"
+        )
     if dtype is not None and weights is None:
         raise InputError(
             f"dtype={dtype} is for the checkpoint that weights= names: give that too, or convert the model with "

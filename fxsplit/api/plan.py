@@ -27,6 +27,7 @@ from fxsplit.planner.problem.borders import compress_cuts
 from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.user_lines import warn_user
@@ -70,11 +71,13 @@ def plan(
     Raises PlanError if no plan exists (NoFit if memory is too small), ScheduleError for numbers that the schedule is
     not made for, ProfileError or InputError for bad input.
     """
+    _check_arguments(machine, options, pins, keep)
+    check_flag("inference", inference)
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
     where = machine if isinstance(machine, Machine) else Machine.planned(machine)
-    # A compiled pipeline knows its costs.
-    costs = profile if isinstance(profile, Costs) else getattr(profile, "costs", None)
+    # A compiled pipeline knows its costs. One that is not compiled raises its own error, which says so.
+    costs: Any = profile.costs if not isinstance(profile, Costs) and "costs" in dir(profile) else profile
     if not isinstance(costs, Costs):
         count = choose_microbatch_count(len(where), stated=n_microbatches)
         costs = _measure(profile, example_inputs, count, inference=inference)
@@ -87,6 +90,31 @@ def plan(
     with show_progress():
         found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options or Options())
     return check_can_run(found)
+
+
+def _check_arguments(machine: object, options: object, pins: object, keep: object) -> None:
+    """Raise InputError for an argument of plan() that is of another type."""
+    if not isinstance(machine, (int, Machine)):
+        raise InputError(
+            f"machine={show(machine)}: give a number of devices to plan for, or a Machine, such as "
+            "fxsplit.Machine.of(['cpu', 'cpu'])"
+        )
+    if not (options is None or isinstance(options, Options)):
+        raise InputError(f"options={show(options)}: give an Options of fxsplit.planner, Options(...)")
+    if not (pins is None or isinstance(pins, Mapping)):
+        raise InputError(f"pins={show(pins)}: give the number of a stage by submodule or node, such as {{'head': 1}}")
+    for name, stage in (pins or {}).items():
+        if not isinstance(name, str) or type(stage) is not int:
+            raise InputError(
+                f"pins={{{show(name)}: {show(stage)}}}: give the name of a submodule or node, and a number"
+            )
+    several = (list, tuple, set, frozenset)
+    if not isinstance(keep, several):
+        raise InputError(f"keep={show(keep)}: give a list of sets of names that stay together, such as [('a', 'b')]")
+    for names in keep:
+        # The planner says more about a name that is no set of names.
+        if not (isinstance(names, str) or (isinstance(names, several) and all(isinstance(n, str) for n in names))):
+            raise InputError(f"keep has {show(names)}: give sets of names that stay together, such as ('a', 'b')")
 
 
 def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Costs, str]:

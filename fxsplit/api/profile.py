@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
+from fxsplit.errors import InputError
 from fxsplit.frontend.capture import capture
 from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.costs.costs import Costs
@@ -15,6 +16,7 @@ from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Profile
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
+from fxsplit.system.figures import check_flag, is_count, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals.scopes.undo import restores_all
@@ -45,6 +47,9 @@ def profile(
     a model or batch that does not fit, and the errors of capturing and measuring.
     """
     model = unwrap_compiled(model)
+    check_flag("inference", inference)
+    if not is_count(repeats, least=1):
+        raise InputError(f"repeats={show(repeats)}: give a number of at least 1")
     check_microbatch_count(n_microbatches)
     args, kwargs = parse_example_inputs(example_inputs)
     inputs, tensors = Inputs.of(model, args, kwargs)

@@ -239,5 +239,5 @@ def _refuse_unknown_weights(model: nn.Module) -> None:
     if scripted is not None:
         raise TraceError(
             f"submodule {scripted!r} of {type(model).__name__} is from torch.jit, which keeps its parameters to itself:"
-            " give the model the module that it was scripted from"
+            " give the model the module that it was scripted or traced from"
         )

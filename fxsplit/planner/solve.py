@@ -59,7 +59,9 @@ class Options:
     recompute: str = "never"
 
     def __post_init__(self) -> None:
-        for what, kinds in (("optimizer_factor", (int, float)), ("time_limit", (int, float)), ("use_all", (bool,))):
+        number, flag = (int, float), (bool,)
+        fields = {"optimizer_factor": number, "time_limit": number, "use_all": flag, "traffic": flag, "free": flag}
+        for what, kinds in fields.items():
             value = getattr(self, what)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 kind = "True or False" if kinds == (bool,) else "a number"
@@ -69,14 +71,14 @@ class Options:
                 f"partition{{optimizer_factor={show(self.optimizer_factor)}}}: give a number, zero or more"
                 f"{f' and at most {MOST_FACTOR:g}' if self.optimizer_factor > 0 else ''}"
             )
-        if self.model not in COST_MODELS:
+        if not isinstance(self.model, str) or self.model not in COST_MODELS:
             raise ChainError(
                 f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}"
                 f"{suggest(self.model, COST_MODELS)}"
             )
         if not self.time_limit > 0:
             raise ChainError(f"partition{{time_limit={self.time_limit}}}: give seconds, more than zero")
-        if self.recompute not in RECOMPUTE:
+        if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
             hint = suggest(self.recompute, RECOMPUTE)
             raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}{hint}")
         if self.free and self.model == "replicated":

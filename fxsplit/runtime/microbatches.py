@@ -128,15 +128,30 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
             cuts = [ChunkSpec(d) for d in dims if elsewhere or d == 0]
         # If two dimensions have the right length, either may count the rows.
         if len(cuts) != 1:
-            way = "state the dimension that holds them, chunks={'target': 1}"
-            if leaf.ndim < 2:
-                way = "pad tensors of several lengths, such as CTC's targets, or compile with n_microbatches=1"
+            given = "" if stated is None else f", chunks={{'target': {stated}}},"
             raise InputError(
-                f"target has shape {tuple(leaf.shape)} and the batch has {rows} rows: give one row of target for "
-                f"each row of the input, or {way}"
+                f"target has shape {tuple(leaf.shape)}{given} and the batch has {rows} rows: give one row of target "
+                f"for each row of the input, or {_advise(leaf, rows, stated, inputs)}"
             )
         found += cuts
     return found
+
+
+def _advise(target: Tensor, rows: int, stated: Any, inputs: Inputs | None) -> str:
+    """Return the next step for a target in which the rows are not found: a dimension to state, if one fits."""
+    specs = inputs.specs if inputs is not None else ()
+    there = target.shape[stated or 0] if (stated or 0) < target.ndim else 0
+    ways = [f"{{'target': {d}}}" for d, length in enumerate(target.shape) if d != stated and length == rows]
+    # The batch may be in another dimension of an input, as with (time, batch, features). Features are no rows.
+    ways += [
+        f"{{{spec.name!r}: {d}}}"
+        for spec in specs
+        for d, length in enumerate(spec.shape[:-1] if spec.dtype.is_floating_point else spec.shape)
+        if spec.cut.dim not in (None, d) and length == there > 1
+    ]
+    if ways:
+        return f"state the dimension that holds the rows, compile(chunks={') or compile(chunks='.join(ways[:2])})"
+    return "pad tensors of several lengths, such as CTC's targets, or compile with n_microbatches=1"
 
 
 def join(

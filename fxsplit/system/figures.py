@@ -10,7 +10,7 @@ from math import inf
 from numbers import Real
 from typing import Any
 
-from fxsplit.errors import ProfileError
+from fxsplit.errors import InputError, ProfileError
 
 TOO_LARGE = 1e60
 """Larger times and sizes are refused as mistakes. Sums and products of smaller ones do not overflow."""
@@ -58,6 +58,12 @@ def format_bytes(count: float) -> str:
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value is an int from `least` up that a float holds exactly, but not a bool."""
     return type(value) is int and least <= value < 2**53
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise InputError unless the argument `name` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={show(value)}: give True or False")
 
 
 def as_list(value: object) -> tuple[Any, ...]:

@@ -43,7 +43,21 @@ def describe_line(file: str, line: int) -> str:
 def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> None:
     """Warn at the user's own line: the innermost frame outside of torch, fxsplit and Python's library."""
     # Python 3.12 can skip folders by itself (skip_file_prefixes); Python 3.11 only skips a number of frames.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    here = sys._getframe(1)
+    frame = _find_users_frame(here)
+    if frame is None:
+        # A thread of fxsplit has no line of the user: take the line at which a user's thread waits for it.
+        others = (_find_users_frame(other, inside=FXSPLIT) for other in sys._current_frames().values())
+        frame = next((found for found in others if found is not None), here)
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, seen, frame.f_globals)
+
+
+def _find_users_frame(frame: FrameType | None, inside: str = "") -> FrameType | None:
+    """Return the innermost frame of the user's code; None without one, or if it runs no file of the folder `inside`."""
+    entered = False
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        entered |= frame.f_code.co_filename.startswith(inside)
+        frame = frame.f_back
+    return frame if entered or not inside else None

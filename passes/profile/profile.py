@@ -34,6 +34,7 @@ from fxsplit.passes.profile.time_in_step import (
     time_nodes,
 )
 from fxsplit.passes.profile.weigh_loss import weigh_loss
+from fxsplit.system.figures import is_count, show
 from fxsplit.system.progress import track
 from fxsplit.torch_internals.autograd.sums import is_caught
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
@@ -75,9 +76,9 @@ class Profile:
     ignores_mode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
+        if not is_count(self.repeats, least=1):
             raise ChainError(
-                f"profile{{repeats={self.repeats}}}: measure at least once, for example profile{{repeats=5}}"
+                f"profile{{repeats={show(self.repeats)}}}: measure at least once, for example profile{{repeats=5}}"
             )
         if self.tied not in TIED:
             raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}{suggest(self.tied, TIED)}")

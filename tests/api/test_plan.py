@@ -161,3 +161,37 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
     assert fxsplit.plan(costs, 2, options=options).stages[0].devices == (0, 1)
     with pytest.raises(ScheduleError, match="ZBVZeroBubble: the plan gives a stage several devices, which run under"):
         fxsplit.plan(costs, 2, schedule="ZBVZeroBubble", options=options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"machine": ["cpu", "cpu"]},
+            r"machine=\['cpu', 'cpu'\]: give a number .*Machine.of\(\['cpu', 'cpu'\]\)",
+        ),
+        ({"machine": 2.0}, "machine=2.0: give a number of devices"),
+        ({"options": {"recompute": "auto"}}, r"options={'recompute': 'auto'}: give an Options of fxsplit.planner"),
+        ({"inference": "yes"}, "inference='yes': give True or False"),
+        ({"pins": ["b"]}, r"pins=\['b'\]: give the number of a stage"),
+        ({"pins": {"b": "1"}}, "pins={'b': '1'}: give the name of a submodule or node, and a number"),
+        ({"pins": {"b": True}}, "pins={'b': True}: give"),
+        ({"pins": {1: 1}}, "pins={1: 1}: give"),
+        ({"keep": None}, r"keep=None: give a list of sets of names that stay together, such as \[\('a', 'b'\)\]"),
+        ({"keep": [["a", 2]]}, r"keep has \['a', 2\]: give sets of names"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(arguments: dict[str, Any], message: str) -> None:
+    """Each of these was an error of Python from deep inside, or was taken for something else."""
+    costs = Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1)
+    call: Any = fxsplit.plan
+    with pytest.raises(InputError, match=message):
+        call(costs, **{"machine": 2, **arguments})
+    with pytest.raises(ScheduleError, match=r"unknown schedule \['1F1B'\]: known are"):
+        call(costs, 2, schedule=["1F1B"])
+
+
+def test_a_pipeline_that_is_not_compiled_has_no_costs_to_plan_from() -> None:
+    pipe = fxsplit.compile(Residual(), 2, passes=FAST)
+    with pytest.raises(InputError, match="nothing is compiled yet: call the pipeline once"):
+        fxsplit.plan(pipe, 2)

@@ -44,3 +44,7 @@ def test_what_cannot_be_measured_is_named() -> None:
         fxsplit.profile({}, x)  # type: ignore[arg-type]
     with pytest.raises(fxsplit.FxsplitError, match="repeats=0"):
         fxsplit.profile(model, x, repeats=0)
+    with pytest.raises(fxsplit.FxsplitError, match=r"repeats=2\.5: give a number"):
+        fxsplit.profile(model, x, repeats=2.5)  # type: ignore[arg-type]
+    with pytest.raises(fxsplit.FxsplitError, match="inference='no': give True or False"):
+        fxsplit.profile(model, x, inference="no")  # type: ignore[arg-type]

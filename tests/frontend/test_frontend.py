@@ -339,6 +339,17 @@ def test_an_output_that_cannot_be_handed_on_is_left_out_and_named() -> None:
         torch.testing.assert_close(found["logits"], model(x)["logits"])
 
 
+def test_an_output_without_a_key_that_cannot_be_handed_on_is_refused() -> None:
+    """Hugging Face's models return a cache in a tuple with return_dict=False: the error was torch.export's own."""
+
+    class Tuple(Caches):
+        def forward(self, x: Tensor) -> Any:
+            return tuple(super().forward(x).values())
+
+    with pytest.raises(InputError, match=r"^Tuple returns a Cache in a tuple, .* use_cache=False, .* return_dict=True"):
+        fxsplit.compile(Tuple(), 2, example_inputs=torch.randn(6, 8), n_microbatches=2, passes=FAST)
+
+
 @pytest.mark.parametrize("build", [Branches, lambda: Adversarial(True)], ids=["branches", "function"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
 def test_exported_graphs_run_under_any_schedule(build: Callable[[], nn.Module], schedule: ScheduleName) -> None:

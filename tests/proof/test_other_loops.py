@@ -6,6 +6,7 @@ Each loop trains a model and its twin, which runs as a pipeline. Both must end w
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,9 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
+        saved: Any = model
+        saved.save_pretrained(tmp_path / "saved")
+        assert {"config.json", "model.safetensors"} <= set(os.listdir(tmp_path / "saved"))
 
     check_weights(transformers.BertForSequenceClassification(config).double(), train)
     assert abs(losses[0] - losses[1]) < 1e-6

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -76,9 +78,46 @@ def test_a_target_is_cut_where_its_rows_are() -> None:
     x, y = torch.randn(8, 8, 4), torch.randint(0, 5, (8, 8))
     with (
         fxsplit.compile(model, 2, chunks={"x": 1}, loss_fn=loss_fn, **OPTIONS) as pipe,
-        pytest.raises(InputError, match=r"target has shape \(8, 8\) .* chunks={'target': 1}"),
+        pytest.raises(InputError, match=r"target has shape \(8, 8\) .*compile\(chunks={'target': 1}\)"),
     ):
         pipe.step(x, target=y)
+
+
+class Last(nn.Module):
+    """Reads (time, batch, features), and returns a row for each row of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.rnn(x)[0][-1])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "stated", "advice"),
+    [
+        ((8,), {}, "{'x': 1}"),
+        ((8,), {"x": 1, "target": 1}, "{'target': 0}"),
+        ((6,), {"x": 1}, "{'x': 0}"),
+        ((7,), {"x": 1}, None),
+    ],
+)
+def test_the_dimension_that_an_error_offers_is_right(shape: Any, stated: Any, advice: str | None) -> None:
+    """The error always offered chunks={'target': 1}, also if that was stated, or if the input was cut wrongly."""
+    model, x, y = Last(), torch.randn(6, 8, 4), torch.randint(0, 5, shape)
+    with (
+        fxsplit.compile(model, 2, chunks=stated, loss_fn=F.cross_entropy, **OPTIONS) as pipe,
+        pytest.raises(InputError) as refused,
+    ):
+        pipe.step(x, target=y)
+    offered = re.findall(r"compile\(chunks=({.*?})\)", str(refused.value))
+    assert offered == ([] if advice is None else [advice]) and (advice or "n_microbatches=1" in str(refused.value))
+    if shape == (8,):
+        followed = {**stated, **ast.literal_eval(offered[0])}
+        with fxsplit.compile(model, 2, chunks=followed, loss_fn=F.cross_entropy, **OPTIONS) as pipe:
+            torch.testing.assert_close(pipe.step(x, target=y), F.cross_entropy(model(x), y).detach())
 
 
 def test_rows_are_divided_evenly_the_larger_ones_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fxsplit
 from fxsplit.errors import RecompileWarning
+from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.system.user_lines import is_users, warn_user
 
 
@@ -42,4 +44,11 @@ def test_pythons_own_library_is_not_the_users() -> None:
     with pytest.warns(fxsplit.FxsplitWarning, match="through contextlib") as said, contextlib.ExitStack() as stack:
         stack.callback(warn_user, "through contextlib")
         stack.close()
+    assert said[0].filename == __file__
+
+
+def test_a_warning_of_a_thread_points_at_the_line_that_waits_for_it() -> None:
+    """It pointed at threading.py, as no line of the user is on the stack of a worker."""
+    with pytest.warns(fxsplit.FxsplitWarning, match="of a worker") as said:
+        run_in_worker_thread(partial(warn_user, "of a worker"), 1, torch.device("cpu"))
     assert said[0].filename == __file__

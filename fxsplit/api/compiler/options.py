@@ -32,7 +32,7 @@ from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, find_schedule, simulate
 from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
-from fxsplit.system.figures import is_count, show
+from fxsplit.system.figures import check_flag, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
 
 
@@ -103,11 +103,11 @@ class CompileOptions:
             raise InputError(f"stages_per_device={show(self.stages_per_device)}: give a number of at least 1")
         if not isinstance(self.schedule, str):
             raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
-        if self.recompute not in POLICIES:
+        if not isinstance(self.recompute, str) or self.recompute not in POLICIES:
             hint = suggest(self.recompute, POLICIES)
             raise InputError(f"recompute={show(self.recompute)}: give one of {', '.join(POLICIES)}{hint}")
-        if not isinstance(self.inference, bool):
-            raise InputError(f"inference={show(self.inference)}: give True or False")
+        check_flag("inference", self.inference)
+        check_flag("deferred_batch_norm", self.deferred_batch_norm)
         if self.inference and (self.schedule, self.stages_per_device) != ("1F1B", None):
             raise InputError(
                 f"schedule={self.schedule!r} with inference=True: without backwards there is one schedule, so leave "

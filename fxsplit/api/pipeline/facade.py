@@ -96,7 +96,9 @@ class Facade(nn.Module):
         # While nn.Module.__init__ runs there is no model yet.
         if "_model" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.model, name)
+        # Python also asks here if a property of the facade has raised AttributeError: let it raise its error again.
+        own = getattr(type(self), name, None)
+        return own.__get__(self) if isinstance(own, property) else getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the pipeline if it has this one; any other on the model, as forward() may read it."""

@@ -32,7 +32,7 @@ from fxsplit.api.generation.programs import Programs
 from fxsplit.api.pipeline.exports import WithExports
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
 from fxsplit.api.pipeline.stream import Stream, check_has_batches
-from fxsplit.errors import ClosedError, FxsplitError, InputError
+from fxsplit.errors import ClosedError, FxsplitError, InputError, NotThere
 from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.scope import Scope
@@ -55,6 +55,7 @@ from fxsplit.schedule import simulate
 from fxsplit.schedule.of_plan import name_places, read_footprints, read_times
 from fxsplit.schedule.simulation.memory import trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
+from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown
 from fxsplit.system.user_lines import warn_user
@@ -125,7 +126,7 @@ class Pipeline(Shown, WithExports):
         """The measured profile: `pipe.costs.save(path)`, then `fxsplit.compile(..., costs=path)`."""
         costs = self._present().costs
         if costs is None:
-            raise InputError("this pipeline's chain measured nothing: put 'profile' into passes=")
+            raise NotThere("this pipeline's chain measured nothing: put 'profile' into passes=")
         return costs
 
     @property
@@ -306,8 +307,7 @@ class Pipeline(Shown, WithExports):
 
         Raises StepTimeout, with the present operation of each worker, if the step takes longer than `timeout_s`.
         """
-        if timeout_s is not None and not timeout_s > 0:
-            raise InputError(f"timeout_s={timeout_s!r} is no time: give seconds, such as 60.0, or None for no limit")
+        _check_step_options(return_outputs=return_outputs, losses=losses, timeout_s=timeout_s, atomic=atomic)
         commit = CommitRecord(atomic=atomic)
         try:
             return self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
@@ -326,7 +326,7 @@ class Pipeline(Shown, WithExports):
         They are for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for Perfetto,
         `draw` for the terminal. The first steps are slower than later ones: trace a later step.
         """
-        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
+        batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer, "trace")
         program = batch.program
         schedule = program.schedule(len(batch.rows))
         watch = Stopwatch(schedule)
@@ -364,24 +364,32 @@ class Pipeline(Shown, WithExports):
         return found
 
     def _prepare_step(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, optimizer: Optimizer | None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        optimizer: Optimizer | None,
+        method: str = "step",
     ) -> tuple[Batch, BatchLoss, Stepper | None]:
         """Return the batch, loss and stepper of a training step. Raises InputError for unusable arguments."""
         loss_fn = self.compiler.options.loss_fn
         if loss_fn is None and target is not None:
             raise InputError(
-                "step() needs a loss: compile with loss_fn=, for example "
+                f"{method}() needs a loss: compile with loss_fn=, for example "
                 "fxsplit.compile(model, 2, loss_fn=torch.nn.functional.cross_entropy)"
             )
         # All positional arguments are the model's, so nothing else would notice a forgotten target.
         if loss_fn is not None and target is None:
             misspelt = "".join(f", and not {name}=" for name in get_close_matches("target", kwargs, n=1))
-            raise InputError(f"step() needs the target of its loss by name: pipe.step(x, target=y){misspelt}")
+            raise InputError(f"{method}() needs the target of its loss by name: pipe.{method}(x, target=y){misspelt}")
         if self.compiler.options.inference:
-            raise InputError("step() cannot train a pipeline compiled with inference=True: compile without it")
+            raise InputError(f"{method}() cannot train a pipeline compiled with inference=True: compile without it")
         if not torch.is_grad_enabled():
-            raise InputError("step() under no_grad has no gradients to compute: call pipe(x) to evaluate")
-        self._refuse_own_hooks("step()")
+            raise InputError(
+                f"{method}() runs a training step, and under no_grad has no gradients to compute: call pipe(x) to "
+                f"evaluate, or {method}() outside of no_grad"
+            )
+        self._refuse_own_hooks(f"{method}()")
         # A search for an object that encloses the pipeline takes long, and such objects rarely come later: once is
         # enough.
         if not self._stepped:
@@ -391,12 +399,13 @@ class Pipeline(Shown, WithExports):
         batch = self._prepare(args, kwargs)
         if batch.program.detached is not None:
             raise InputError(
-                f"step() cannot train this pipeline, which is {batch.program.detached}: compile for training without "
-                "that pass, or call pipe.train() if the pass does nothing in training"
+                f"{method}() cannot train this pipeline, which is {batch.program.detached}: compile for training "
+                "without that pass, or call pipe.train() if the pass does nothing in training"
             )
         if any(t.requires_grad for t in batch.tensors):
             raise InputError(
-                "an input of step() wants a gradient, which step() does not return: call pipe(x) and backward()"
+                f"an input of {method}() wants a gradient, which {method}() does not return: call pipe(x) and "
+                "backward()"
             )
         # With an asynchronous schedule the optimizer steps between microbatches: `schedule.steps` groups their losses.
         schedule = batch.program.schedule(len(batch.rows))
@@ -485,8 +494,20 @@ class Pipeline(Shown, WithExports):
         """Return the record of the present mode, or of the other mode, to show it."""
         compiled = self.compiler.get_compiled(get_mode(self.model))
         if compiled is None:
-            raise InputError("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
+            raise NotThere("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
         return compiled
+
+
+def _check_step_options(*, return_outputs: object, losses: object, timeout_s: Any, atomic: object) -> None:
+    """Raise InputError for an option of step() that is of another type, or a time limit that is no time."""
+    check_flag("return_outputs", return_outputs)
+    check_flag("atomic", atomic)
+    if not (losses is None or isinstance(losses, list)):
+        raise InputError(f"losses={show(losses)}: give a list, to which the loss of each microbatch is appended")
+    # True is a number in Python, but no time.
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (timeout_s is None or (is_number and timeout_s > 0)):
+        raise InputError(f"timeout_s={show(timeout_s)} is no time: give seconds, such as 60.0, or None for no limit")
 
 
 def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:

@@ -34,6 +34,7 @@ from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Call, flatten_call, parse_example_inputs
 from fxsplit.runtime.loss.loss import LossFn
+from fxsplit.system.figures import show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
@@ -155,6 +156,12 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
     if not isinstance(pipe, Pipeline):
         raise InputError(f"verify() is given a {type(pipe).__name__}: give a pipeline, as fxsplit.compile returns it")
     call = parse_example_inputs(inputs, "inputs")
+    # It is easy to pass the target by position.
+    if not (more is None or isinstance(more, Mapping)):
+        raise InputError(
+            f"more={show(more)} is no dict of keyword arguments: give a target by name, fxsplit.verify(pipe, x, "
+            "target=y), and further arguments of the model in a tuple, (x, mask)"
+        )
     call.kwargs.update(more or {})
     ranks = Ranks(pipe.compiler.compile_group)
     with ranks.meet():

@@ -21,8 +21,8 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.containers import rebuild
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage(Shown):
     """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
 
     `device_name` and `torch_device` are the stage's device, as the user and as torch name it. `compiled` is the same
@@ -48,6 +48,15 @@ class Stage:
     def code(self) -> str:
         """The stage's Python source."""
         return str(self.module.code)
+
+    def summarise(self) -> str:
+        """Return the stage's number and device, and the values that it takes and gives."""
+        return f"{self.index} on {self.device_name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})"
+
+    def show(self) -> Parts:
+        """Yield the summary, and the code."""
+        yield f"stage {self.summarise()}"
+        yield "\n".join(f"  {line}" for line in self.code.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -137,11 +146,7 @@ class Stages(Shown, Fact):
     @property
     def dumped(self) -> str:
         """The section of a dump: every stage's inputs, outputs and code."""
-        parts = []
-        for s in self.stages:
-            parts.append(f"stage {s.index} on {s.device_name}: ({', '.join(s.inputs)}) -> ({', '.join(s.outputs)})")
-            parts.append("\n".join(f"  {line}" for line in s.code.strip().splitlines()))
-        return "\n".join(parts)
+        return "\n".join(str(stage) for stage in self.stages)
 
 
 def _verify_ends(stage: Stage, number: int) -> None:

@@ -68,12 +68,10 @@ def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | N
     """
     if schedule.synchronous:
         if optimizer is not None:
-            raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after pipe.step(...)")
+            raise InputError(f"{schedule.name} waits for the whole batch: call optimizer.step() after the step")
         return None
     if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            f"{schedule.name} steps between microbatches: give the optimizer, pipe.step(x, target=y, optimizer=sgd)"
-        )
+        raise InputError(f"{schedule.name} steps between microbatches: give the optimizer by name, optimizer=sgd")
     # A leftover gradient of another stage would take part in the first step.
     optimizer.zero_grad(set_to_none=True)
     return Stepper(optimizer)

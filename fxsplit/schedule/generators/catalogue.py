@@ -82,9 +82,10 @@ COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Generator:
     """Return the generator of the schedule called `name`. Raises ScheduleError, with all names, for an unknown name."""
-    if name in among:
+    known = isinstance(name, str) and name in SCHEDULES
+    if known and name in among:
         return SCHEDULES[name]
-    if name in SCHEDULES:
+    if known:
         raise ScheduleError(f"schedule {name!r} can be simulated but not used here: give {', '.join(among)}")
     if name == INFERENCE:
         raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True instead")

@@ -10,8 +10,12 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
+from fxsplit.errors import InputError
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module keeps its hooks."""
+CONSTANTS = (torch.Tensor, bool, int, float, complex, str, type(None))
+"""The types of values that a pipeline hands on."""
 
 
 def has_global_hooks() -> bool:
@@ -68,6 +72,24 @@ def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
     return kind(**kept) if is_dataclass(value) else kind(kept), foreign
 
 
+class ForeignOutput(InputError):
+    """A model returns something that no pipeline can hand on; no other front end would help."""
+
+
+def refuse_foreign_parts(name: str, value: Any) -> None:
+    """Raise ForeignOutput if model `name` returns anything but tensors and constants that is no field to drop."""
+    plain = (*CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
+    leaves = pytree.tree_leaves(drop_foreign_fields(value)[0])
+    found = next((leaf for leaf in leaves if not isinstance(leaf, plain)), None)
+    if found is not None:
+        # Dropped from a tuple, it would change the places of the parts behind it.
+        raise ForeignOutput(
+            f"{name} returns a {type(found).__name__} in a {type(value).__name__}, which a pipeline cannot hand on: "
+            "return only tensors, numbers and texts (a model of Hugging Face makes no cache with use_cache=False, and "
+            "with return_dict=True the pipeline leaves it out)"
+        )
+
+
 def register_dataclasses(value: Any) -> None:
     """Register the classes of all dataclasses in `value` with torch's pytrees, which otherwise treat them as leaves."""
     children: Iterable[Any] = ()
@@ -84,5 +106,4 @@ def register_dataclasses(value: Any) -> None:
 
 def _has_plain_leaves(value: Any) -> bool:
     """Return whether all leaves are tensors or comparable constants."""
-    constants = (torch.Tensor, bool, int, float, complex, str, type(None))
-    return all(isinstance(leaf, constants) for leaf in pytree.tree_leaves(value))
+    return all(isinstance(leaf, CONSTANTS) for leaf in pytree.tree_leaves(value))

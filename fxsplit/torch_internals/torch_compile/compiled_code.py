@@ -8,9 +8,10 @@ import sys
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, TraceError
 from fxsplit.system.user_lines import TORCH
 
 COMPILER = f"{TORCH}_dynamo{os.sep}convert_frame.py"
@@ -41,7 +42,8 @@ def unwrap_compiled(model: Any) -> nn.Module:
     """Return the module inside any nesting of torch.compile and torch.compiler.disable.
 
     They may wrap the module or its forward(). A module without wrappers is returned as is. Raises InputError for
-    anything else, and for hooks on a wrapper, which the module inside would never call.
+    anything else, and for hooks on a wrapper, which the module inside would never call, and TraceError for a module of
+    torch.jit.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     kind = getattr(frames, "OptimizedModule", ())
@@ -56,6 +58,11 @@ def unwrap_compiled(model: Any) -> nn.Module:
             isinstance(getattr(found, "__self__", None), nn.Module) and found.__name__ in _CALLS and found is not model
         ):
             found = found.__self__
+        elif isinstance(found, torch.jit.ScriptModule):
+            raise TraceError(
+                f"model is a {type(found).__name__} from torch.jit, which keeps its parameters to itself: give the "
+                "module that it was scripted or traced from"
+            )
         elif isinstance(found, nn.Module):
             return found
         else:

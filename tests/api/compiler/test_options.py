@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -87,9 +88,10 @@ def test_costs_are_read_from_a_path_or_taken(tmp_path: Path) -> None:
 def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one_model() -> None:
     x = torch.randn(8, 8)
     loss = nn.MSELoss()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     options: Any = {"passes": FAST, "deferred_batch_norm": True, "recompute": "always", "n_microbatches": 4}
-    with fxsplit.compile(Mlp(), 2, example_inputs=x, **options) as pipe:
-        other = recompile_like(pipe, Mlp().double(), loss)
+    with fxsplit.compile(model, 2, example_inputs=x, **options) as pipe:
+        other = recompile_like(pipe, deepcopy(model).double(), loss)
         mine, its = pipe.compiler.options, other.compiler.options
         assert (its.recompute, its.n_microbatches, its.chain, its.machine) == ("always", 4, mine.chain, mine.machine)
         assert its.loss_fn is loss and not its.deferred_batch_norm

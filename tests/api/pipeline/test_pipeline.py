@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import threading
 from typing import Any
 
@@ -212,8 +214,16 @@ def test_step() -> None:
     with compiled(loss_fn=F.mse_loss) as pipe:
         with refused(InputError, r"target has shape \(7, 3\) and the batch has 8 rows"):
             pipe.step(x(), target=torch.zeros(7, 3))
-        with torch.no_grad(), refused(InputError, "under no_grad has no gradients"):
-            pipe.step(x(), target=torch.zeros(8, 3))
+        for method in ("step", "trace"):
+            with torch.no_grad(), refused(InputError, rf"^{method}\(\) .*under no_grad .* or {method}\(\) outside of"):
+                getattr(pipe, method)(x(), target=torch.zeros(8, 3))
+            with refused(InputError, rf"^{method}\(\) needs the target .* pipe.{method}\(x, target=y\)"):
+                getattr(pipe, method)(x())
+        step: Any = pipe.step
+        wrong = {"timeout_s": "5", "losses": (), "return_outputs": 1, "atomic": "no"}
+        for name, value in wrong.items():
+            with refused(InputError, f"{name}={re.escape(repr(value))}.*: give"):
+                step(x(), target=torch.zeros(8, 3), **{name: value})
     with (
         compiled(loss_fn=nn.MSELoss(reduction="none")) as pipe,
         refused(InputError, "loss_fn has reduction='none'"),
@@ -222,8 +232,15 @@ def test_step() -> None:
 
 
 def test_nothing_compiled_yet() -> None:
-    with fxsplit.compile(Mlp(), 2) as pipe, refused(InputError, "nothing is compiled yet: call the pipeline once"):
-        print(pipe.plan)
+    """hasattr() and inspect raised, as an InputError is no AttributeError."""
+    with fxsplit.compile(Mlp(), 2, passes=FAST) as pipe:
+        for name in ("plan", "costs", "stages", "ir", "traced", "front_end"):
+            assert not hasattr(pipe, name)
+            with refused(InputError, "nothing is compiled yet: call the pipeline once"):
+                getattr(pipe, name)
+        assert dict(inspect.getmembers(pipe))["model"] is pipe.model
+        pipe(x())
+        assert hasattr(pipe, "plan") and pipe.front_end == "symbolic_trace"
 
 
 def test_a_loss_function_may_be_given_another_reduction() -> None:

@@ -261,6 +261,8 @@ def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
             assert str(by_verify.value) == str(by_compile.value)
         with pytest.raises(CallError, match=r"so give \(batch,\) if forward\(\) takes the dict itself"):
             fxsplit.verify(pipe, batch)
+        with pytest.raises(InputError, match=r"more=tensor.* give a target by name, .*verify\(pipe, x, target=y\)"):
+            fxsplit.verify(pipe, torch.randn(8, 4), torch.zeros(8))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="inputs is a int: give a tensor, a tuple"):
             fxsplit.verify(pipe, 3)
         assert fxsplit.verify(pipe, (batch,)).equal

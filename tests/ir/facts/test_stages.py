@@ -92,3 +92,11 @@ def test_a_stage_runs_as_it_was_compiled() -> None:
 def test_weights_are_listed_once() -> None:
     layer = nn.BatchNorm1d(3)
     assert len(list_weights(nn.Sequential(layer, layer))) == 5
+
+
+def test_a_stage_is_one_line_or_its_code() -> None:
+    """print() showed a dataclass with a module inside."""
+    first = two()[0][0]
+    assert repr(first) == "Stage(0 on cpu:0: (x, kept) -> (h, kept))"
+    assert str(first).splitlines()[0] == "stage 0 on cpu:0: (x, kept) -> (h, kept)" and "self.layer(x)" in str(first)
+    assert "stage 0 on cpu:0" in first._repr_html_()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import orig_code_map
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, TraceError
 from fxsplit.torch_internals.torch_compile.compiled_code import find_original, unwrap_compiled
 
 compiled: Any = partial(torch.compile, backend="eager")
@@ -58,3 +58,13 @@ def test_a_function_is_no_module() -> None:
             unwrap_compiled(function)
     with pytest.raises(InputError, match=r"model is a int: give a torch\.nn\.Module"):
         unwrap_compiled(3)
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(1, 2))])
+def test_a_module_of_torch_jit_is_refused(make: Any) -> None:
+    """A traced model was a KeyError, as its class is another than that of a scripted one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = make(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(TraceError, match=r"model is a \w+ from torch\.jit.* give the module that it was scripted or"):
+        unwrap_compiled(made)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxsplit.errors import TraceError
+from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.frontend.front_ends.autograd_functions import mark_functions, one_trace
 from fxsplit.frontend.front_ends.draws import capture_alike
 from fxsplit.frontend.front_ends.export.inline import GraphWriter
@@ -42,7 +42,7 @@ from fxsplit.torch_internals.autograd.leaves import watch_hooks
 from fxsplit.torch_internals.fake.real_shapes import ask_in_bfloat16
 from fxsplit.torch_internals.fake.values import is_fake
 from fxsplit.torch_internals.fx.graph_devices import move_constants
-from fxsplit.torch_internals.nn.containers import to_plain_outputs
+from fxsplit.torch_internals.nn.containers import ForeignOutput, refuse_foreign_parts, to_plain_outputs
 from fxsplit.torch_internals.nn.recurrent import run_layers_apart
 from fxsplit.torch_internals.nn.torch_transformers import ask_no_values
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings, hide_warnings
@@ -219,7 +219,9 @@ def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number
         # item() gives a symbol here, without a value that torch.export knows.
         with hold_numbers(numbers, [wrapped.item() for wrapped in given[len(specs) :]]):
             call = here.inputs.make_call(tensors)
-            return to_plain_outputs(original(*call.args, **call.kwargs))
+            returned = original(*call.args, **call.kwargs)
+            refuse_foreign_parts(here.name, returned)
+            return to_plain_outputs(returned)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [inspect.Parameter(f"in_{i}", kind) for i, _ in enumerate((*specs, *numbers))]
@@ -283,9 +285,9 @@ def _be_quiet() -> Iterator[None]:
         yield
 
 
-def _explain(here: Runnable, error: Exception) -> TraceError:
-    """Return a TraceError with the user's line and the submodule in which the export stopped."""
-    if isinstance(error, TraceError):
+def _explain(here: Runnable, error: Exception) -> FxsplitError:
+    """Return a TraceError with the user's line and the submodule in which the export stopped, or fxsplit's error."""
+    if isinstance(error, (TraceError, ForeignOutput)):
         return error
 
     def name_size(found: re.Match[str]) -> str:

@@ -77,8 +77,10 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
     in `chunks` that are no argument; and for dimensions that a tensor does not have.
     """
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
+    # An argument that is None now may be a tuple or dict of tensors in another call.
+    absent = tuple(f"{name}_" for name in roots if name not in tensors)
     for key in chunks:
-        if key != TARGET and key not in tensors and key not in roots.values():
+        if key != TARGET and key not in tensors and key not in roots.values() and not key.startswith(absent):
             raise InputError(
                 f"chunks={{{key!r}: ...}} names no tensor argument: there are {', '.join(tensors)}"
                 f"{suggest(key, {*tensors, *roots.values()})}"
@@ -107,10 +109,13 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
         # With one row, every dimension of length 1 would be in doubt, and few of them are a batch.
         elif rows in tensor.shape and rows > 1:
             place = list(tensor.shape).index(rows)
+            # One rule for all parts of an argument, such as (h, c) of an LSTM, if it fits them all.
+            alike = [t.shape for n, t in tensors.items() if roots[n] == roots[name]]
+            key = roots[name] if all(rows in shape and list(shape).index(rows) == place for shape in alike) else name
             raise InputError(
                 f"argument {name!r} has shape {tuple(tensor.shape)} and {first!r} has {rows} rows: state whether its "
-                f"batch is in dimension {place}, chunks={{{name!r}: {place}}}, or shared by all, "
-                f"chunks={{{name!r}: fxsplit.Replicate}}"
+                f"batch is in dimension {place}, chunks={{{key!r}: {place}}}, or shared by all, "
+                f"chunks={{{key!r}: fxsplit.Replicate}}"
             )
     return found
 

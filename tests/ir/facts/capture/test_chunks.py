@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fxsplit
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.chunks import ChunkSpec, Replicate, find_cuts
+from tests.support.models import FAST
 from tests.support.refusals import refused
 
 
@@ -82,3 +83,33 @@ def test_a_row_may_have_several_entries() -> None:
 def test_doubts_and_mistakes_are_refused(chunks: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         find(chunks, x=(6, 4), y=(2, 6))
+
+
+def test_the_advice_for_an_argument_that_is_sometimes_none_works_in_both_calls() -> None:
+    """chunks={'h_0': 1} was the advice for the state (h, c) of an LSTM, and was refused in calls without a state."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, h: tuple[Tensor, Tensor] | None = None) -> Tensor:
+            out: Tensor = self.out(self.rnn(x, h)[0])
+            return out
+
+    model, x, h = Remembers(), torch.randn(8, 5, 4), (torch.randn(1, 8, 6), torch.randn(1, 8, 6))
+    options: Any = {"n_microbatches": 2, "passes": FAST}
+    with (
+        fxsplit.compile(model, 2, example_inputs=x, **options) as pipe,
+        pytest.raises(InputError, match=r"'h_0' has shape .* chunks={'h': 1}, or shared by all, chunks={'h'"),
+    ):
+        pipe(x, h)
+    for chunks in ({"h": 1}, {"h_0": 1, "h_1": 1}):
+        with fxsplit.compile(model, 2, example_inputs=x, chunks=chunks, **options) as pipe:
+            torch.testing.assert_close(pipe(x), model(x))
+            torch.testing.assert_close(pipe(x, h), model(x, h))
+
+
+def test_parts_with_rows_in_different_dimensions_are_advised_apart() -> None:
+    with pytest.raises(InputError, match=r"chunks={'h_0': 1}"):
+        find(x=(6, 4), h_0=(2, 6), h_1=(2, 3, 6))
