@@ -75,7 +75,7 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
     largest = sorted(time, key=lambda n: (-time[n], n))[:SHOWN]
     nodes = [costs.by_name[n] for n in stage.nodes]
     modules = sum_by_module(nodes, SHOWN) if any(n.module for n in nodes) else {}
-    moved = stage.receive_ms + stage.send_ms
+    moved = stage.receive_ms + stage.send_ms + stage.reduce_ms
     return {
         "load": stage.load_ms,
         "launch": stage.launch_ms,

@@ -84,7 +84,9 @@ def make_parser() -> Parser:
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     # The parser of all commands reports unknown options, so it needs their names for suggestions.
-    parser.known = sorted({name for command in commands.choices.values() for name in command.option_names})
+    for title, command in commands.choices.items():
+        for name in command.option_names:
+            parser.known.setdefault(name, []).append(title)
     return parser
 
 

@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument(
-        "--optimizer-factor", type=float, default=2.0, metavar="X", help="the optimizer's bytes per parameter byte"
+        "--optimizer-factor",
+        type=float,
+        default=Options.optimizer_factor,
+        metavar="X",
+        help="the optimizer's bytes per parameter byte",
     )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node on a device"
@@ -105,15 +109,18 @@ class PlanArguments:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         # torchtitan has modules in every stage, and one rank for each stage.
         if getattr(arguments, "emit", None) == "titan":
+            if arguments.cut_at not in (ANYWHERE, "modules"):
+                raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
+        _check_ignored(arguments)
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
-        pins = dict(_parse_pin(text) for text in arguments.pin)
+        pins = _parse_pins(arguments.pin)
         keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
         try:
             check_place(arguments.cut_at)
@@ -170,7 +177,14 @@ class PlanArguments:
 
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
         """Return the machine with one device for each stage, and the schedule's workload."""
-        return lay_out(self.machine(count), self.schedule, self.arguments.n_microbatches)
+        machine = self.machine(count)
+        laid_out, workload = lay_out(machine, self.schedule, self.arguments.n_microbatches)
+        if self.arguments.pin and len(laid_out) != len(machine):
+            raise InputError(
+                f"--pin {self.arguments.pin[0][:SHOWN]}: under {self.schedule} a device has several stages, and a "
+                "device does not say which: in Python, fxsplit.plan(pins={'layer1': 3}) takes the number of a stage"
+            )
+        return laid_out, workload
 
     def costs_no_transfers(self, count: int | None) -> bool:
         """Return whether transfers are priced but take no time, because no bandwidth was given."""
@@ -326,6 +340,29 @@ def _price_baselines(question: PlanArguments, count: int | None, plan: Plan) -> 
         note = "" if fits else "does not fit in memory"
         rows.append((name, f"{other.bottleneck_ms:.4f}", f"{ratio:.2f}", note))
     return Table(("split", ">bottleneck ms", ">x plan", "note"), rows)
+
+
+def _check_ignored(arguments: argparse.Namespace) -> None:
+    """Raise InputError for an option that would be ignored beside another."""
+    if arguments.inference and arguments.recompute != "never":
+        raise InputError(f"--recompute {arguments.recompute}: --inference has no backwards, so leave it out")
+    if arguments.inference and arguments.optimizer_factor != Options.optimizer_factor:
+        raise InputError(
+            f"--optimizer-factor {arguments.optimizer_factor:g}: --inference has no optimizer, leave it out"
+        )
+    for text in arguments.together:
+        if len({name for name in text.split(",") if name}) < 2:
+            raise InputError(f"--together {text[:SHOWN]}: give two names or more, such as layer1,layer2")
+
+
+def _parse_pins(texts: Sequence[str]) -> dict[str, int]:
+    """Return the device of each name in --pin. Raises InputError for another form, or a name on two devices."""
+    pins: dict[str, int] = {}
+    for text in texts:
+        name, device = _parse_pin(text)
+        if pins.setdefault(name, device) != device:
+            raise InputError(f"--pin {text[:SHOWN]}: {name[:SHOWN]} is pinned to device {pins[name]} already")
+    return pins
 
 
 def _parse_pin(text: str) -> tuple[str, int]:

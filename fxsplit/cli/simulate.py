@@ -17,7 +17,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
-from fxsplit.schedule.generators.catalogue import Scheduler, count_devices
+from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
@@ -79,7 +79,9 @@ def main(arguments: argparse.Namespace) -> int:
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
-    traces = () if plan is None else trace_memory(simulation, read_footprints(plan))
+    # Memory is traced from forwards to their backwards, and inference has none: `fxsplit plan` states its memory.
+    known = plan is not None and plan.schedule != INFERENCE
+    traces = trace_memory(simulation, read_footprints(plan)) if plan is not None and known else ()
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
     # Import reports only if requested: matplotlib takes a second.

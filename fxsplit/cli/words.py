@@ -30,13 +30,13 @@ OPTIONS = {
 class Parser(argparse.ArgumentParser):
     """Parses a command's arguments, suggests a correction for a misspelt one, and shows defaults in --help.
 
-    `known`: more option names for suggestions, in addition to the parser's own.
+    `known`: the commands of each option, by its name, for suggestions in addition to the parser's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.formatter_class = _Help
-        self.known: list[str] = []
+        self.known: dict[str, list[str]] = {}
 
     @property
     def option_names(self) -> list[str]:
@@ -49,7 +49,10 @@ class Parser(argparse.ArgumentParser):
         if wrong is not None:
             message += suggest(wrong[1], re.findall(r"[\w.+-]+", wrong[2]))
         elif (odd := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)) is not None:
-            message += suggest(odd[1], self.known)
+            of = self.known.get(odd[1])
+            message += (
+                suggest(odd[1], self.known) if of is None else f"; {odd[1]} is an option of fxsplit {', '.join(of)}"
+            )
         super().error(message)
 
 

@@ -103,6 +103,13 @@ def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
     assert f"did you mean {meant!r}?" in capsys.readouterr().err
 
 
+def test_an_option_of_another_command_is_named_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was suggested in place of itself."""
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "net.json", "--to-csv", "x.csv"])
+    assert "x.csv; --to-csv is an option of fxsplit simulate" in " ".join(capsys.readouterr().err.split())
+
+
 def list_options() -> dict[str, dict[str, argparse.Action]]:
     """Return the options of each command that take a value."""
     commands = next(a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices

@@ -319,7 +319,11 @@ def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, t
     assert "without backwards there is one" in capsys.readouterr().err
     plan = written(tmp_path, json.dumps(found), "plan.json")
     assert cli.main(["simulate", "--plan", str(plan)]) == 0
-    assert "Inference" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    # Without backwards nothing is kept, and the memory of the plan is not that of a step.
+    assert "Inference" in shown and all(row.split()[4:6] == ["0", "-"] for row in shown.splitlines()[1:3])
+    assert cli.main(["plan", str(plan)]) == 2
+    assert "is a plan, and a profile is needed" in capsys.readouterr().err
     costs = fxsplit.Costs.load(profile)
     keep_forwards(costs).save(tmp_path / "forwards.json")
     assert answer(capsys, *base[:1], str(tmp_path / "forwards.json"), *base[2:])["objective"] == found["objective"]

@@ -30,6 +30,28 @@ def test_numbers_of_devices(tmp_path: Path) -> None:
         ask(path, "--machine", machine, "--devices", "2").counts()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--inference", "--recompute", "auto"], "--recompute auto: --inference has no backwards"),
+        (["--inference", "--optimizer-factor", "0"], "--optimizer-factor 0: --inference has no optimizer"),
+        (["--together", "Conv2d,"], "--together Conv2d,: give two names or more"),
+        (["--pin", "a=0", "--pin", "a=1"], "--pin a=1: a is pinned to device 0 already"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ask(written(tmp_path, PIPEDREAM), *arguments)
+
+
+def test_a_pin_names_a_device_and_so_needs_one_stage_a_device(tmp_path: Path) -> None:
+    """It was taken as the number of a stage, which may lie on another device."""
+    path = written(tmp_path, PIPEDREAM)
+    with pytest.raises(InputError, match="--pin a=1: under Interleaved1F1B a device has several stages"):
+        ask(path, "--pin", "a=1", "--schedule", "Interleaved1F1B", "--devices", "2").lay_out(2)
+    assert len(ask(path, "--pin", "a=1", "--devices", "2").lay_out(2)[0]) == 2
+
+
 def test_a_bandwidth_is_that_of_every_link(tmp_path: Path) -> None:
     path, machine = written(tmp_path, PIPEDREAM), str(written(tmp_path, MACHINE, "machine.toml"))
     assert ask(path, "--machine", machine).machine(None).links == (300e9, 1e9)

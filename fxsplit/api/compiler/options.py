@@ -113,6 +113,11 @@ class CompileOptions:
                 f"schedule={self.schedule!r} with inference=True: without backwards there is one schedule, so leave "
                 "schedule= and stages_per_device= out"
             )
+        if self.inference and self.recompute != "plan":
+            raise InputError(
+                f"recompute={self.recompute!r} with inference=True: without backwards nothing is recomputed, so leave "
+                "recompute= out"
+            )
         if self.stage_backend is not None:
             check_stage_backend(self.stage_backend, self.machine)
         # "auto" tries only schedules that can run, so there is nothing to check.
@@ -140,7 +145,7 @@ class CompileOptions:
 
     def for_inference(self) -> CompileOptions:
         """Return the same options for a plan without backwards."""
-        return replace(self, inference=True, schedule="1F1B", stages_per_device=None)
+        return replace(self, inference=True, schedule="1F1B", stages_per_device=None, recompute="plan")
 
     @cached_property
     def passes(self) -> Chain:

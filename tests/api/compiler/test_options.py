@@ -98,6 +98,8 @@ def test_a_pipeline_to_compare_with_has_the_same_options_but_what_belongs_to_one
         assert its.costs is pipe.costs and its.costs_by_name, "both get one plan"
     with fxsplit.compile(Mlp(), 2, example_inputs=x, passes=FAST, inference=True) as pipe:
         assert recompile_like(pipe, Mlp(), loss).compiler.options.costs is None, "they have no backwards"
+    with pytest.raises(InputError, match="recompute='always' with inference=True: without backwards"):
+        fxsplit.compile(Mlp(), 2, inference=True, recompute="always")
     pipedream = fxsplit.compile(Mlp(), 2, schedule="PipeDream")
     with pytest.raises(InputError, match="PipeDream does not train as"):
         recompile_like(pipedream, Mlp(), loss)

@@ -374,6 +374,8 @@ class Costs(Shown, Fact):
     @classmethod
     def parse(cls, data: Any, name: str) -> Costs:
         """Return the profile in a parsed file; raises ProfileError. `name` is the name of the file, for messages."""
+        if isinstance(data, dict) and "stages" in data and "format" not in data:
+            raise ProfileError(f"{name!r} is a plan, and a profile is needed: give the file of costs.save(path)")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
         if data.get("version") not in (VERSION, *EARLIER):

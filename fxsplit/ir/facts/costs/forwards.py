@@ -11,7 +11,7 @@ def keep_forwards(costs: Costs) -> Costs:
     """Return the costs of the same graph without gradients.
 
     Parameters count like buffers: each is held once, without a gradient and optimizer state. Autograd keeps nothing.
-    `host_ms` is the time of both passes, so a node keeps the share of its forward.
+    `host_ms` and `spread_ms` are those of both passes, so a node keeps the share of its forward.
     """
     if costs.inference:
         return costs
@@ -24,12 +24,14 @@ def keep_forwards(costs: Costs) -> Costs:
 def _keep_forward(node: NodeCost) -> NodeCost:
     """Return the costs of a node without its backward."""
     both = node.forward_ms + node.backward_ms
+    share = node.forward_ms / both if both else 1.0
     return replace(
         node,
         backward_ms=0.0,
         backward_launch_ms=0.0,
         weight_ms=0.0,
-        host_ms=node.host_ms * (node.forward_ms / both if both else 1.0),
+        host_ms=node.host_ms * share,
+        spread_ms=None if node.spread_ms is None else node.spread_ms * share,
         gradient_bytes=0.0,
         kept_bytes=0.0,
         written_bytes=0.0,

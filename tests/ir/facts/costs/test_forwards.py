@@ -12,7 +12,12 @@ from tests.support.graphs import node
 def test_what_training_takes_alone_is_left_out() -> None:
     figures = {"parameter_bytes": 40, "buffer_bytes": 2, "kept_bytes": 5, "output_bytes": 7, "gradient_bytes": 7}
     made = [
-        replace(node(f"n{i}", [f"n{i - 1}"] if i else ["x"], 1.0, **figures), host_ms=30.0, backward_launch_ms=1.0)
+        replace(
+            node(f"n{i}", [f"n{i - 1}"] if i else ["x"], 1.0, **figures),
+            host_ms=30.0,
+            backward_launch_ms=1.0,
+            spread_ms=0.3,
+        )
         for i in range(2)
     ]
     costs = Costs(tuple(made), (InputCost("x", 3.0, 3.0),), ("n1",), exchanges=(Exchange(9.0, ("n0", "n1")),))
@@ -31,6 +36,7 @@ def test_what_training_takes_alone_is_left_out() -> None:
             parameter_bytes=0.0,
             buffer_bytes=42.0,
             host_ms=30.0 * share,
+            spread_ms=0.3 * share,
         )
     assert found.inputs == (InputCost("x", 3.0, 0.0),) and found.exchanges == ()
 
