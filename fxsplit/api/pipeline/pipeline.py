@@ -500,8 +500,10 @@ class Pipeline(Shown, WithExports):
 
 def _check_step_options(*, return_outputs: object, losses: object, timeout_s: Any, atomic: object) -> None:
     """Raise InputError for an option of step() that is of another type, or a time limit that is no time."""
-    check_flag("return_outputs", return_outputs)
-    check_flag("atomic", atomic)
+    for name, flag in (("return_outputs", return_outputs), ("atomic", atomic)):
+        # Look first: every step comes here.
+        if not isinstance(flag, bool):
+            check_flag(name, flag)
     if not (losses is None or isinstance(losses, list)):
         raise InputError(f"losses={show(losses)}: give a list, to which the loss of each microbatch is appended")
     # True is a number in Python, but no time.

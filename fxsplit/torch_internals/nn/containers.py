@@ -77,7 +77,12 @@ class ForeignOutput(InputError):
 
 
 def refuse_foreign_parts(name: str, value: Any) -> None:
-    """Raise ForeignOutput if model `name` returns anything but tensors and constants that is no field to drop."""
+    """Raise ForeignOutput if model `name` returns a tuple or a list with anything but tensors and constants.
+
+    Other containers have fields that are dropped, or are named by the check of the graph.
+    """
+    if type(value) not in (tuple, list):
+        return
     plain = (*CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
     leaves = pytree.tree_leaves(drop_foreign_fields(value)[0])
     found = next((leaf for leaf in leaves if not isinstance(leaf, plain)), None)

@@ -139,8 +139,9 @@ class CountWatch:
         if not self._coming.is_full:
             for count in self.counts:
                 weights = count.compute_weights(pieces, rows, whole)
-                differs = (weights - torch.tensor(shares, dtype=weights.dtype, device=weights.device)).abs() > EVEN
-                self._coming.add(torch.stack([differs.any(), (weights == 0).any()]), None)
+                pairs = zip(weights, shares, strict=True)
+                differs = torch.stack([(weight - share).abs() > EVEN for weight, share in pairs]).any()
+                self._coming.add(torch.stack([differs, (weights == 0).any()]), None)
         arrived = [flags.tolist() for flags, _ in self._coming.take_arrived()]
         if any(lacks for _, lacks in arrived):
             raise InputError(f"{self._name} {LACKS}")
