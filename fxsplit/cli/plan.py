@@ -350,9 +350,6 @@ def _check_ignored(arguments: argparse.Namespace) -> None:
         raise InputError(
             f"--optimizer-factor {arguments.optimizer_factor:g}: --inference has no optimizer, leave it out"
         )
-    for text in arguments.together:
-        if len({name for name in text.split(",") if name}) < 2:
-            raise InputError(f"--together {text[:SHOWN]}: give two names or more, such as layer1,layer2")
 
 
 def _parse_pins(texts: Sequence[str]) -> dict[str, int]:

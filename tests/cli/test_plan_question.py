@@ -35,13 +35,17 @@ def test_numbers_of_devices(tmp_path: Path) -> None:
     [
         (["--inference", "--recompute", "auto"], "--recompute auto: --inference has no backwards"),
         (["--inference", "--optimizer-factor", "0"], "--optimizer-factor 0: --inference has no optimizer"),
-        (["--together", "Conv2d,"], "--together Conv2d,: give two names or more"),
         (["--pin", "a=0", "--pin", "a=1"], "--pin a=1: a is pinned to device 0 already"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ask(written(tmp_path, PIPEDREAM), *arguments)
+
+
+def test_one_path_is_kept_together_with_all_nodes_below_it(tmp_path: Path) -> None:
+    """A single name was refused, although a submodule has many nodes."""
+    assert ask(written(tmp_path, PIPEDREAM), "--together", "layer1").arguments.together == ["layer1"]
 
 
 def test_a_pin_names_a_device_and_so_needs_one_stage_a_device(tmp_path: Path) -> None:
