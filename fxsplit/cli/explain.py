@@ -75,11 +75,10 @@ def _explain_stage(plan: Plan, number: int, costs: Costs) -> dict[str, Any]:
     largest = sorted(time, key=lambda n: (-time[n], n))[:SHOWN]
     nodes = [costs.by_name[n] for n in stage.nodes]
     modules = sum_by_module(nodes, SHOWN) if any(n.module for n in nodes) else {}
-    moved = stage.receive_ms + stage.send_ms + stage.reduce_ms
     return {
         "load": stage.load_ms,
         "launch": stage.launch_ms,
-        "transfer_share": moved / stage.load_ms if stage.load_ms else 0.0,
+        "transfer_share": stage.transfer_ms / stage.load_ms if stage.load_ms else 0.0,
         "modules": {name: sum(time[n.name] for n in held) / total for name, held in modules.items()},
         "largest": {n: time[n] / total for n in largest},
     }

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-traffic", action="store_true", help="ignore the time of transfers between stages")
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument(
-        "--recompute", default="never", choices=RECOMPUTE, help="stages that recompute activations, to save memory"
+        "--recompute",
+        default=Options.recompute,
+        choices=RECOMPUTE,
+        help="stages that recompute activations, to save memory",
     )
     add_schedule(parser, SCHEDULES)
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
@@ -107,13 +110,11 @@ class PlanArguments:
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
+        _check_ignored(arguments)
         # torchtitan has modules in every stage, and one rank for each stage.
         if getattr(arguments, "emit", None) == "titan":
-            if arguments.cut_at not in (ANYWHERE, "modules"):
-                raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
-        _check_ignored(arguments)
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
@@ -344,7 +345,9 @@ def _price_baselines(question: PlanArguments, count: int | None, plan: Plan) -> 
 
 def _check_ignored(arguments: argparse.Namespace) -> None:
     """Raise InputError for an option that would be ignored beside another."""
-    if arguments.inference and arguments.recompute != "never":
+    if getattr(arguments, "emit", None) == "titan" and arguments.cut_at not in (ANYWHERE, "modules"):
+        raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
+    if arguments.inference and arguments.recompute != Options.recompute:
         raise InputError(f"--recompute {arguments.recompute}: --inference has no backwards, so leave it out")
     if arguments.inference and arguments.optimizer_factor != Options.optimizer_factor:
         raise InputError(

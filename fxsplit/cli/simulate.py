@@ -80,8 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
     # Memory is traced from forwards to their backwards, and inference has none: `fxsplit plan` states its memory.
-    known = plan is not None and plan.schedule != INFERENCE
-    traces = trace_memory(simulation, read_footprints(plan)) if plan is not None and known else ()
+    traces = () if plan is None or plan.schedule == INFERENCE else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
     # Import reports only if requested: matplotlib takes a second.

@@ -49,10 +49,10 @@ class Parser(argparse.ArgumentParser):
         if wrong is not None:
             message += suggest(wrong[1], re.findall(r"[\w.+-]+", wrong[2]))
         elif (odd := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)) is not None:
-            of = self.known.get(odd[1])
-            message += (
-                suggest(odd[1], self.known) if of is None else f"; {odd[1]} is an option of fxsplit {', '.join(of)}"
-            )
+            if odd[1] in self.known:
+                message += f"; {odd[1]} is an option of fxsplit {', '.join(self.known[odd[1]])}"
+            else:
+                message += suggest(odd[1], self.known)
         super().error(message)
 
 

@@ -71,14 +71,14 @@ class Options:
                 f"partition{{optimizer_factor={show(self.optimizer_factor)}}}: give a number, zero or more"
                 f"{f' and at most {MOST_FACTOR:g}' if self.optimizer_factor > 0 else ''}"
             )
-        if not isinstance(self.model, str) or self.model not in COST_MODELS:
+        if self.model not in COST_MODELS:
             raise ChainError(
                 f"partition{{model={self.model}}}: give one of {', '.join(COST_MODELS)}"
                 f"{suggest(self.model, COST_MODELS)}"
             )
         if not self.time_limit > 0:
             raise ChainError(f"partition{{time_limit={self.time_limit}}}: give seconds, more than zero")
-        if not isinstance(self.recompute, str) or self.recompute not in RECOMPUTE:
+        if self.recompute not in RECOMPUTE:
             hint = suggest(self.recompute, RECOMPUTE)
             raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}{hint}")
         if self.free and self.model == "replicated":

@@ -120,7 +120,7 @@ class Schedule:
         The unit is one microbatch's activations in all stages of a device: with 2 stages a device, a forward of one
         stage counts 0.5. Without backwards nothing is kept, and all are 0.
         """
-        if not any(action.op in (BACKWARD, INPUT_GRADIENT) for actions in self.actions for action in actions):
+        if not self.trains:
             return (0.0,) * self.n_devices
         # With v stages on a device, a stage has 1 / v of the length and of the activations.
         share = self.n_devices / max(1, self.n_stages)

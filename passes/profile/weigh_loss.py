@@ -6,7 +6,6 @@ torch's own losses are weighed, on outputs and targets of the right shapes.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, UntypedStorage, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxsplit.ir.facts.costs.compress import parse_tensor
 from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.torch_internals.tensors.allocations import count_allocations
 
 MOST_BYTES = 1 << 28
 """For larger outputs, weigh some of the rows and scale the result."""
-_TENSOR = re.compile(r"(float\w*|bfloat16)\[([\d, ]+)\]")
 
 
 def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> LossCost | None:
@@ -30,10 +29,12 @@ def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> L
 
     It is unknown for losses outside torch and for several outputs. The call has no side effects.
     """
-    found = _TENSOR.fullmatch(made)
-    if found is None or not isinstance(gm.graph.output_node().args[0], fx.Node) or not is_of_torch(function):
+    name, shape = parse_tensor(made) or ("", [])
+    is_float = name.startswith(("float", "bfloat16"))
+    output = gm.graph.output_node().args[0]
+    if not shape or not is_float or not isinstance(output, fx.Node) or not is_of_torch(function):
         return None
-    dtype, shape = getattr(torch, found[1]), [int(size) for size in found[2].split(",")]
+    dtype = getattr(torch, name)
     size = prod(shape) * dtype.itemsize
     rows = max(1, min(shape[0], shape[0] * MOST_BYTES // max(size, 1)))
     if not size or size // shape[0] * rows > MOST_BYTES:

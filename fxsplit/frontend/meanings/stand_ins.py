@@ -8,12 +8,13 @@ input that has the same length there, so that it follows from later inputs, or o
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from fxsplit.ir.facts.costs.compress import parse_tensor
 
 FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
 """Names of functions that fill a tensor of another tensor's shape, and the number that they fill it with."""
@@ -147,8 +148,8 @@ def _find_size(graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) ->
 
 def _list_sizes(node: fx.Node) -> list[int]:
     """Return the shape of a node as the check has noted it, such as [8, 64]; empty if it has not, or for a number."""
-    found = re.fullmatch(r"\w+\[(\d+(?:, \d+)*)\]", str(node.meta.get("fxsplit_shape", "")))
-    return [int(size) for size in found[1].split(", ")] if found else []
+    found = parse_tensor(str(node.meta.get("fxsplit_shape", "")))
+    return [] if found is None else found[1]
 
 
 def _find_dtype(node: fx.Node) -> torch.dtype:

@@ -274,7 +274,7 @@ class Plan(Shown, Fact):
         heads = ["stage", "device", ">fwd ms", ">bwd ms", ">xfer ms", *[">launch ms"] * launched]
         rows = []
         for i, s in enumerate(self.stages):
-            times = [s.forward_ms, s.backward_ms, s.receive_ms + s.send_ms + s.reduce_ms, *[s.launch_ms] * launched]
+            times = [s.forward_ms, s.backward_ms, s.transfer_ms, *[s.launch_ms] * launched]
             sizes = map(format_bytes, (s.in_bytes, s.out_bytes, s.memory_bytes))
             names = "+".join(self.device_names[d] for d in s.devices)
             rows.append([str(i), names, *(f"{ms:.3f}" for ms in times), *sizes])

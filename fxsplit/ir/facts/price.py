@@ -123,6 +123,11 @@ class StagePlan:
     ends_at: str = ""
 
     @property
+    def transfer_ms(self) -> float:
+        """The time of all that the stage sends and receives: over its boundaries, and among its replicas."""
+        return self.receive_ms + self.send_ms + self.reduce_ms
+
+    @property
     def memory_kinds(self) -> dict[str, float]:
         """The parts of the stage's memory by kind, in bytes: their sum is `memory_bytes`.
 

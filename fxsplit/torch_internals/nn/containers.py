@@ -83,9 +83,9 @@ def refuse_foreign_parts(name: str, value: Any) -> None:
     """
     if type(value) not in (tuple, list):
         return
+    register_dataclasses(value)
     plain = (*CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
-    leaves = pytree.tree_leaves(drop_foreign_fields(value)[0])
-    found = next((leaf for leaf in leaves if not isinstance(leaf, plain)), None)
+    found = next((leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, plain)), None)
     if found is not None:
         # Dropped from a tuple, it would change the places of the parts behind it.
         raise ForeignOutput(

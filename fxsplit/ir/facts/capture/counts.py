@@ -31,18 +31,18 @@ MEAN = (None, 1, "mean")
 """The values of `reduction` for a mean: the default, torch's own number for it, and the name."""
 EVEN = 1e-9
 """Shares within this distance of the shares of the rows are equal: the quotients agree up to rounding."""
+_COUNTED = "is divided by a count of its own, such as the number of labels other than ignore_index"
 DIFFERS = (
-    "is divided by a count of its own, such as the number of labels other than ignore_index: the pipeline averages it "
-    "by rows, which differs from the whole batch if the counts of microbatches differ; pass the count to the model "
-    "(Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
+    f"{_COUNTED}: the pipeline averages it by rows, which differs from the whole batch if the counts of microbatches "
+    "differ; pass the count to the model (Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
 )
 """The end of a sentence about a number that cannot be made from microbatches; its name comes first."""
 LACKS = (
-    "is divided by a count of its own, such as the number of labels other than ignore_index, and that count is zero in "
-    "a microbatch and not in the batch: the microbatch's number is 0 / 0; compile with fewer microbatches, or with "
-    "n_microbatches=1"
+    f"{_COUNTED}, and that count is zero in a microbatch and not in the batch: the microbatch's number is 0 / 0; "
+    "compile with fewer microbatches, or with n_microbatches=1"
 )
 """The end of an error about such a number, if a microbatch has nothing to count."""
+
 
 Weights = Sequence[float | Tensor]
 """Weights of microbatches: numbers, or double tensors on an accelerator that the host need not wait for."""

@@ -29,6 +29,12 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
+def parse_tensor(made: str) -> tuple[str, list[int]] | None:
+    """Return the dtype and the shape in a text such as `float32[8, 64]`; None for a text of another form."""
+    found = _TENSOR.fullmatch(made)
+    return None if found is None else (found[1], [int(size) for size in found[2].split(",") if size.strip()])
+
+
 def check_compress(how: object) -> None:
     """Raise InputError unless `how` is a way to compress, or None for no compression."""
     if how not in (None, *HOW):
@@ -61,13 +67,13 @@ def count_sent_bytes(how: str, made: str, own_bytes: float) -> float:
     An uncompressed value, or a value of unknown dtype and shape, crosses in its `own_bytes`.
     """
     # There is no gradient, or only the type of the value is known.
-    found = _TENSOR.fullmatch(made)
+    found = parse_tensor(made)
     if not own_bytes or found is None:
         return own_bytes
-    shape = [int(size) for size in found[2].split(",") if size.strip()]
-    if not is_compressed(how, found[1], shape):
+    dtype, shape = found
+    if not is_compressed(how, dtype, shape):
         return own_bytes
     count = prod(shape)
     if how == "bf16":
         return float(count * WIDTHS["bfloat16"])
-    return float(count + WIDTHS[found[1]] * (count // find_row_length(shape)))
+    return float(count + WIDTHS[dtype] * (count // find_row_length(shape)))
