@@ -39,7 +39,7 @@ class Augment:
     def __call__(self, ir: IR) -> IR:
         """Learn Antichains from Costs."""
         costs, machine, pins = ir[Costs], ir.get(Machine), ir.get(Pins)
-        pinned = pins.nodes(costs) if pins else {}
+        pinned = pins.nodes(costs, machine) if pins else {}
         # Joining may empty a stage and so move later stages up one device: devices must be interchangeable.
         join = machine is not None and (self.free or (machine.uniform and not pinned))
         return ir.learn(enumerate_ideals(costs, machine, pinned, self.max_states, join=join))

@@ -41,7 +41,7 @@ class Partition(Options):
         If the graph cannot be cut into enough stages, some stages have no nodes and only pass values on.
         """
         costs, pins = ir[Costs], ir.get(Pins)
-        pinned = pins.nodes(costs) if pins else {}
+        pinned = pins.nodes(costs, ir[Machine]) if pins else {}
         task = Task(costs, ir[Machine], ir[Workload], self, pinned)
         chains = ir[Antichains]
 

@@ -73,6 +73,9 @@ def plan(
     """
     _check_arguments(machine, options, pins, keep)
     check_flag("inference", inference)
+    options = options or Options()
+    if inference:
+        check_without_backwards(options)
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
     where = machine if isinstance(machine, Machine) else Machine.planned(machine)
@@ -88,7 +91,7 @@ def plan(
     # The costs of a pipeline with compressed cuts count the compressed bytes already.
     costs = costs if compress is None else compress_cuts(costs, compress)
     with show_progress():
-        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options or Options())
+        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options)
     return check_can_run(found)
 
 
@@ -121,18 +124,28 @@ def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Cost
     """Return the costs to plan from and the schedule to plan for, with or without backwards.
 
     Raises InputError if costs without backwards are to be planned for training, or if a training schedule is given for
-    inference.
+    inference; ScheduleError for an unknown schedule, and for the schedule of inference by its name.
     """
     if not inference and costs.inference:
         raise InputError(
             "the profile has only forwards, as measured for inference: plan for inference, too (inference=True, or "
-            "--inference), or measure the model for training"
+            "--inference; simulate takes --schedule Inference), or measure the model for training"
         )
     if not inference:
+        find_schedule(schedule)
         return costs, schedule
     if schedule != "1F1B":
         raise InputError(f"schedule {schedule!r} for inference: without backwards there is one schedule, leave it out")
     return keep_forwards(costs), INFERENCE
+
+
+def check_without_backwards(options: Options) -> None:
+    """Raise InputError for an option that changes nothing in a plan for inference."""
+    if options.recompute != Options.recompute:
+        raise InputError(f"partition{{recompute={options.recompute}}}: inference has no backwards, so leave it out")
+    if options.optimizer_factor != Options.optimizer_factor:
+        factor = f"{options.optimizer_factor:g}"
+        raise InputError(f"partition{{optimizer_factor={factor}}}: inference has no optimizer, so leave it out")
 
 
 def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference: bool) -> Costs:
@@ -171,8 +184,6 @@ def lay_out(
     check_device_count(len(machine))
     if n_microbatches is not None:
         check_microbatch_count(n_microbatches)
-    if schedule != INFERENCE:
-        find_schedule(schedule)
     count = choose_microbatch_count(len(machine), stated=n_microbatches)
     return Scheduler(schedule, len(machine), stages_per_device).lay_out(machine, count)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from fxsplit.api.plan import build_machine, check_can_run, choose_passes, lay_out
+from fxsplit.api.plan import build_machine, check_can_run, check_without_backwards, choose_passes, lay_out
 from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import add_json, add_machine, add_planned_file, add_schedule, read_bandwidth, take_text
@@ -31,7 +31,7 @@ from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, chec
 from fxsplit.planner.solve import RECOMPUTE
 from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.system.figures import SHOWN
+from fxsplit.system.figures import SHOWN, format_count
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compress values at cuts, which changes results (default: send them unchanged)",
     )
     parser.add_argument(
-        "--cut-at", type=take_text, default=ANYWHERE, metavar="PLACE", help=f"where cuts may lie: {FORMS}"
+        "--cut-at", type=take_text, metavar="PLACE", help=f"where cuts may lie: {FORMS} (default: {ANYWHERE})"
     )
     parser.add_argument("--max-states", type=int, default=MAX_STATES, metavar="N", help="ideals to enumerate at most")
     parser.add_argument(
@@ -110,9 +110,10 @@ class PlanArguments:
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
-        _check_ignored(arguments)
         # torchtitan has modules in every stage, and one rank for each stage.
         if getattr(arguments, "emit", None) == "titan":
+            if arguments.cut_at not in (None, "modules"):
+                raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
@@ -123,18 +124,19 @@ class PlanArguments:
         self.profile: ProfileFile = replace(profile, costs=costs)
         pins = _parse_pins(arguments.pin)
         keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
+        place = arguments.cut_at or ANYWHERE
         try:
-            check_place(arguments.cut_at)
-            wholes = list_wholes(self.profile.costs, arguments.cut_at)
+            check_place(place)
+            wholes = list_wholes(self.profile.costs, place)
         except (ValueError, PlanError) as error:
-            raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: {error}") from error
-        if arguments.cut_at != ANYWHERE and not wholes:
+            raise InputError(f"--cut-at {place[:SHOWN]}: {error}") from error
+        if place != ANYWHERE and not wholes:
             if getattr(arguments, "emit", None) == "titan":
                 raise InputError(
                     "--emit titan: the profile names no modules, and torchtitan has modules in every stage: give a "
                     "profile that fxsplit has measured"
                 )
-            raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: the profile names no modules, so leave it out")
+            raise InputError(f"--cut-at {place[:SHOWN]}: the profile names no modules, so leave it out")
         keep += wholes.values()
         self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
         self.load_s = time.perf_counter() - begin
@@ -151,6 +153,8 @@ class PlanArguments:
             recompute=arguments.recompute,
             time_limit=arguments.time_limit,
         )
+        if arguments.inference:
+            check_without_backwards(self.options)
 
     def counts(self) -> list[int | None]:
         """Return the numbers of devices to plan for; None means the devices of the file or the machine.
@@ -298,7 +302,7 @@ def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
     beyond = " or more" if alone and slowest.load_ms == slowest.forward_ms + slowest.backward_ms else ""
     return [
         f"no plan for {most}{beyond} devices is faster than the one for {same[0]}: the slowest stage is",
-        f"  {slowest.place}, with {len(slowest.nodes)} {'node' if len(slowest.nodes) == 1 else 'nodes'}",
+        f"  {slowest.place}, with {format_count(len(slowest.nodes), 'node')}",
     ]
 
 
@@ -341,18 +345,6 @@ def _price_baselines(question: PlanArguments, count: int | None, plan: Plan) -> 
         note = "" if fits else "does not fit in memory"
         rows.append((name, f"{other.bottleneck_ms:.4f}", f"{ratio:.2f}", note))
     return Table(("split", ">bottleneck ms", ">x plan", "note"), rows)
-
-
-def _check_ignored(arguments: argparse.Namespace) -> None:
-    """Raise InputError for an option that would be ignored beside another."""
-    if getattr(arguments, "emit", None) == "titan" and arguments.cut_at not in (ANYWHERE, "modules"):
-        raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
-    if arguments.inference and arguments.recompute != Options.recompute:
-        raise InputError(f"--recompute {arguments.recompute}: --inference has no backwards, so leave it out")
-    if arguments.inference and arguments.optimizer_factor != Options.optimizer_factor:
-        raise InputError(
-            f"--optimizer-factor {arguments.optimizer_factor:g}: --inference has no optimizer, leave it out"
-        )
 
 
 def _parse_pins(texts: Sequence[str]) -> dict[str, int]:

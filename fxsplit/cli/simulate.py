@@ -22,7 +22,7 @@ from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places,
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
-from fxsplit.system.figures import format_bytes
+from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `simulate`."""
     add_planned_file(parser, optional="each forward takes 1, each backward 2")
     what = parser.add_mutually_exclusive_group()
-    add_schedule(what, SCHEDULES, default="the plan's, or 1F1B")
+    add_schedule(what, [*SCHEDULES, INFERENCE], default="the plan's, or 1F1B")
     what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
     parser.add_argument(
         "--devices",
@@ -76,6 +76,11 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         plan = None if arguments.plan is None else read_plan(arguments.plan)
         schedule = _choose_schedule(arguments, plan) if fixed is None else fixed
+        if plan is not None and schedule.trains == (plan.schedule == INFERENCE):
+            made, used = ("inference", "training") if schedule.trains else ("training", "inference")
+            raise InputError(
+                f"--plan {arguments.plan} is for {made}, and {schedule.name} for {used}: give a plan for {used}"
+            )
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
@@ -144,7 +149,9 @@ def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tupl
     Raises InputError for a machine that has another number of devices than the fixed schedule.
     """
     profile = read(arguments.file, by_bytes=arguments.bandwidth is not None or arguments.machine is not None)
-    costs, name = choose_passes(profile.costs, arguments.schedule or "1F1B", inference=False)
+    named = arguments.schedule or "1F1B"
+    inference = named == INFERENCE
+    costs, name = choose_passes(profile.costs, "1F1B" if inference else named, inference=inference)
     devices = arguments.devices
     if fixed is not None and arguments.machine is None:
         devices = fixed.n_devices - profile.hosts
@@ -203,7 +210,7 @@ def _describe(simulation: Simulation, traces: tuple[MemoryTrace, ...], unit: boo
         "bubble": simulation.bubble,
         "bubbles": list(simulation.bubbles),
         "links": [{"from": a, "to": b, "busy": busy} for (a, b), busy in simulation.busy_links.items()],
-        "peak_activations": list(schedule.peak_activations()),
+        "peak_activations": list(schedule.peak_activations()) if schedule.trains else None,
         "peak_bytes": [find_peak(trace) for trace in traces] if traces else None,
         "weight_versions": list(schedule.weight_versions()),
         "lag": list(schedule.lag()),
@@ -221,14 +228,17 @@ def _show(simulation: Simulation, traces: tuple[MemoryTrace, ...], timeline: Tim
     rows = []
     for d, name in enumerate(timeline.devices):
         own = [s for s, home in enumerate(schedule.homes) if d in home]
-        figures = f"{100 * simulation.bubbles[d]:.1f} %", f"{schedule.peak_activations()[d]:g}"
+        # Without backwards no activations are kept.
+        kept_at_most = f"{schedule.peak_activations()[d]:g}" if schedule.trains else "-"
+        figures = f"{100 * simulation.bubbles[d]:.1f} %", kept_at_most
         held = format_bytes(find_peak(traces[d])) if traces else "-"
         behind = (max((kept[s] for s in own), default=0) for kept in (versions, lags))
         rows.append((name, ", ".join(map(str, own)), *figures, held, *behind))
     heads = ("device", "stages", ">bubble", ">activations", ">memory", ">versions", ">lag")
     print_parts([Table(heads, rows)])
     time = f"{simulation.step_ms:g} x one forward" if unit else f"{simulation.step_ms:.3f} ms"
-    print(f"{schedule.name}, {schedule.n_microbatches} microbatches: {time}, bubble {100 * simulation.bubble:.1f} %")
+    count = format_count(schedule.n_microbatches, "microbatch")
+    print(f"{schedule.name}, {count}: {time}, bubble {100 * simulation.bubble:.1f} %")
     for (name, _), busy in zip(timeline.links, simulation.busy_links.values(), strict=True):
         print(f"link {name}: busy {100 * busy:.1f} % of the step")
     print()

@@ -24,6 +24,7 @@ from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
+from fxsplit.system.figures import format_count
 from fxsplit.system.progress import phase
 
 MAX_STATES = 1_000_000
@@ -120,10 +121,9 @@ class Planner:
         sets = [tuple(dict.fromkeys(n for path in names for n in find_nodes(self.costs, path))) for names in self.keep]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
-    @cached_property
-    def _pinned(self) -> dict[str, int]:
-        """Device numbers by pinned node."""
-        return Pins(self.pins).nodes(self.costs)
+    def _pin(self, machine: Machine) -> dict[str, int]:
+        """Return device numbers by pinned node."""
+        return Pins(self.pins).nodes(self.costs, machine)
 
     def lattice(self, machine: Machine, whole: bool = False, ms_per_byte: float = 0.0) -> tuple[Antichains, States]:
         """Return the ideals and states to plan for a machine. With `whole`, no node joins a neighbour.
@@ -137,10 +137,10 @@ class Planner:
         # The known states were joined for fewer devices and have too few blocks for this machine: join less.
         if known is None or (known[0].slack is not None and len(known[0].blocks) < len(machine)):
             begin = time.perf_counter()
-            costs = self._constrained
-            with phase(f"enumerating states of {len(costs.nodes)} nodes"):
+            costs, pinned = self._constrained, self._pin(machine)
+            with phase(f"enumerating states of {format_count(len(costs.nodes), 'node')}"):
                 chains = enumerate_ideals(
-                    costs, machine, self._pinned, self.max_states, join=not whole, ms_per_byte=ms_per_byte
+                    costs, machine, pinned, self.max_states, join=not whole, ms_per_byte=ms_per_byte
                 )
                 known = chains, sequence_states(costs, chains)
             self._known[key] = known
@@ -155,12 +155,12 @@ class Planner:
         begin, earlier = time.perf_counter(), self.seconds["states"]
         try:
             # plan_stages may enumerate again; that time counts as "states", not as "solve".
-            task = Task(self._constrained, machine, workload, options, self._pinned, self.never)
+            task = Task(self._constrained, machine, workload, options, self._pin(machine), self.never)
             chains, states = self.lattice(
                 machine, bool(self.never) or not task.interchangeable, task.reduce_ms_per_byte
             )
             again = partial(self.lattice, machine, ms_per_byte=task.reduce_ms_per_byte)
-            with phase(f"planning for {len(machine)} devices"):
+            with phase(f"planning for {format_count(len(machine), 'device')}"):
                 return plan_stages(task, chains, states, again, clock)
         finally:
             self.seconds["solve"] += time.perf_counter() - begin - (self.seconds["states"] - earlier)

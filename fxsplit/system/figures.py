@@ -55,6 +55,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def format_count(count: int, noun: str) -> str:
+    """Return a number with a noun: `1 microbatch`, `2 microbatches`."""
+    plural = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural}"
+
+
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value is an int from `least` up that a float holds exactly, but not a bool."""
     return type(value) is int and least <= value < 2**53

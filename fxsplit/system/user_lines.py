@@ -51,7 +51,9 @@ def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> 
         frame = next((found for found in others if found is not None), here)
     seen = frame.f_globals.setdefault("__warningregistry__", {})
     name = frame.f_globals.get("__name__")
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, seen, frame.f_globals)
+    # Without the module's globals: Python would ask its loader for the source, and the loader of a module that
+    # `python -m` runs refuses, since the module calls itself __main__. The source is read from the file instead.
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, seen)
 
 
 def _find_users_frame(frame: FrameType | None, inside: str = "") -> FrameType | None:

@@ -173,6 +173,14 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
         ({"machine": 2.0}, "machine=2.0: give a number of devices"),
         ({"options": {"recompute": "auto"}}, r"options={'recompute': 'auto'}: give an Options of fxsplit.planner"),
         ({"inference": "yes"}, "inference='yes': give True or False"),
+        (
+            {"inference": True, "options": Options(recompute="auto")},
+            "recompute=auto}: inference has no backwards, so leave it out",
+        ),
+        (
+            {"inference": True, "options": Options(optimizer_factor=0.0)},
+            "optimizer_factor=0}: inference has no optimizer, so leave it out",
+        ),
         ({"pins": ["b"]}, r"pins=\['b'\]: give the number of a stage"),
         ({"pins": {"b": "1"}}, "pins={'b': '1'}: give the name of a submodule or node, and a number"),
         ({"pins": {"b": True}}, "pins={'b': True}: give"),
@@ -181,8 +189,8 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
         ({"keep": [["a", 2]]}, r"keep has \['a', 2\]: give sets of names"),
     ],
 )
-def test_an_argument_of_another_type_is_named(arguments: dict[str, Any], message: str) -> None:
-    """Each of these was an error of Python from deep inside, or was taken for something else."""
+def test_an_argument_of_another_type_or_without_effect_is_named(arguments: dict[str, Any], message: str) -> None:
+    """Each of these was an error of Python from deep inside, was taken for something else, or was ignored."""
     costs = Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1)
     call: Any = fxsplit.plan
     with pytest.raises(InputError, match=message):

@@ -321,7 +321,7 @@ def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, t
     assert cli.main(["simulate", "--plan", str(plan)]) == 0
     shown = capsys.readouterr().out
     # Without backwards nothing is kept, and the memory of the plan is not that of a step.
-    assert "Inference" in shown and all(row.split()[4:6] == ["0", "-"] for row in shown.splitlines()[1:3])
+    assert "Inference" in shown and all(row.split()[4:6] == ["-", "-"] for row in shown.splitlines()[1:3])
     assert cli.main(["plan", str(plan)]) == 2
     assert "is a plan, and a profile is needed" in capsys.readouterr().err
     costs = fxsplit.Costs.load(profile)
@@ -330,6 +330,31 @@ def test_plans_for_inference(capsys: pytest.CaptureFixture[str], profile: str, t
     assert cli.main(["plan", str(tmp_path / "forwards.json")]) == 2
     assert "only forwards" in capsys.readouterr().err
     assert cli.main(["explain", profile, "--devices", "2", "--inference"]) == 0
+
+
+def test_the_schedule_of_inference_is_no_schedule_of_training(
+    capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
+) -> None:
+    """Given by its name, it was planned with backwards; a plan for one use was drawn as a step of the other."""
+    base = ("plan", profile, "--devices", "2", "--bandwidth", "1e6")
+    assert cli.main([*base, "--schedule", "Inference"]) == 2
+    assert "trains nothing: plan and compile with inference=True" in capsys.readouterr().err
+    assert cli.main([*base, "--inference", "--recompute", "auto"]) == 2
+    assert "--recompute auto: inference has no backwards, so leave it out" in capsys.readouterr().err
+    found = answer(capsys, *base, "--inference")
+    forwards = str(written(tmp_path, json.dumps(found), "forwards.json"))
+    trained = str(written(tmp_path, json.dumps(answer(capsys, *base)), "trained.json"))
+    for plan, name, made, used in (
+        (forwards, "1F1B", "inference", "training"),
+        (trained, "Inference", "training", "inference"),
+    ):
+        assert cli.main(["simulate", "--plan", plan, "--schedule", name]) == 2
+        assert f"is for {made}, and {name} for {used}: give a plan for {used}" in capsys.readouterr().err
+    simulated = [
+        answer(capsys, "simulate", *what, "--n-microbatches", "3")
+        for what in (("--plan", forwards), (*base[1:], "--schedule", "Inference"))
+    ]
+    assert simulated[0]["step_time"] == simulated[1]["step_time"] and simulated[0]["peak_activations"] is None
 
 
 @pytest.mark.parametrize(

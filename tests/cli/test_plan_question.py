@@ -33,8 +33,8 @@ def test_numbers_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--inference", "--recompute", "auto"], "--recompute auto: --inference has no backwards"),
-        (["--inference", "--optimizer-factor", "0"], "--optimizer-factor 0: --inference has no optimizer"),
+        (["--inference", "--recompute", "auto"], "recompute=auto}: inference has no backwards"),
+        (["--inference", "--optimizer-factor", "0"], "optimizer_factor=0}: inference has no optimizer"),
         (["--pin", "a=0", "--pin", "a=1"], "--pin a=1: a is pinned to device 0 already"),
     ],
 )

@@ -327,7 +327,7 @@ def test_every_printed_figure_follows_from_the_profile(capsys: pytest.CaptureFix
     assert read_rows(printed, "stage  device")[0][7] == format_bytes(first)
     assert f"bottleneck {loads[cut]:.3f} ms, lower bound {loads[cut]:.3f} ms, optimal among 7 states" in printed
     assert f"steady-state speed-up {18 / loads[cut]:.2f} over one device" in printed
-    assert "1F1B, 4 microbatches of 1 rows" in printed
+    assert "1F1B, 4 microbatches of 1 row" in printed
     assert cli.main(["simulate", *options]) == 0
     printed = capsys.readouterr().out
     # Both devices compute four microbatches, and wait for the first value and for the last gradient.

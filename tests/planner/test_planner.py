@@ -264,8 +264,12 @@ def test_pins_bind_and_contradictions_are_named() -> None:
     assert [len(s.nodes) for s in plan.stages] == [3, 1]
     with pytest.raises(PlanError, match="no plan for 2 devices satisfies the pins"):
         run_chain(start.learn(Pins({"n0": 1, "n2": 0})), PLANNER)
-    with pytest.raises(PlanError, match="pinned to device 5"):
+    with pytest.raises(PlanError, match="'n0' is pinned to device 5, and there are devices 0 to 1"):
         run_chain(start.learn(Pins({"n0": 5})), PLANNER)
+    # The name is the user's, and not that of the submodule's first node.
+    blocks = replace(costs, nodes=tuple(replace(n, module="block") for n in costs.nodes))
+    with pytest.raises(PlanError, match="'block' is pinned to device 2, and there are devices 0 to 1"):
+        Planner(blocks, {"block": 2}).plan(machine, workload(machine), Options())
     with pytest.raises(PlanError, match="cannot pin 'nothing'"):
         run_chain(start.learn(Pins({"nothing": 0})), PLANNER)
 

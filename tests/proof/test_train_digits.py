@@ -104,17 +104,21 @@ def test_a_rank_that_is_killed_comes_back_with_the_same_losses(tmp_path: Path, r
 def start_agent(port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
     """Start a launcher with one rank, in place of a host; the launchers meet at a port."""
     session = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
-    session += ["--rdzv-conf=last_call_timeout=3", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    # A launcher waits so long for the other one: without it, the first world would have one rank, and end at once.
+    session += ["--rdzv-conf=last_call_timeout=30", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     options = ["--steps", "40", "--checkpoint", str(folder / "runs"), "--resume"]
     command = [sys.executable, "-m", "torch.distributed.run", *session, SCRIPT, *options]
     with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as errors:
         return subprocess.Popen(command, env=make_environment(), stdout=out, stderr=errors)
 
 
-def wait_until(is_so: Callable[[], bool], folder: Path) -> None:
+def wait_until(is_so: Callable[[], bool], folder: Path, *agents: subprocess.Popen[bytes]) -> None:
+    """Wait until something is so; fail with what the launchers said if one of them ends before, or time is up."""
     until = time.monotonic() + LIMIT_S
     while not is_so():
-        assert time.monotonic() < until, [path.read_text()[-4000:] for path in sorted(folder.glob("*.err"))]
+        ended = [agent.args for agent in agents if agent.poll() is not None]
+        told = [path.read_text()[-4000:] for path in sorted(folder.glob("*.err"))]
+        assert not ended and time.monotonic() < until, (ended, told)
         time.sleep(0.05)
 
 
@@ -136,10 +140,10 @@ def test_a_world_that_becomes_smaller_plans_anew_and_goes_on(tmp_path: Path) -> 
 
     stays = start_agent(port, tmp_path, "stays")
     # The first launcher there keeps the store through which they meet.
-    wait_until(lambda: accepts(port), tmp_path)
+    wait_until(lambda: accepts(port), tmp_path, stays)
     goes = start_agent(port, tmp_path, "goes")
     try:
-        wait_until(lambda: len(read()) >= 5, tmp_path)
+        wait_until(lambda: len(read()) >= 5, tmp_path, stays, goes)
         goes.terminate()
         assert stays.wait(LIMIT_S) == 0, (tmp_path / "stays.err").read_text()[-4000:]
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -52,3 +54,14 @@ def test_a_warning_of_a_thread_points_at_the_line_that_waits_for_it() -> None:
     with pytest.warns(fxsplit.FxsplitWarning, match="of a worker") as said:
         run_in_worker_thread(partial(warn_user, "of a worker"), 1, torch.device("cpu"))
     assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize("how", [["-m", "package.program"], ["package/program.py"]])
+def test_a_program_that_python_runs_by_name_is_warned(how: list[str], tmp_path: Path) -> None:
+    """Under `python -m` the warning raised ImportError: the loader knows the module by a name other than __main__."""
+    (tmp_path / "package").mkdir()
+    program = "from fxsplit.system.user_lines import warn_user\nwarn_user('in a program')  # of the user\n"
+    (tmp_path / "package" / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, *how], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "program.py:2: FxsplitWarning: in a program" in done.stderr and "# of the user" in done.stderr

@@ -32,7 +32,7 @@ from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, find_schedule, simulate
 from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
-from fxsplit.system.figures import check_flag, is_count, show
+from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
 
 
@@ -49,7 +49,7 @@ class Candidate:
         return simulate(schedule, read_times(plan, schedule)).step_ms
 
     def __str__(self) -> str:
-        return f"{self.scheduler.name} with {self.n_microbatches} microbatches"
+        return f"{self.scheduler.name} with {format_count(self.n_microbatches, 'microbatch')}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -34,7 +34,7 @@ from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Call, flatten_call, parse_example_inputs
 from fxsplit.runtime.loss.loss import LossFn
-from fxsplit.system.figures import show
+from fxsplit.system.figures import format_count, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
@@ -116,8 +116,9 @@ class Verification(Shown):
         if len(listed) < len(ordered):
             yield f"... and {len(ordered) - len(listed)} more, none larger"
         dtype = str(self.dtype).removeprefix("torch.")
-        yield f"\n{self._judge()}; {self.nodes} nodes by {self.front_end}, {self.stages} stages"
-        yield f"{self.n_microbatches} microbatches, {dtype}; trained with {self.loss}"
+        nodes, stages = format_count(self.nodes, "node"), format_count(self.stages, "stage")
+        yield f"\n{self._judge()}; {nodes} by {self.front_end}, {stages}"
+        yield f"{format_count(self.n_microbatches, 'microbatch')}, {dtype}; trained with {self.loss}"
         if self.compression is not None:
             yield f"{self.compression}; all else is of exact cuts"
         if self.gradient_hook is not None:

@@ -24,7 +24,7 @@ from fxsplit.ir.facts.price import (
     price_split,
 )
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.system.figures import format_bytes
+from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
@@ -236,7 +236,8 @@ class Plan(Shown, Fact):
 
     def summarise(self) -> str:
         """Return the number of stages, the schedule, the bottleneck and the proof."""
-        return f"{len(self.stages)} stages, {self.schedule}, bottleneck {self.bottleneck_ms:.3f} ms, {self.standing}"
+        stages = format_count(len(self.stages), "stage")
+        return f"{stages}, {self.schedule}, bottleneck {self.bottleneck_ms:.3f} ms, {self.standing}"
 
     def show(self) -> Parts:
         """Return a table of times and bytes of the stages, one of their nodes, and lines about the bottleneck."""
@@ -250,7 +251,7 @@ class Plan(Shown, Fact):
         among = f" among {self.n_states} states" * bool(bound)
         yield f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {bound}{self.standing}{among}"
         yield f"steady-state speed-up {self.speedup:.2f} over one device"
-        yield f"{self.schedule}, {self.n_microbatches} microbatches of {self.rows} rows"
+        yield f"{self.schedule}, {format_count(self.n_microbatches, 'microbatch')} of {format_count(self.rows, 'row')}"
         if self.fixed_rows:
             sizes = " and ".join(map(str, self.fixed_rows))
             yield (

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.graph import IR, Fact, GivenFact
+from fxsplit.system.figures import format_count
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.containers import rebuild
@@ -132,7 +133,7 @@ class Stages(Shown, Fact):
 
     def summarise(self) -> str:
         """Return the number of stages, and their devices."""
-        return f"{len(self)} stages on {', '.join(s.device_name for s in self.stages)}"
+        return f"{format_count(len(self), 'stage')} on {', '.join(s.device_name for s in self.stages)}"
 
     def show(self) -> Parts:
         """Return a table of the stages, with the values that each takes and gives."""

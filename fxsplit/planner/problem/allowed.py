@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from fxsplit.errors import PlanError
-from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
@@ -15,9 +14,7 @@ from fxsplit.planner.kernels.tables import Bools
 from fxsplit.planner.problem.moves import Moves
 
 
-def list_allowed(
-    chains: Antichains, pinned: Mapping[str, int], moves: Moves, machine: Machine, *, several: bool
-) -> Bools:
+def list_allowed(chains: Antichains, pinned: Mapping[str, int], moves: Moves, *, several: bool) -> Bools:
     """Return the states at which a stage may end, as bool [configurations, states].
 
     Only the full state may end the last stage, and every pinned block must be on the right side of each cut. With
@@ -30,7 +27,7 @@ def list_allowed(
         allowed[last, :-1] = False
     if not pinned:
         return allowed
-    devices_of = _collect_pins(chains, pinned, len(machine), several=several)
+    devices_of = _collect_pins(chains, pinned, several=several)
     for q, used in enumerate(moves.used):
         # For each state, count the contained pins to free devices (must be 0) and to used devices (must be all).
         weight = np.zeros((len(chains.blocks), 2))
@@ -41,14 +38,10 @@ def list_allowed(
     return allowed
 
 
-def _collect_pins(
-    chains: Antichains, pinned: Mapping[str, int], n_devices: int, *, several: bool
-) -> dict[int, set[int]]:
+def _collect_pins(chains: Antichains, pinned: Mapping[str, int], *, several: bool) -> dict[int, set[int]]:
     """Return the devices of each pinned block. Raises PlanError for contradictory pins."""
     devices_of: dict[int, set[int]] = {}
     for name, device in pinned.items():
-        if not 0 <= device < n_devices:
-            raise PlanError(f"{name!r} is pinned to device {device}, and there are devices 0 to {n_devices - 1}")
         block = chains.blocks.home[name]
         devices_of.setdefault(block, set()).add(device)
         if len(devices_of[block]) > 1 and not several:

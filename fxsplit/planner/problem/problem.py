@@ -342,7 +342,7 @@ def pose_problem(
         needs=space.needs,
         bans=NO_BANS,
         launch=price_launches(states, figures),
-        allowed=list_allowed(chains, pinned, moves, machine, several=model.name == "replicated"),
+        allowed=list_allowed(chains, pinned, moves, several=model.name == "replicated"),
         moves=np.array([(m.source, m.target, k) for m, k in zip(moves.moves, kind, strict=True)], np.int32),
         done=np.array(done, np.float64),
         left=np.array(left, np.float64),

@@ -19,7 +19,7 @@ from fxsplit.ir.facts.costs.compress import count_sent_bytes
 from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.ir.facts.costs.text import list_parts
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.system.figures import as_list, is_count, show
+from fxsplit.system.figures import as_list, format_count, is_count, show
 from fxsplit.system.files import explain_unreadable, write_whole
 from fxsplit.system.shown import Parts, Shown, render
 
@@ -410,7 +410,8 @@ class Costs(Shown, Fact):
 
     def summarise(self) -> str:
         """Return the number of nodes and their total time."""
-        return f"{len(self.nodes)} nodes, {self.compute_ms:.3f} ms for a microbatch of {self.rows} rows"
+        nodes, rows = format_count(len(self.nodes), "node"), format_count(self.rows, "row")
+        return f"{nodes}, {self.compute_ms:.3f} ms for a microbatch of {rows}"
 
     def show(self) -> Parts:
         """Return a table of the nodes, or of the largest modules if there are many nodes; then a line on measuring."""

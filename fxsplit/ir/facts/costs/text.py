@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fxsplit.system.figures import format_bytes
+from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.shown import Parts, Table
 
 FEW = 40
@@ -36,7 +36,7 @@ def list_parts(costs: Any, *, whole: bool) -> Parts:
         rows.append([name, *count, *(f"{ms:.3f}" for ms in times), *map(format_bytes, sizes)])
     yield Table([*heads, ">out", ">kept", ">weights"], rows)
     if not few:
-        yield f"{len(costs.nodes)} nodes in all, {costs.compute_ms:.3f} ms; costs.nodes lists them"
+        yield f"{format_count(len(costs.nodes), 'node')} in all, {costs.compute_ms:.3f} ms; costs.nodes lists them"
     else:
         yield from ("together: " + " ".join(names) for names in costs.together)
         yield from (f"ordered: {a} before {b}" for a, b in costs.ordered)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
 from fxsplit.ir.graph import GivenFact
-from fxsplit.system.figures import TOO_LARGE, format_bytes, show
+from fxsplit.system.figures import TOO_LARGE, format_bytes, format_count, show
 from fxsplit.system.shown import Parts, Shown, Table
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
@@ -281,7 +281,7 @@ class Machine(Shown, GivenFact):
     def summarise(self) -> str:
         """Return the number of devices, and their names."""
         names = [d.name for d in self.devices]
-        return f"{len(names)} devices: {', '.join(names[:8])}{', ...' if names[8:] else ''}"
+        return f"{format_count(len(names), 'device')}: {', '.join(names[:8])}{', ...' if names[8:] else ''}"
 
     def show(self) -> Parts:
         """Return a table of the devices and the links between them."""

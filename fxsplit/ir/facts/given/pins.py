@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.graph import IR, GivenFact
 
 SHOWN_NAMES = 5
@@ -45,10 +46,16 @@ class Pins(GivenFact):
         stages = {path: stage for pins in several for path, stage in pins.stages.items()}
         return Pins(stages, frozenset().union(*(pins.optional for pins in several)))
 
-    def nodes(self, costs: Costs) -> dict[str, int]:
-        """Return the stage of every pinned node; raises PlanError for a path that no node belongs to."""
+    def nodes(self, costs: Costs, machine: Machine | None = None) -> dict[str, int]:
+        """Return the stage of every pinned node.
+
+        Raises PlanError for a path that no node belongs to, and for a stage that has no device on the machine.
+        """
         pinned: dict[str, int] = {}
         for path, stage in self.stages.items():
+            if machine is not None and not 0 <= stage < len(machine):
+                last = len(machine) - 1
+                raise PlanError(f"{path!r} is pinned to device {stage}, and there are devices 0 to {last}")
             found = find_nodes(costs, path)
             if not found and path not in self.optional:
                 raise PlanError(f"cannot pin {path!r}: {suggest_names(costs, path)}")

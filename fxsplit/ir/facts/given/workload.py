@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fxsplit.ir.facts.memory.moments import Moments, MomentsBy, assume_moments
 from fxsplit.ir.graph import GivenFact
+from fxsplit.system.figures import format_count
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,4 @@ class Workload(GivenFact):
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
         # Only asynchronous schedules keep versions; for all other schedules the line stays short.
         kept = "".join(f"; weight versions of {k} stages {list(v)}" for k, v in self.versions.items())
-        return f"{self.schedule}, {self.n_microbatches} microbatches, in flight: {peaks}{kept}"
+        return f"{self.schedule}, {format_count(self.n_microbatches, 'microbatch')}, in flight: {peaks}{kept}"

@@ -69,7 +69,7 @@ def test_few_nodes_are_shown_and_of_many_the_largest_modules(n_layers: int, head
     shown = str(costs).splitlines()
     assert shown[0].split()[0] == head and max(map(len, shown)) <= 80
     assert len(costs.dumped.splitlines()) >= len(costs.nodes) + 1, "a dump has every node"
-    assert repr(costs) == f"Costs({len(costs.nodes)} nodes, {costs.compute_ms:.3f} ms for a microbatch of 1 rows)"
+    assert repr(costs) == f"Costs({len(costs.nodes)} nodes, {costs.compute_ms:.3f} ms for a microbatch of 1 row)"
 
 
 def test_a_machine_is_a_table() -> None:
