@@ -67,11 +67,13 @@ def test_what_fits_for_inference_is_not_refused() -> None:
         compile_fast(model, x, machine)
     assert any("under torch.no_grad(), or inference=True" in note for note in caught.value.__notes__)
     with torch.no_grad(), compile_fast(model, x, machine) as pipe:
-        assert len(pipe.plan.stages) == 2 and torch.equal(pipe(x), model(x))
+        assert len(pipe.plan.stages) == 2
+        torch.testing.assert_close(pipe(x), model(x))
         # Outputs that need gradients need the training plan; the error says why there is none.
         with torch.enable_grad(), pytest.raises(NoFit, match="short by"):
             pipe(x)
-        assert torch.equal(pipe(x), model(x)), "the plan for inference is still there"
+        # The plan for inference is still there.
+        torch.testing.assert_close(pipe(x), model(x))
     with compile_fast(model, x, machine, inference=True) as pipe:
         found = pipe(x)
         assert torch.equal(found, model(x)) and not found.requires_grad
@@ -163,7 +165,8 @@ def test_a_number_of_microbatches_is_searched_for() -> None:
     model, x = make_square(), torch.randn(16, WIDTH)
     with torch.no_grad(), compile_fast(model, x, n_microbatches="auto", schedule="auto") as pipe:
         assert pipe.plan.schedule == "Inference" and pipe.plan.n_microbatches in (2, 4, 8, 16)
-        assert torch.equal(pipe(x), model(x))
+        # Not bit for bit: a product of fewer rows may be added up in another order, which the processor decides.
+        torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_replicas_share_the_microbatches() -> None:
@@ -182,7 +185,7 @@ def test_a_profile_of_forwards_alone_gives_no_training_plan(tmp_path: Path) -> N
     costs = Costs.load(tmp_path / "p.json")
     assert costs.inference and costs.total_ms > 0 and all(n.backward_ms == n.parameter_bytes == 0 for n in costs.nodes)
     with pytest.raises(
-        InputError, match=r"only forwards, .*: plan for inference, too \(inference=True, or --inference\)"
+        InputError, match=r"only forwards, .*: plan for inference, too \(inference=True, or --inference; "
     ):
         fxsplit.plan(costs, 2)
     with pytest.raises(ProfileError, match=r"has only forwards, .* leave costs= out"):
