@@ -75,7 +75,7 @@ def _make_alias(value: Tensor) -> Tensor:
 
 
 def leave_stage(value: Tensor) -> Tensor:
-    """Return an output as torch may send it, and detach in place."""
+    """Return a stage's output as torch's runtime needs it: contiguous, to send it, and no view, to detach it."""
     return _make_alias(value.contiguous())
 
 

@@ -119,7 +119,7 @@ _known: list[Saving] = []
 
 
 def _forget(saving: Saving) -> None:
-    """Forget a checkpoint after its `wait()`, and all checkpoints that are complete."""
+    """Take a checkpoint off the list of those being saved after its `wait()`, and all that are complete."""
     with _changing:
         _known[:] = [one for one in _known if one is not saving and not one.is_complete]
 

@@ -80,7 +80,7 @@ class Compression:
     """The error of outputs and gradients: |found - exact| / |exact|, as norms over all elements.
 
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
-    loss: the loss of the step, in words.
+    loss: the loss of the step, in words; empty if the pipeline gives no gradients, and only outputs were compared.
     """
 
     how: str
@@ -91,10 +91,11 @@ class Compression:
     loss: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"cuts compressed ({self.how}): outputs off by {self.output:.1e}, gradients by {self.gradient:.1e}, "
-            f"at most {self.worst:.1e} ({self.worst_name}), for {self.loss}"
-        )
+        outputs = f"cuts compressed ({self.how}): outputs off by {self.output:.1e}"
+        if not self.loss:
+            return outputs
+        gradients = f"gradients by {self.gradient:.1e}, at most {self.worst:.1e} ({self.worst_name})"
+        return f"{outputs}, {gradients}, for {self.loss}"
 
 
 def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) -> Compression:
@@ -102,4 +103,4 @@ def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) 
     ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
     gradients = ranks.merge_squares(square_differences(found.gradients, exact.gradients))
-    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients), trial.objective.text)
+    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients), trial.loss)

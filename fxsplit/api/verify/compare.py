@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxsplit.api.pipeline.pipeline import Pipeline
@@ -99,13 +100,15 @@ def run_unsplit_step(
     model: nn.Module,
     args: Sequence[Any],
     target: Any,
-    loss_fn: Callable[..., Tensor],
+    loss_fn: Callable[..., Tensor] | None,
     n_microbatches: int | Sequence[int],
     kwargs: Mapping[str, Any] | None = None,
     inputs: Inputs | None = None,
     joined: Joined | None = None,
 ) -> Outcome:
     """Run the unsplit model forward and backward on one microbatch after another.
+
+    loss_fn: the loss of outputs and target. None: run forward only.
 
     n_microbatches: their number, or the rows of each.
     inputs: how the model is called (default: every tensor is cut on its first dimension).
@@ -121,21 +124,29 @@ def run_unsplit_step(
     pieces_of = [spec.cut.split(t, rows) for t, spec in zip(tensors, inputs.specs, strict=True)]
     targets = [()] * len(rows) if target is None else [(t,) for t in split_target(target, rows, inputs)]
     outputs = []
-    weights = weigh_rows(find_reduction(loss_fn), rows) if joined.weights is None else joined.weights
+    reduction = None if loss_fn is None else find_reduction(loss_fn)
+    weights = weigh_rows(reduction, rows) if joined.weights is None else joined.weights
     for m, weight in enumerate(weights):
         call = inputs.make_call([column[m] for column in pieces_of])
         output = model(*call.args, **call.kwargs)
         # Weighted by rows, the losses of microbatches add up to the loss of the batch, as in the pipeline's step.
         if not joined.first:
             # A microbatch with a count of zero has no loss, and its weight is 0.
-            if weight:
+            if weight and loss_fn is not None:
                 (loss_fn(output, *targets[m]) * weight).backward()
             output = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, to_plain_outputs(output))
         outputs.append(to_plain_outputs(output))
     whole = _join_outputs(outputs, rows, joined.meanings)
-    if joined.first:
+    if joined.first and loss_fn is not None:
         loss_fn(whole, *(() if target is None else (target,))).backward()
     return _read_outcome(model, whole)
+
+
+def run_pipeline_forward(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Outcome:
+    """Call a pipeline without gradients."""
+    with torch.no_grad():
+        outputs = pipe(*args, **(kwargs or {}))
+    return _read_outcome(pipe, outputs)
 
 
 def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[OutputKind] | None) -> Any:

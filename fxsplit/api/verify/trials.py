@@ -16,6 +16,7 @@ from fxsplit.api.verify.compare import (
     Outcome,
     limit_difference,
     list_differences,
+    run_pipeline_forward,
     run_pipeline_loop,
     run_pipeline_step,
     run_unsplit_step,
@@ -67,7 +68,19 @@ class Trial:
         if objective.takes_target:
             split_target(objective.target, batch.rows, batch.program.inputs)
         made = cls(call, batch, split.traced[CallEffects].meanings, objective, ranks)
+        if not made.trains:
+            return made
         return replace(made, weight=ranks.weigh(split, made._find_batch_share))
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of the pipeline reach the model, so that a step can be compared and not only a call."""
+        return self.batch.program.detached is None
+
+    @property
+    def loss(self) -> str:
+        """The loss in words, empty if only a call is compared."""
+        return self.objective.text if self.trains else ""
 
     def _find_batch_share(self) -> BatchShare:
         """Return this pipeline's share of the loss of all pipelines side by side."""
@@ -116,6 +129,10 @@ class Trial:
         args, kwargs = clone_call(self.call)
         objective, batch = self.objective, self.batch._replace(rows=rows)
         meanings = [replace(m, weights=[float(w) for w in batch.weigh(m)]) for m in self.meanings]
+        if not self.trains:
+            with torch.no_grad():
+                found = run_unsplit_step(model, args, None, None, rows, kwargs, batch.program.inputs, Joined(meanings))
+            return replace(found, gradients={})
         weights, target = None, None
         loss_fn: Callable[..., Tensor] = objective.loss_fn or take_model_loss
         if objective.loss_fn is None:
@@ -144,7 +161,9 @@ class Trial:
     def run_pipeline(self, split: Pipeline) -> Outcome:
         """Return the outcome of a step of the pipeline on this rank."""
         args, kwargs = clone_call(self.call)
-        if self.joins_first:
+        if not self.trains:
+            found = replace(run_pipeline_forward(split, args, kwargs), gradients={})
+        elif self.joins_first:
             found = run_pipeline_loop(split, args, sum_squares, kwargs)
         else:
             objective = self.objective

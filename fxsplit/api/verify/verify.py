@@ -71,6 +71,7 @@ class Verification(Shown):
         results are for the same pipeline with exact cuts and sums.
     coarse: the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
     loss: the loss that the copies were trained with, in words.
+    detached: why the copies were not trained, and only outputs and buffers were compared; empty if they were trained.
     """
 
     differences: tuple[Difference, ...]
@@ -84,6 +85,7 @@ class Verification(Shown):
     gradient_hook: HookEffect | None = None
     coarse: float = 0.0
     loss: str = ""
+    detached: str = ""
 
     @property
     def offending(self) -> tuple[Difference, ...]:
@@ -118,7 +120,8 @@ class Verification(Shown):
         dtype = str(self.dtype).removeprefix("torch.")
         nodes, stages = format_count(self.nodes, "node"), format_count(self.stages, "stage")
         yield f"\n{self._judge()}; {nodes} by {self.front_end}, {stages}"
-        yield f"{format_count(self.n_microbatches, 'microbatch')}, {dtype}; trained with {self.loss}"
+        how = f"not trained, as it is {self.detached}" if self.detached else f"trained with {self.loss}"
+        yield f"{format_count(self.n_microbatches, 'microbatch')}, {dtype}; {how}"
         if self.compression is not None:
             yield f"{self.compression}; all else is of exact cuts"
         if self.gradient_hook is not None:
@@ -147,8 +150,9 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
 
     The copies are in float64, without dropout. A model that refuses float64 is compared in float32, and a model that
     refuses both in its own dtypes. If all weights of a model are frozen, its copies train anyway. Batch norm is not
-    deferred. The pipeline and its model stay as they are. Over ranks all of them call this, each with the batch of its
-    pipeline, and all return the same result.
+    deferred. If a pass has made weights of its own, no gradient reaches the model: the copies are then not trained, and
+    outputs and buffers are compared after one call. The pipeline and its model stay as they are. Over ranks all of them
+    call this, each with the batch of its pipeline, and all return the same result.
 
     Raises InputError for a model or a loss that draws random numbers besides dropout, for asynchronous schedules, and
     for a target that does not fit. Raises CallError, as compile does, for arguments that do not fit the model's
@@ -216,7 +220,8 @@ def _train_copies(
         trial = Trial.of(call, batch, split, objective, ranks)
         effects = ways.measure(model, trial)
         tally = Tally(trial, split, TOLERANCE[dtype])
-        for _ in range(STEPS):
+        # Without gradients a second step would be the first one again.
+        for _ in range(STEPS if trial.trains else 1):
             tally.begin_step(unsplit)
             whole = copy_module(unsplit)
             by_pieces, by_pipeline = trial.run(unsplit, batch.rows), trial.run_pipeline(split)
@@ -226,9 +231,10 @@ def _train_copies(
             tally.measure_rounding(by_shaken, by_pieces, shaking.eps)
             tally.compare(by_pipeline, by_pieces, by_whole)
             # All start the next step from the same weights and buffers, those of the unsplit model on microbatches.
-            _take_step(unsplit)
-            _take_step(shaken)
-            _load(mine, unsplit)
+            if trial.trains:
+                _take_step(unsplit)
+                _take_step(shaken)
+                _load(mine, unsplit)
         return Verification(
             tally.list_differences(),
             tally.list_natural(),
@@ -239,7 +245,8 @@ def _train_copies(
             len(batch.rows),
             *effects,
             tally.coarse,
-            objective.text,
+            trial.loss,
+            batch.program.detached or "",
         )
 
 
@@ -277,7 +284,7 @@ class _Ways:
         if how := options.way_to_compress:
             with self.compile(copy_module(model), compress=how) as other:
                 compression = measure_compression(how, trial, trial.run_pipeline(other), exact)
-        if options.gradient_hook is not None:
+        if options.gradient_hook is not None and trial.trains:
             hook: Any = trial.ranks.find_reduction(self.pipe).copy_option()
             with self.compile(copy_module(model), hook=hook) as other:
                 effect = measure_hook(other, trial, trial.run_pipeline(other), exact)

@@ -16,7 +16,7 @@ from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
 @dataclass(frozen=True, eq=False)
 class Rewrites:
-    """Checks the passes of a chain that begins with `captured`."""
+    """Checks that each pass of a chain keeps what the graph computes. The chain began with the graph in `captured`."""
 
     captured: IR
 

@@ -47,7 +47,10 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
 
 
 def list_lasting(first: dict[SeenPlace, Any], again: dict[SeenPlace, Any]) -> list[SeenPlace]:
-    """Return the places that each call changes, given the changes after a first and after a second call."""
+    """Return the attributes, globals and items that every call of the model changes, and not only its first call.
+
+    first, again: the places that the first call and then the second call have changed, with their new values.
+    """
     # A value that is made once and then used is a cache. So a value counts only if the next call changes it again.
     return [s for s, v in first.items() if not s.loaded or s not in again or not same(v, again[s])]
 

@@ -86,10 +86,10 @@ class DirectProblem(Problem):
         return run_counted(kernels.reach, len(self), steps, *tables, closing, threshold)
 
     def under(self, upper: float) -> DirectProblem:
-        """Return the problem with expensive tensors made cheaper, so that sums do not lose the digits of small tensors.
+        """Return the problem with large tensors made smaller, so that sums do not lose the digits of small tensors.
 
-        A stage that pays for a tensor more expensive than `upper` is slower than `upper` at any price. So such a tensor
-        may become cheaper, as long as it still costs more than `upper`.
+        upper: a time in ms that the search has to beat. A tensor whose transfer takes longer only has to stay too slow:
+            it gets a size that still takes longer than `upper` on every link.
         """
         # On the cheapest link too, the tensor must cost more than the bound.
         rate = float(self.rate[self.rate > 0].min(initial=inf))

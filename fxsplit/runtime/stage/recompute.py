@@ -109,7 +109,10 @@ class WrittenBuffers:
         self._looked = True
 
     def _read_arrived(self) -> None:
-        """Read the comparisons that have arrived. Raises FxsplitError if one shows a write that was not known."""
+        """Read the comparisons of buffers that the device has finished, without waiting for the rest.
+
+        Raises FxsplitError if a buffer was written that the first run had not written.
+        """
         for differences, names in self._coming.take_arrived():
             late = [name for name, differs in zip(names, differences.tolist(), strict=True) if differs]
             new = [name for name in late if name not in self.names]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit import IR
 from fxsplit.api.compiler.heavy_modules import count_parts
 from fxsplit.errors import FxsplitWarning
 from tests.support.models import FAST
@@ -37,6 +38,23 @@ def test_a_module_that_stands_in_the_way_is_named_unless_it_is_meant() -> None:
     with pytest.warns(FxsplitWarning, match=r"submodule 'lstm' \(LSTM\) is one node and takes \d\d% of the time"):
         fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=FAST)
     fxsplit.compile(Recurrent(), 2, example_inputs=x, passes=f"leaf{{path=lstm}},{FAST}")
+
+
+def test_a_heavy_module_that_a_pass_has_made_is_no_error() -> None:
+    """It was looked for in the captured graph: AttributeError at the end of compile."""
+
+    def replace_first(ir: IR) -> IR:
+        gm = fx.GraphModule(ir.gm, copy.deepcopy(ir.gm.graph))
+        node = next(n for n in gm.graph.nodes if n.op == "call_module")
+        gm.add_submodule("made", copy.deepcopy(gm.get_submodule(node.target)))
+        node.target = "made"
+        return ir.rewrite(gm)
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(8, 8)
+    state_times(_0=30.0)
+    chain = fxsplit.DEFAULT.before("profile", replace_first)
+    with torch.no_grad(), fxsplit.compile(model, 2, example_inputs=x, passes=chain, inference=True) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_parts() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxsplit
+from fxsplit import IR
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.verify.compare import Outcome
 from fxsplit.api.verify.trials import Trial
@@ -268,3 +271,46 @@ def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
         assert fxsplit.verify(pipe, (batch,)).equal
     with pytest.raises(InputError, match="is given a TakesADict: give a pipeline"):
         fxsplit.verify(TakesADict(), batch)  # type: ignore[arg-type]
+
+
+class Folds:
+    """Replace the batch norm of a convolution by a convolution with other weights, `factor` times the right ones."""
+
+    name = "folds"
+    tolerance = math.inf
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, ir: IR) -> IR:
+        gm = fx.GraphModule(ir.gm, copy.deepcopy(ir.gm.graph))
+        conv, norm = (n for n in gm.graph.nodes if n.op == "call_module" and n.target in ("0", "1"))
+        first: Any = gm.get_submodule(conv.target)
+        second: Any = gm.get_submodule(norm.target)
+        fused = fuse_conv_bn_eval(first, second)
+        with torch.no_grad():
+            fused.weight.mul_(self.factor)
+        gm.add_submodule("fused", fused)
+        conv.target = "fused"
+        norm.replace_all_uses_with(conv)
+        gm.graph.erase_node(norm)
+        return ir.rewrite(gm)
+
+
+@pytest.mark.parametrize("options", [{}, {"inference": True}, {"compress": "int8"}])
+def test_a_pipeline_for_evaluation_only_is_compared_in_one_call(options: dict[str, Any]) -> None:
+    """It was trained, and step() refused: a pass that makes weights of its own could not be verified at all."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()), torch.randn(8, 3, 6, 6)
+    model(x)
+    model.eval()
+    for factor in (1.0, 1.001):
+        chain = fxsplit.DEFAULT.before("profile", Folds(factor))
+        with fxsplit.compile(model, 2, example_inputs=x, passes=chain, **options) as pipe:
+            found = fxsplit.verify(pipe, x)
+        assert found.equal == (factor == 1.0)
+        assert {d.kind for d in found.differences} == {"output", "buffer"}
+        assert [d.name for d in found.offending] == ["0"] * (factor != 1.0) and found.loss == ""
+        assert "not trained, as it is only for evaluation, as pass folds has made weights of its own" in str(found)
+        assert (found.compression is None) == ("compress" not in options)
+        if found.compression is not None:
+            assert 0 < found.compression.output < 0.02 and "gradients" not in str(found.compression)

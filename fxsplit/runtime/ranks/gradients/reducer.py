@@ -77,9 +77,10 @@ class Reducer:
         return parameter in self._begun
 
     def begin(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> None:
-        """Begin to add complete gradients, by a hook that runs in the background.
+        """Begin to add gradients over the ranks, in the background. No backward of this step changes them any more.
 
-        A missing gradient is sent as zeros; `finish` finds out which ranks have one.
+        offers: parameters, each with its gradient on this rank, or None. A rank without a gradient sends zeros, and
+            `finish` leaves out parameters without a gradient on any rank. weight: as for `finish`.
         """
         self._begun.update((parameter, gradient is not None) for parameter, gradient in offers)
         self._start(offers, weight)
