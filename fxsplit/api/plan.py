@@ -177,7 +177,10 @@ def lay_out(
     n_microbatches: int | None = None,
     stages_per_device: int | None = None,
 ) -> tuple[Machine, Workload]:
-    """Return the machine, with a device for each stage of the schedule, and the workload: how much each stage holds.
+    """Return the machine and the workload that the planner takes: the devices as stages see them, and their memory.
+
+    Under a schedule with several stages a device, the machine has a device for each of them, which has an even
+    share of the memory. The workload says how many microbatches each stage holds at once.
 
     Raises ScheduleError for numbers that the schedule is not made for, InputError for too many devices.
     """

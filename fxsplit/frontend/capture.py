@@ -84,8 +84,8 @@ def capture(
     - `rows`: the size of the largest microbatch, or the sizes of all microbatches in order
     - `from_shapes`: compute nothing, and check the graph only as far as shapes allow; this is always so for a model
       with weights on the meta device
-    - `grad_enabled`: the caller's grad mode, for a model that looks at it; any other graph must be right for training
-      too
+    - `grad_enabled`: the caller's grad mode. It matters for a model that asks for it, as by torch.is_grad_enabled();
+      the graph of any other model is right with gradients and without
     - `earlier`: earlier IRs of the model; numbers that have changed since become inputs of this graph, if possible
 
     The IR knows its Example, Scope, CallEffects and PythonState.

@@ -39,8 +39,8 @@ class Subject:
     - `numbers`: Python numbers that become inputs of the graph if forward() only does arithmetic with them
     - `outputs`: earlier outputs of the model on fake tensors, by number of rows: another run would return the same
     - `made_up`: the weights have made-up values in place of their own; it is then not `from_shapes`
-    - `apart`: a graph is compared in one run without gradients and one with them, as each call of the model changes a
-      Python value that other code may read, or takes gradients by itself
+    - `apart`: outputs and gradients of the model and of its graph are compared in separate runs, since each call of the
+      model changes a Python value that other code may read, or forward() takes gradients by itself
     - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
     """
 

@@ -127,7 +127,7 @@ class PrintAfter(Observer):
             print(f"# after {name}\n{render(ir)}", file=self.file or sys.stdout)
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Print an IR that does not hold if `names` has its pass."""
+        """Print the IR in which a check has found the error, if `names` has its pass."""
         if name in self.names or "all" in self.names:
             print(f"# failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
 

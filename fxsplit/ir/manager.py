@@ -30,7 +30,7 @@ class Observer:
         """Observe the IR after the pass called `name`."""
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Observe an IR that does not hold after the pass called `name`."""
+        """Observe the IR after the pass called `name`, in which a check has found the error."""
 
 
 def run_chain(

@@ -25,9 +25,10 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class LeafNode(NamedTuple):
-    """The node of one stage's leaves in the caller's graph.
+    """The autograd node through which a backward of the caller reaches the weights of one stage.
 
-    leaves: the stage's own leaves. value: an empty tensor on the stage's device that depends on them.
+    leaves: the stage's leaves, which are its weights. value: an empty tensor on the stage's device, computed from the
+        leaves; the pipeline's outputs depend on it, so that autograd calls this node.
     """
 
     leaves: Sequence[Tensor]

@@ -303,8 +303,8 @@ def join_outputs(
 ) -> tuple[list[Any], list[bool]]:
     """Return a job's outputs joined over all microbatches, and a flag for each that says whether it wants a gradient.
 
-    Raises InputError if the outputs of the microbatches cannot be joined. If only an accelerator knows, `late` raises
-    it in a later batch.
+    Raises InputError if the outputs of the microbatches cannot be joined. If that depends on values of an accelerator,
+    nothing waits for them: `late` raises the error in a later batch.
     """
     packets = [p for p in job.outputs if p is not None]
     outputs = []

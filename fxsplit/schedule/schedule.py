@@ -105,7 +105,7 @@ class Schedule:
         return found
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Return, for each stage, the largest number of microbatches with activations on one device at once."""
+        """Return the most microbatches with activations that each stage, or one of its replicas, holds at once."""
         peak = [0] * self.n_stages
         # Replicas of a stage may hold different numbers: take the largest.
         for device in range(self.n_devices):

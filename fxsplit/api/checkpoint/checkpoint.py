@@ -222,7 +222,7 @@ def _copy_to_host(value: Tensor) -> Tensor:
 
 
 def _get_model(model: nn.Module) -> nn.Module:
-    """Return the user's model."""
+    """Return the model of a pipeline, or the model itself. Raises InputError for anything else."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give a pipeline, or a torch.nn.Module")
     return model.model if isinstance(model, Pipeline) else model

@@ -190,7 +190,7 @@ class FolderReader(StorageReader):
 
 
 def _name_stored(name: str) -> str:
-    """Return the name of a tensor in its file: a weight has its name in the model."""
+    """Return the name of a tensor in its file: that of a weight is its name in state_dict(), without `model.`."""
     return name.removeprefix(MODEL) if name.startswith(MODEL) else name
 
 

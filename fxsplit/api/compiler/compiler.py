@@ -180,7 +180,7 @@ class Compiler:
             self._place(compiled)
 
     def _place(self, compiled: Compiled) -> None:
-        """Move the weights of one record to their devices; over ranks the weights of other programs stay."""
+        """Move the weights of a compiled program to its devices; over ranks, keep those that other programs need."""
         others = [] if compiled.moves_weights else self.list_programs()
         compiled.place(self.model, self.compile_group, others)
 

@@ -106,7 +106,10 @@ def lower(
 def list_facts(
     options: CompileOptions, captured: IR, candidate: Candidate, known: Costs | None, others: Sequence[Program]
 ) -> list[Fact]:
-    """Return the facts that the chain starts from, besides the graph and its example."""
+    """Return the facts that a chain starts from: statements of the user, and findings of other compiles.
+
+    These are the machine, the workload, pins, the loss and known costs. known, others: as for `lower`.
+    """
     pins = captured.get(Pins)
     if others:
         # In this order: a weight cannot move, and the user's pins held when the weights were placed.

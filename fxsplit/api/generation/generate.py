@@ -191,7 +191,10 @@ def run_step(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
 
 
 def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
-    """Return the logits of a decoder that follows an encoder, as `run_step` does."""
+    """Run one step of a decoder on the outputs of an encoder; return its logits and the cache, as transformers does.
+
+    arguments: the keyword arguments of the model's forward(), which are taken out. cache: the name of the cache's.
+    """
     ids, seen, encoded = (
         take_ids(arguments, "decoder_input_ids"),
         take_seen(arguments, cache),

@@ -164,7 +164,11 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequenc
 
 
 def limit_difference(tolerance: float, rounding: float, coarse: float = 0.0) -> float:
-    """Return the largest difference allowed for a measured `rounding` error; `coarse` as in list_differences."""
+    """Return the largest difference that counts as equal.
+
+    tolerance: what is allowed in any case. rounding: the difference that rounded weights make in the unsplit model,
+        which is allowed several times. coarse: as in list_differences.
+    """
     return max(tolerance, min(AMPLIFIED * rounding, _find_most(coarse)))
 
 

@@ -311,7 +311,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_other_name(path: Path) -> bool:
-    """Return whether a path is a link to a checkpoint beside it. A link to another place may be the only one to it."""
+    """Return whether a path is a link to a checkpoint in the same folder, which is listed anyway.
+
+    A link to another folder is no second name: nothing else in this folder may lead to that checkpoint.
+    """
     target = path.resolve()
     return (
         target.parent == path.parent.resolve() and target.name != path.name and STEP.fullmatch(target.name) is not None

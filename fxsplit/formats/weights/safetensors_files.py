@@ -104,9 +104,11 @@ class WeightFiles:
     def _find_recipes(
         self, files: Any, model: nn.Module, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Recipe], dict[str, dict[str, Parts]]]:
-        """Return by name the recipe of each stored weight, and the parts of weights that can be filled piecewise.
+        """Return how each weight is made from tensors in the files, by the weight's name.
 
-        The recipes include tensors that the model lacks. Raises InputError for a weight of another shape or dtype.
+        A recipe names the tensors and the conversion. A weight that is joined from several tensors also has its parts
+        in the second dict, so that each can be read straight into its place. There are recipes for tensors that the
+        model lacks, too. Raises InputError for a weight of another shape or dtype.
         """
         recipe_of: dict[str, Recipe] = {}
         kind_of: dict[str, Tensor] = {}

@@ -77,5 +77,5 @@ def _is_near(a: Tensor, b: Tensor, allowed: float) -> bool:
 
 
 def _is_rounded(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor are rounded numbers."""
+    """Return whether a tensor has a dtype in which arithmetic rounds: floating-point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -151,7 +151,7 @@ class Record(TorchFunctionMode):
                     yield from tensor.flatten().tolist()
 
     def _list_tables(self, node: fx.Node) -> Iterator[Tensor]:
-        """Yield the tensors from outside that have one entry for each class."""
+        """Yield the constants that a node of the loss reads, and that may be the weights of classes."""
         for value in node.all_input_nodes:
             table = getattr(self._root, str(value.target)) if value.op == "get_attr" else None
             if table is not None and not isinstance(table, nn.Parameter) and table.ndim == 1 and table.numel():

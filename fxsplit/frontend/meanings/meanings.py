@@ -291,7 +291,7 @@ class _Trial:
             yield self._few  # memory may not suffice for the whole example
 
     def _is_shown(self, name: str, run: TrialRun) -> bool:
-        """Return whether a few rows suffice to show the kind of a number."""
+        """Return whether a run on a few rows has shown that a number, such as a loss, is a mean or that it is a sum."""
         # If a model has no weights, the whole example may need more memory than there is.
         whole, pieces = run.take(name)
         is_number = self._subject.made_up and isinstance(whole, Tensor) and whole.is_floating_point()
@@ -383,7 +383,7 @@ class _Trial:
         return CountWatch(f"{name} of {self._here.name}", found) if found else None
 
     def _weigh(self, count: Count, run: TrialRun) -> list[float]:
-        """Return the weights of the pieces of a run."""
+        """Return the share of each piece of a batch in a mean that is divided by `count`."""
         tensors = take_batch(self._here, sum(run.rows))
         return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
 

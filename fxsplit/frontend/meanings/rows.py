@@ -43,8 +43,8 @@ def mix_batch(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Ten
 def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, with different rows if all floats of a tensor are the same number, as from torch.ones.
 
-    If rows are alike, the largest is also their mean. The new rows lie between half the number and the number, or
-    between 0.5 and 1 if the number is zero.
+    With equal rows, a mean over rows could not be told from a maximum. The new rows lie between half the number and the
+    number, or between 0.5 and 1 if the number is zero.
     """
     made = []
     for spec, t in zip(inputs.specs, tensors, strict=True):

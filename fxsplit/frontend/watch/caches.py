@@ -31,10 +31,12 @@ OTHER = 1.25
 
 
 def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[SeenPlace, Cached]) -> None:
-    """Record the contents of the filled caches if other calls fill them alike; `watch` can empty the caches.
+    """Check that the caches which a first call has filled hold for calls with other inputs and weights too.
 
-    `restore` removes hooks that a first call has put on modules and recorded in such a cache. Raises InputError if
-    another call returns other outputs with the filled caches than with empty ones.
+    caches: the caches, each with what the first call has put in. They are recorded in their places if other calls put
+        in the same. watch: empties the caches. restore: removes hooks that the first call has put on modules.
+
+    Raises InputError if another call returns other outputs with the filled caches than with empty ones.
     """
     # Weights change between steps of a training; an evaluation may keep values computed from them.
     with _change_weights(here) if here.model.training else nullcontext():

@@ -200,7 +200,10 @@ def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
 
 
 def _list_module(value: types.ModuleType, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the attributes that code reads of a Python module; for torch, also the answers to questions about modes."""
+    """Yield the attributes of a Python module that code reads.
+
+    If the module is torch, also yield the results of functions such as torch.is_grad_enabled().
+    """
     held, library = vars(value), is_library(value)
     label = label._replace(library=is_installed(value.__name__))
     # os.getenv() reads os.environ.

@@ -92,14 +92,16 @@ class _Frame:
 
 @dataclass(eq=False)
 class SeenPlace:
-    """A place, and its value before the call.
+    """A place of a Python value (an attribute, a global, an item) that code of the model names, with its first value.
 
-    - `container`: the container, if the place is a container's content
-    - `homes`: the contexts of the code that names the place
+    - `before`: the value before the call
+    - `container`: the list, dict or set, if the place is its contents
+    - `homes`: the modules and functions with code that names the place
     - `loaded`: the code reads it; `stored`: the line that sets it, if any
-    - `silent`: only hooks name it, or a library that it belongs to
-    - `lasting`: the part of a container that the code does not change, in place of all of it
-    - `asked`: the value is an answer of torch; `library`: the place is only reached through objects of a library
+    - `silent`: only hooks name it, or only the library that it belongs to
+    - `lasting`: the part of a container that the code does not change, which is compared instead of the whole
+    - `asked`: the value is what a function of torch returns, such as torch.is_grad_enabled()
+    - `library`: the place is only reached through objects of a library
     - `changed`: a call of the model changes it; `cached`: the contents that a call fills in, if it is a cache
     """
 

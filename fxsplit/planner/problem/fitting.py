@@ -104,7 +104,10 @@ class RefusedStages:
         self._known = None
 
     def list_bans(self, n_kinds: int, n_states: int) -> BannedStages:
-        """Return all pairs as arrays for the kernels."""
+        """Return the refused stages, pairs of states, as arrays for the kernels.
+
+        n_kinds: the number of kinds of stages. n_states: the number of states.
+        """
         if not self.pairs:
             return NO_BANS
         if self._known is None:

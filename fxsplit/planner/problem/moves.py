@@ -120,11 +120,14 @@ def _list_ends(machine: Machine, begin: int, replicated: bool) -> list[int]:
 
 
 def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> Moves:
-    """Return moves over the devices in order, which may also leave devices idle that are not in `named`.
+    """Return moves over the devices in order. A device may stay idle, unless it is in `named` (it has pinned nodes).
 
-    In configuration (q, where) the first q devices are used or idle. `where` is "none" before the first stage, "near"
-    if the previous stage is on device q - 1, and "far" if it is further away. A stage that ends "far" leaves the next
-    device idle as well, because its sending time depends on it. If all links are equal, `where` is always "none".
+    replicated: a stage may take several neighbouring devices.
+
+    A configuration is a pair (q, where). The first q devices are decided: each has a stage or stays idle. `where` says
+    where the previous stage is, since that decides the link over which it sends: on device q - 1 ("near"), on an
+    earlier device ("far"), or nowhere ("none"), before the first stage. One move takes a stage together with the idle
+    device after it, and so ends "far". If all links are equal, `where` is always "none".
 
         device     0      1      2
                 [stage]   .   [stage]      (0, none) -> (2, far) -> (3, near): the first stage ends far

@@ -104,9 +104,10 @@ def _on_line(problem: Problem, line: list[int], upper: float) -> Path | None:
 
 
 def _even(problem: Problem, line: NDArray[np.int64]) -> float:
-    """Return the load in ms of the slowest stage if a line is split evenly over all devices.
+    """Return the load in ms of the slowest stage if a line of states is cut so that all devices do about equal work.
 
-    It is infinite if memory, pins or too few states might forbid that split.
+    line: the numbers of states, each with more nodes than the one before: the places where stages may end. The result
+        is infinite if memory or pins might forbid that split, or if the line is shorter than the devices are many.
     """
     path: Path = []
     # For each configuration, the first move with a stage that leaves it.
@@ -240,7 +241,12 @@ def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], u
 
 
 def _best_end(problem: Problem, best: NDArray[np.float64], origin: Ints, via: Ints) -> Path | None:
-    """Return the fastest chain over all final configurations."""
+    """Return the stages of the fastest plan, or None if there is none.
+
+    A plan may end in several configurations (sets of used devices). best: the slowest load of the best division of each
+    state in each configuration. origin, via: the state at which its last stage begins, and the move, as
+    `Problem.trace` takes them.
+    """
     final = min(sorted(problem.moves.final), key=lambda q: best[q, -1])
     if best[final, -1] == inf:
         return None

@@ -99,7 +99,11 @@ class LossMeaning:
         self._lock = threading.Lock()
 
     def hear(self, calls: Heard) -> bool:
-        """Take the torch calls of a step's first loss, and return whether to look at its microbatch again."""
+        """Return whether the loss has to be looked at again, given the torch functions that it calls in this step.
+
+        If an earlier step has made the same calls, what was found then holds: whether the loss is a mean, a sum, or
+        divided by a count. Otherwise the step's first microbatch shows it.
+        """
         with self._lock:
             if self.steps_left:  # this step has looked at the microbatch
                 self._calls = calls

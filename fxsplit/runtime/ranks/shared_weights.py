@@ -114,7 +114,10 @@ class SharedWeights:
         return own
 
     def gather_notes(self) -> None:
-        """Send the statistics of replicas' batch norms to the first replica, which writes them."""
+        """Send the batch statistics that replicas of a stage have computed to its first replica.
+
+        The first replica adds them to its own, and later updates the running statistics of the batch norms.
+        """
         me, works = self._world.me, []
         for stage, norm in self._noted:
             first, *others = self._program.homes[stage]

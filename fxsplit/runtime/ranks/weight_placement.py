@@ -244,7 +244,7 @@ class WeightPlacement:
             yield name, self._broadcast(value, sources[name]) if name in sources else value
 
     def _find_sources(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the rank of each tensor that not all ranks have."""
+        """Return, for each name of a tensor that some rank lacks, the rank that sends it its values."""
         # Ask all ranks: a name may be a second name of a tied weight, or its tensor computed from weights.
         own = {name: value.owner.rank for name, value in state.items() if isinstance(value, RemoteTensor)}
         told = self._world.gather_texts(json.dumps(own), "a state_dict")

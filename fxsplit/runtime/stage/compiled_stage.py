@@ -208,5 +208,5 @@ def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
 
 
 def _note_compile() -> None:
-    """Note that this thread has compiled a graph."""
+    """Count that torch.compile has compiled a graph in this thread, so that the caller can see it afterwards."""
     _thread.compiled = getattr(_thread, "compiled", 0) + 1

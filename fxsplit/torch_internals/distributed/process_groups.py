@@ -128,7 +128,10 @@ class WatchedStore(Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have values. Raises whatever `look` raises, and DistStoreError after the timeout."""
+        """Wait until all keys have values. Raises an error of `look`, which it calls meanwhile.
+
+        Raises DistStoreError after the timeout.
+        """
         limit_s = math.inf if timeout is None else timeout.total_seconds()
         begin = time.monotonic()
         while not self._store.check(keys):

@@ -184,7 +184,10 @@ class RemoteGradients:
         return self._entries[index].name
 
     def send_away(self, index: int, device: torch.device | None = None) -> None:
-        """Make a parameter remote: free its values, which another rank owns."""
+        """Make a parameter remote: free its values here, as another rank owns them.
+
+        device: the device that the parameter reports afterwards (default: its present one).
+        """
         entry = self._entries[index]
         weight = entry.weight()
         assert weight is not None, "a pipeline keeps its parameters"
@@ -283,7 +286,10 @@ class RemoteGradients:
     def _exchange_norms(
         self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str
     ) -> list[list[float]]:
-        """Return, for each rank, the norms of its gradients by index. `chosen` are the indices to compute."""
+        """Return, for each rank, a list with the norm of its gradient of each parameter, 0 for all that it lacks.
+
+        chosen: the numbers of the parameters to compute; the others are 0. what: the user's call, for errors.
+        """
         own = {i: gradient for i in chosen if (gradient := self._get_own(self._entries[i])) is not None}
         numbers = [0.0] * len(self._entries)
         if own:

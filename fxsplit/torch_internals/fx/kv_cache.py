@@ -105,7 +105,10 @@ _thread = _Thread()
 
 @contextmanager
 def use_kv_cache(kv_cache: KVCache | None) -> Iterator[None]:
-    """Make the operators of this thread use a KV cache in the block. Without one, they make up entries."""
+    """Make the operators of this thread read and extend a KV cache in the block.
+
+    With None they run on made-up keys and values of the right shape, as in a profile.
+    """
     with restore_after(partial(setattr, _thread, "kv_cache", _thread.kv_cache)):
         _thread.kv_cache = kv_cache
         yield

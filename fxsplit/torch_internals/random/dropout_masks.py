@@ -30,7 +30,10 @@ MASKS: tuple[tuple[Any, str], ...] = (
 
 
 def find_mask(call: Any) -> str | None:
-    """Return the name of the dropout function of a function or module if a mask can replace it, else None."""
+    """Return which dropout function a graph's function or module calls, if it can be replaced by a product with a mask.
+
+    Returns None for any other function or module, and for a module with hooks.
+    """
     if isinstance(call, nn.Module) and (call._forward_hooks or call._forward_pre_hooks or call._backward_hooks):
         return None
     return next((name for known, name in MASKS if call is known or type(call) is known), None)

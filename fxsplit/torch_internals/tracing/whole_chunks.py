@@ -60,7 +60,7 @@ def _find_period(size: Any, modulo: int) -> int | None:
 
 
 def _evaluate(size: Any, value: int) -> int:
-    """Evaluate an expression with a known period at a value of its symbol."""
+    """Evaluate a size, a sum of products and remainders of one symbol, for a value of the symbol."""
     if size.is_Integer:
         return int(size)
     if size.is_Symbol:

@@ -71,7 +71,8 @@ class TorchExport:
     def attempt(self, subject: Subject) -> Graph:
         """Return the exported graph; raises TraceError with the line and submodule that torch.export cannot follow.
 
-        The graph is right for numbers of rows within its bounds that its guard accepts.
+        The graph's Scope says for which numbers of rows it is right: for those between two bounds that also pass the
+        conditions that torch.export has found.
         """
         model = subject.model
 

@@ -133,7 +133,10 @@ class GraphWriter:
         return _copy_meta(self.graph.create_node("get_attr", name), value)
 
     def _write_node(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
-        """Write one node of a body, if it needs one, and return its counterpart in the graph."""
+        """Write the operator of one node of `body` into the graph, and return the node that has its value there.
+
+        use: returns the node in the graph for a node of the body that was written before.
+        """
         args: Any = node.args
         if node in self._batch_norms:
             path = self._batch_norms[node]
@@ -226,7 +229,10 @@ class GraphWriter:
         return self.graph.call_function(operator.getitem, (self._called[leave, number], output))
 
     def _write_whole(self, node: fx.Node, use: Use) -> fx.Node:
-        """Return an output of a call of a submodule that stays whole; `node` represents that output."""
+        """Write the call of a submodule that stays whole, unless it is written; return the node of one of its outputs.
+
+        node: the node of this output in the exported graph.
+        """
         given, _, _, _, number, output = node.args
         assert isinstance(given, Sequence) and isinstance(number, int) and isinstance(output, int)
         call = self._wholes[number]

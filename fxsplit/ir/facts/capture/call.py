@@ -86,8 +86,8 @@ class TensorSpec:
 class Inputs:
     """The structure of one call: `leaves` holds a TensorSpec for each tensor, and all other values themselves.
 
-    A number that is an input of the graph is a NumberSpec. An Opaque among the leaves is a value inside an object,
-    which forward() must not read.
+    A number that is an input of the graph is a NumberSpec. If an argument is an object of a user's own class, forward()
+    may read only the tensors in it, and an Opaque stands for each other value.
     """
 
     signature: inspect.Signature

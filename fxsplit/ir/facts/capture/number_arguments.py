@@ -23,7 +23,7 @@ class NumberSpec:
 
     @property
     def place(self) -> Place:
-        """The value as a place: during a capture, calls hold a stand-in for the number there."""
+        """The place at which a capture puts a stand-in for the number, so that calls are made with the stand-in."""
         put = partial(setattr, self, "value")
         return Place(f"argument {self.name!r}", partial(getattr, self, "value"), put, (ARGUMENT, self.name))
 

@@ -65,7 +65,10 @@ class Crossings(NamedTuple):
 
 
 def list_crossings(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Crossings]:
-    """Return the values that cross the two boundaries of each of `count` stages, if stages hand values on."""
+    """Return the values that cross the two boundaries of each of `count` stages.
+
+    A value that a later stage reads crosses every boundary on the way, as under the cost model `forwarded`.
+    """
     # Boundary b lies before stage b.
     crossing: list[list[str]] = [[] for _ in range(count + 1)]
     for name, _, _, readers, returned in costs.values:

@@ -91,9 +91,10 @@ class FaultGuard:
         """Guard a block that all ranks run, for at most `limit_s` seconds: raises the first failure of any rank.
 
         A rank with an error of its own raises that. Otherwise it raises a RankError that also has the type of the first
-        failure. If a rank leaves, this raises at once, unless that rank has already finished this block. An inner block
-        only has a time limit of its own.
-        firm: the limit also binds inner blocks. needed: the ranks of the default group that the block needs; other
+        failure. If a rank leaves, this raises at once, unless that rank has already finished this block. Blocks may be
+        nested: failures of other ranks are raised by the outermost one, and an inner one only adds its time limit.
+
+        firm: inner blocks cannot extend this limit. needed: the ranks of the default group that the block needs; other
             ranks may leave meanwhile (default: all).
         """
         if self._watches:

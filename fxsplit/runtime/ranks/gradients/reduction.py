@@ -59,7 +59,7 @@ class GradientReduction:
 
     @cached_property
     def data_parallel(self) -> DataParallel:
-        """The data-parallel pipelines of the mesh; there may be only one."""
+        """The data-parallel pipelines of the mesh, or the only pipeline."""
         return DataParallel(self._world, self._make_reducer)
 
     def _make_reducer(self) -> Reducer:
@@ -71,6 +71,9 @@ class GradientReduction:
 
         A hook with error feedback is bypassed if a gradient on any rank is not finite, for example after an overflow
         under a GradScaler: such a number would stay in the errors forever.
+
+        weight: the weight of this rank's loss in that of the mesh; with 0 its gradients do not count. what: the user's
+            call, for errors.
         """
         if self.choice.feeds_back and self.adds:
             # A gradient with weight zero may be NaN, and is left out.

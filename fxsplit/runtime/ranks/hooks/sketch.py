@@ -43,7 +43,10 @@ class Sketch:
 
 
 def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    """Return the mean of the entries that the sketches estimate as largest. Other entries are zero, and kept."""
+    """Return the mean over ranks of the entries that the sketches estimate as largest, and zero for all others.
+
+    The gradient of this rank at the zeroed entries is kept in `state`, and added to that of the next step.
+    """
     left = state.residuals.add_to(bucket)
     if left.numel() >= PRIME:
         raise InputError(f"a bucket of {left.numel()} entries: give smaller ones, bucket_bytes=25e6")

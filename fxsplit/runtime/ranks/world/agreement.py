@@ -115,7 +115,10 @@ class Agreement:
         return int(found[0][-1])
 
     def _tell(self, things: dict[str, str | int], found: Sequence[Sequence[int]]) -> None:
-        """Raise RanksDiffer, which names the first difference."""
+        """Raise RanksDiffer, which names the first thing that ranks have differently, in words.
+
+        things: this rank's own, as texts by name. found: for each rank, a hash of each thing.
+        """
         texts = [json.loads(text) for text in self._world.gather_texts(json.dumps(things), "what differs")]
         for i, (name, sentence) in enumerate(THINGS.items()):
             rank = next((r for r, numbers in enumerate(found) if numbers[i] != found[0][i]), None)

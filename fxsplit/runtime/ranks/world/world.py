@@ -221,9 +221,10 @@ class World:
         return "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
     def _make_group(self, ranks: Sequence[int], backend: str, limit_s: float) -> Any:
-        """Return the group of this row's ranks at the places of `ranks`.
+        """Return a process group of `ranks`, which are ranks of this pipeline.
 
-        As torch requires, every rank makes the groups of all rows; it is in at most one of them.
+        Each other pipeline of the mesh (a row) gets a group of its ranks at the same positions. As torch requires,
+        every rank makes the groups of all rows; it is in at most one of them.
         """
         places = [self.ranks.index(rank) for rank in ranks]
         made = [self._make([row[p] for p in places], backend, limit_s) for row in self.rows]
