@@ -124,7 +124,7 @@ def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Cost
     """Return the costs to plan from and the schedule to plan for, with or without backwards.
 
     Raises InputError if costs without backwards are to be planned for training, or if a training schedule is given for
-    inference; ScheduleError for an unknown schedule, and for the schedule of inference by its name.
+    inference; ScheduleError for an unknown schedule, and for the name "Inference" in a plan for training.
     """
     if not inference and costs.inference:
         raise InputError(

@@ -87,8 +87,8 @@ class Validity:
     def check_hooks(self) -> None:
         """Raise InputError for a hook on a module that is cut into stages inside, since nothing would call the hook.
 
-        A hook that the library of an enclosing module set is part of that module's forward(): its effect is in the
-        graph.
+        A hook may be a part of forward(): a library sets it on a module inside of a module of its own class. Such a
+        hook is allowed, as the graph has its effect.
         """
         if self._traced_into and has_global_hooks():
             raise InputError(

@@ -99,7 +99,10 @@ class Compression:
 
 
 def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) -> Compression:
-    """Return the error of a step with compressed cuts; each rank has the gradients of its stages."""
+    """Return the error of a step with compressed cuts: `found` beside the unsplit model's `exact`, over all ranks.
+
+    how: the compression, such as "int8".
+    """
     ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
     gradients = ranks.merge_squares(square_differences(found.gradients, exact.gradients))

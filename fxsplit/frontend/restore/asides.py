@@ -30,7 +30,7 @@ class Notes(Protocol):
 
 
 class _Kept(threading.local):
-    """The active notes of one thread."""
+    """The notes of the calls that one thread is making."""
 
     def __init__(self) -> None:
         self.notes: list[Notes] = []

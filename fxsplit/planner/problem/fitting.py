@@ -115,7 +115,10 @@ class RefusedStages:
         return self._known
 
     def list_among(self, n_kinds: int, states: NDArray[np.int64]) -> BannedStages:
-        """Return the pairs within `states`, numbered by position."""
+        """Return the refused stages that begin and end in `states`, with positions in `states` as their numbers.
+
+        n_kinds: the number of kinds of stages.
+        """
         place = {int(state): i for i, state in enumerate(states)}
         some = {
             kind: [(place[a], place[b]) for a, b in pairs if a in place and b in place]

@@ -126,7 +126,10 @@ def _sum_training(
 
 @lru_cache(maxsize=8)  # one graph is planned for several numbers of stages and many machines
 def _find_sums(costs: Costs, chains: Antichains, *, splits: bool) -> _Sums:
-    """Return the quantities that the states lack. `splits`: backwards are split into input and weight gradients."""
+    """Return the sums of bytes over each ideal's nodes from which the memory of stages follows (see `_Sums`).
+
+    splits: backwards are split into input and weight gradients.
+    """
     far, members = _list_far(costs, splits=splits), chains.blocks.members
     of_block = np.array([max(far[name] for name in block) for block in members])
     # Edges are sorted by start; sort them by end.

@@ -199,7 +199,7 @@ def _move_to_start(value: Any) -> Any:
 
 
 def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
-    """Return the function that calls an active uncompiled module."""
+    """Return the function that a compiled stage calls between two of its graphs, in place of `module`."""
     # Imported late: defining the operator takes torch a moment, and only compiled stages need it.
     from fxsplit.torch_internals.random.dropout_masks import find_mask, multiply_by_mask
 

@@ -137,7 +137,10 @@ class _Known(NamedTuple):
 
 
 class BranchFinder:
-    """Finds the branch nodes of one stage. The result for a graph is reused for every graph of the same shape."""
+    """Finds the branch nodes of a stage's autograd graph, at which a backward can leave weight gradients for later.
+
+    The result for a graph is reused for every graph of the same shape.
+    """
 
     def __init__(self) -> None:
         self._known: list[_Known] = []

@@ -40,9 +40,9 @@ def without_weights() -> Iterator[None]:
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Return whether any weight is on the meta device, or on another rank that has not lent its values.
+    """Return whether the values of any parameter or buffer are not in this process.
 
-    Weights are parameters and buffers.
+    They are not if the weight is on the meta device, or on another rank that has not sent a copy for now.
     """
     weights = (*model.parameters(), *model.buffers())
     return any(w.is_meta or (isinstance(w, RemoteTensor) and w.lent is None) for w in weights)

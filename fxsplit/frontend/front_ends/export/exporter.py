@@ -251,7 +251,7 @@ def _refuse_hook(_: Tensor) -> None:
 
 @contextmanager
 def _make_torch_followable() -> Iterator[None]:
-    """Change torch's own Python code so that torch.export can follow it, one patch per `with`."""
+    """Change functions of torch in the block so that torch.export can follow a model that calls them."""
     with _skip_idle_conversions(), ask_in_bfloat16(), ask_no_values(), run_layers_apart():
         yield
 

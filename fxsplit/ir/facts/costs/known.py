@@ -35,7 +35,10 @@ _CHOOSES = re.compile(r"\b(bool|u?int\d+)\[")
 
 
 class Observed(NamedTuple):
-    """An observed node: its name, its inputs, its signature, and the dtype and shape of its output."""
+    """A node of a graph that has run once, to be looked up among known costs.
+
+    signature: its operator with the shapes of its arguments. made: the dtype and shape of its output.
+    """
 
     name: str
     inputs: Sequence[str]

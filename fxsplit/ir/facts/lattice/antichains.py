@@ -85,7 +85,8 @@ class Antichains(ReadOnlyArrays, Fact):
     - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which also contains block
       `node`
     - `live_bytes` (float64 [ideals]) sums the values that are made inside, or given to the model, and read outside,
-      each once; `live_gradient_bytes` sums the gradients that return for them, and `sent_bytes` both as they are sent
+      each once; `live_gradient_bytes` sums the gradients that return for them; `sent_bytes` sums the bytes that both
+      take on a link, which are fewer if they are compressed
     - `complete` is False if there were too many ideals, and these are only the prefixes of one topological order;
       `levels` then bound all other ideals
     - `enumerated` says that the planner has enumerated them; a plan over any other ideals is not called optimal

@@ -143,9 +143,10 @@ class GradientReduction:
         return reducer
 
     def find_left_out(self, program: Program, weight: float) -> dict[Tensor, Tensor] | None:
-        """Return the compression errors of the sums for each weight of this rank, or None if no hook keeps errors.
+        """Return, for each parameter of this rank, the part of its summed gradient that hooks keep for later steps.
 
-        All ranks call it. weight: this pipeline's weight among the data-parallel pipelines.
+        Returns None if no hook keeps anything. All ranks call it. weight: the weight of this pipeline's loss in that of
+        all data-parallel pipelines.
         """
         world, data_parallel, trained = self._world, self.data_parallel, program.list_trained()
         found: dict[Tensor, Tensor] = {}

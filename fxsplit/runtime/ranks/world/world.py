@@ -191,7 +191,10 @@ class World:
             self.dp_device_group = self.dp_group if backend == "gloo" else self._make_dp_group(backend)
 
     def _make_dp_group(self, backend: str, limit_s: float | None = None) -> Any:
-        """Return the group of this rank's column; every rank makes the groups of all columns."""
+        """Return the group of the ranks at this rank's position in all pipelines of the mesh, for data parallelism.
+
+        As torch requires, every rank makes the groups of all positions.
+        """
         made = [self._make(column, backend, limit_s or self.limit_s) for column in zip(*self.rows, strict=True)]
         self._made.append(made[self.me])
         return made[self.me]
