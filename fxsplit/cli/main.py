@@ -93,7 +93,10 @@ def make_parser() -> Parser:
 def _run_demo(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fxsplit.cli import demo
+    from fxsplit.system.progress_bar import show_phase
+
+    with show_phase("loading torch"):
+        from fxsplit.cli import demo
 
     return demo.main(Console())
 

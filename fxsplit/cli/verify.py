@@ -19,6 +19,7 @@ from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 from fxsplit.system.figures import SHOWN, parse_bytes
+from fxsplit.system.progress_bar import show_phase
 from fxsplit.system.user_lines import find_users_line
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help does not need it
@@ -125,9 +126,10 @@ def main(arguments: argparse.Namespace) -> int:
     Under a launcher every rank runs this, and the first one prints. Raises InputError for an invalid factory, for a
     model that raises, and for options that need several ranks.
     """
-    from fxsplit.cli.launched import join_ranks
-    from fxsplit.ir.facts.capture.call import Call
-    from fxsplit.runtime.ranks.world.join import is_launched
+    with show_phase("loading torch"):
+        from fxsplit.cli.launched import join_ranks
+        from fxsplit.ir.facts.capture.call import Call
+        from fxsplit.runtime.ranks.world.join import is_launched
 
     if is_launched():
         if arguments.devices is not None:

@@ -18,6 +18,7 @@ import fxsplit
 from fxsplit.cli.main import main, make_parser
 from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
+from fxsplit.system.progress import listen
 from fxsplit.torch_internals.autograd.sums import Share, Sums
 from fxsplit.torch_internals.random.no_dropout import disable_dropout
 from tests.support.models import FAST, Mlp
@@ -280,3 +281,11 @@ def test_a_module_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InputError, match="cannot import 'broken_factories': SyntaxError: "):
         _call_factory("broken_factories:f")
+
+
+def test_loading_torch_is_shown_as_progress() -> None:
+    """A newcomer's first command was silent for seconds."""
+    heard: list[str] = []
+    with listen(lambda what, done, total: heard.append(what)):
+        assert main(["verify", "no.such.module:make"]) == 2
+    assert heard[:2] == ["loading torch"] * 2
