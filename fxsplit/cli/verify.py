@@ -223,7 +223,7 @@ def _read_chunks(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _read_dtype(name: str) -> Any:
-    """Return a dtype of torch by its name; raises InputError for what is none."""
+    """Return a dtype of torch by its name; raises InputError for any other name."""
     import torch
 
     known = {key: value for key, value in vars(torch).items() if isinstance(value, torch.dtype)}

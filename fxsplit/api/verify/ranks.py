@@ -64,7 +64,7 @@ class Ranks:
 
     @contextmanager
     def lend_counted(self, pipe: Pipeline, program: Program) -> Iterator[None]:
-        """For the block, give all ranks the buffers by which losses of a program of `pipe` are counted."""
+        """For the block, give all ranks the buffers from which divisors of losses are computed (class weights)."""
         compile_group = pipe.compiler.compile_group
         counted = {} if compile_group is None else program.list_counted()
         with compile_group.placement.lend(counted) if compile_group is not None and counted else nullcontext():

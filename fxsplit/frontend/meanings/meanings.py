@@ -347,7 +347,10 @@ class _Trial:
         return kinds
 
     def _find_node(self, name: str, run: TrialRun) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-        """Yield the graph and its node for an output; nothing if there is no such graph or node."""
+        """Yield the captured graph, and the node in it that computes the output called `name`.
+
+        Yields nothing if there is no graph, or if that output of the graph is a constant.
+        """
         leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
         node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
         if self._gm is not None and isinstance(node, fx.Node):

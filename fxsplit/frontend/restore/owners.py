@@ -51,7 +51,10 @@ def is_namespace(value: Any) -> bool:
 
 
 def find_foreign() -> frozenset[int]:
-    """Return the identities of the containers that modules of libraries hold, such as a package's registry."""
+    """Return the ids of the lists, dicts and sets that are globals of installed packages, such as a registry.
+
+    They are not the model's, even if a call of the model writes to them.
+    """
     named = list(sys.modules.items())
     libraries = [m for name, m in named if issubclass(type(m), types.ModuleType) and is_installed(name)]
     # By its type, since an object may run any code when asked for its class, such as a warning.

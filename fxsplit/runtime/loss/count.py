@@ -28,7 +28,10 @@ class _Mean(NamedTuple):
 
 
 def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | CountWatch | None:
-    """Return the divisor of a loss that averages over its target's labels, a CountWatch if it does more, or None."""
+    """Return how the divisor of a loss follows from its target, if the loss is a mean over labels that count.
+
+    Returns a CountWatch if such a mean is only a part of the loss, and None if there is none.
+    """
     note = _NoteMeans()
     with expect_averages(), enter_function_mode(note):
         loss = loss_fn(outputs, *target)

@@ -348,10 +348,11 @@ class BatchLoss:
 
 
 def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None = None) -> Tensor:
-    """Return the weighted sum of values. A value with weight zero may be NaN.
+    """Return the weighted sum of the losses of microbatches.
 
-    The host does not wait for an accelerator. If a value with weight zero is not NaN, `late` raises an error, perhaps
-    in a later batch.
+    A microbatch in which nothing counts has weight zero. Its loss is 0 / 0, which is NaN, and is left out. If it is not
+    NaN, the loss counts otherwise than the weights say, and `late` raises an error, perhaps in a later batch: the host
+    does not wait for an accelerator.
     """
     tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
     if tensors:

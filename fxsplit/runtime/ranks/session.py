@@ -174,7 +174,11 @@ class RankSession:
         return sums
 
     def _agree_to_add(self, leaves: Collection[Tensor]) -> None:
-        """Wait until all ranks, also of other pipelines, are ready to add their sums; no hook can fail after that."""
+        """Wait until all ranks of all pipelines have run their backwards and the users' hooks on gradients.
+
+        After that every rank adds its sums, and no code of the user can stop only one of them. leaves: the parameters
+        that still wait for their sums.
+        """
         self._told = self._placement.tell_gradients(leaves)
 
     def _tell_of_failure(self) -> None:
@@ -217,7 +221,11 @@ class RankSession:
     def _share_losses(
         self, found: list[list[float]], total: Tensor | None, compute_total: Callable[[], Tensor]
     ) -> Tensor:
-        """Give every rank the loss of every microbatch, and return the loss of the batch."""
+        """Give every rank the loss of every microbatch, and return the loss of the batch.
+
+        found: for each rank, what it has sent about its losses. total: the loss of the batch if this rank has computed
+            it. compute_total: computes it from the losses of all microbatches.
+        """
         loss, world, n = self._request.loss, self._world, len(self._microbatches)
         assert loss is not None, "a step has a loss"
         dtype = DTYPES[int(max(each[0] for each in found))]

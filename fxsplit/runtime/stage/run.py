@@ -131,10 +131,12 @@ def backward(
 
     Returns the gradients of its inputs, the shares of `trained` and of `saved.extra`, and the weight backwards left to
     do.
-    first: whether a leaf may get its first gradient. Only then does it matter whether a gradient's memory is shared.
-    finder: the stage's own; leave the gradients of weights with a branch node for later.
+    first: whether a leaf may get its first gradient, whose memory then becomes that of the sum, so that it must not be
+        shared with another tensor.
+    finder: finds the branch nodes of the stage, at which gradients of weights are left for later (None: all are
+        computed now).
     sums: add gradients of large leaves here directly, instead of returning them as shares.
-    keeps_zeros: gradients of outputs may be zero although the output was divided by zero.
+    keeps_zeros: let a gradient of zero stay zero in the backward of a division by zero, which would make NaN of it.
     """
     roots, arrived = list_roots(saved, gradients)
     if keeps_zeros:

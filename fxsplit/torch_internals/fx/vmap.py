@@ -10,7 +10,7 @@ from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-
 
 
 def run_vmap(body: Callable[..., Any], *values: Any) -> Any:
-    """Run a body that enters and leaves a vmap. If it fails, the vmap is left."""
+    """Run a body that enters a level of vmap and leaves it again; if the body fails, leave the level for it."""
     lazy_load_decompositions()
     before = torch._C._functorch.maybe_current_level()
     try:

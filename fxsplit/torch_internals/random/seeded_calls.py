@@ -36,7 +36,10 @@ _NO_NAMES: Mapping[str, Any] = {}
 
 
 class _Turn(NamedTuple):
-    """The turn of a microbatch in a thread. `devices` are the devices on which code may draw."""
+    """The time in which a thread runs one microbatch, whose draws depend on `seed` and its number.
+
+    devices: the devices on which code may draw.
+    """
 
     seed: int
     microbatch: int
@@ -44,9 +47,9 @@ class _Turn(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Per-thread state: the current turn or None, and the generator states saved by each enclosing block of draws.
+    """The state of a thread: the microbatch that it runs now, and the states of random generators to restore.
 
-    The outermost block comes first.
+    Blocks that draw for a microbatch may be nested. Each has an entry in `before`, the outermost one first.
     """
 
     def __init__(self) -> None:

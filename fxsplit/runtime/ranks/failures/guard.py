@@ -175,7 +175,7 @@ class FaultGuard:
             raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups again")
 
     def check(self) -> None:
-        """Raise RankError if a rank has failed in this turn, or a rank that is needed has left."""
+        """Raise RankError if a rank has failed since the guarded block began, or has left and the block needs it."""
         if (fault := self._board.read()) is not None:
             raise fault.make_error(self._board.n_ranks)
 

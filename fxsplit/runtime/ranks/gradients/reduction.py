@@ -124,7 +124,7 @@ class GradientReduction:
                 sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
 
     def copy_option(self) -> object:
-        """Return the hook in the form of compile()'s option, with a copied state, to try it out."""
+        """Return the gradient hook as compile(gradient_hook=) takes it, with a copy of its state, to try it out."""
         option = self.choice.option
         if not isinstance(option, tuple) or option[0] is None:
             return option

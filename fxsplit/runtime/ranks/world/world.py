@@ -330,7 +330,7 @@ class World:
         self._guard.note_collective(self.ranks)
 
     def gather_texts(self, text: str, what: str) -> list[str]:
-        """Return the text of every rank."""
+        """Return the texts of all ranks, in the order of the pipeline. what: the user's call, for errors."""
         mine = pack_text(text)
         lengths = [int(t) for t in self.gather(torch.tensor([len(mine)]), what)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
