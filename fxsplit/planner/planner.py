@@ -126,10 +126,11 @@ class Planner:
         return Pins(self.pins).nodes(self.costs, machine)
 
     def lattice(self, machine: Machine, whole: bool = False, ms_per_byte: float = 0.0) -> tuple[Antichains, States]:
-        """Return the ideals and states to plan for a machine. With `whole`, no node joins a neighbour.
+        """Return the ideals and states to plan for a machine.
 
-        Joining may leave a stage empty and so move all later stages up one device, which requires equal devices.
-        `ms_per_byte` is the time that replicas take to reduce one byte of gradients.
+        whole: keep all nodes apart. By default light nodes are joined with a neighbour, which leaves fewer ideals. The
+            plan may then have a stage less, whose device goes to the next stage: this needs equal devices.
+        ms_per_byte: the time that replicas take to reduce one byte of gradients.
         """
         memory_bytes = min(d.memory_bytes for d in machine.devices)
         key = memory_bytes, whole, 0.0 if whole else ms_per_byte

@@ -280,7 +280,11 @@ class Program:
 
     @cached_property
     def keeps_zeros(self) -> bool:
-        """Whether a microbatch may have weight zero without the host knowing, so that its backward divides by zero."""
+        """Whether backwards must keep gradients of zero zero, even through a division by zero.
+
+        A loss that is divided by a count of zero has weight zero. If the count is on an accelerator, the host does not
+        know it, and cannot leave the backward out.
+        """
         counts = [meaning.count for meaning in self.joined if isinstance(meaning.count, Count)]
         there = any(map(accelerators.is_accelerator, self.devices))
         return there and any(not count.safe for count in counts)

@@ -51,7 +51,7 @@ class _Attributes:
         self._own = {id(m.__dict__): m for m in modules}
 
     def read(self) -> list[tuple[Any, ...]]:
-        """Return the present items of the containers."""
+        """Return a copy of the present items of each container."""
         return [copy_items(container) for container in self._containers]
 
     def accept(self, begun: list[tuple[Any, ...]], *, new_only: bool) -> None:

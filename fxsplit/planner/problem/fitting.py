@@ -66,7 +66,7 @@ class Scale:
         return self._stages[key]
 
     def _list_inside(self, state: int) -> frozenset[str]:
-        """Return the nodes in a state."""
+        """Return the names of the nodes in the ideal of a state, which is given by its number."""
         if state not in self._inside:
             self._inside[state] = frozenset(self.chains.names(state))
         return self._inside[state]

@@ -101,7 +101,10 @@ def list_moves(
 
 
 def _in_order(machine: Machine, replicated: bool, idle: str) -> Moves:
-    """Return moves over the devices in order. Configuration q has used the first q devices."""
+    """Return moves that give devices to stages in the machine's order. Configuration q has used the first q devices.
+
+    replicated: a stage may take several neighbouring devices. idle: "none" if all devices have to be used.
+    """
     count = len(machine)
     moves = [
         Move(a, b, tuple(range(a, b)), a == 0, b == count)

@@ -80,7 +80,12 @@ def price_space(
 
 
 def _sum_all(always: Floats, states: States, kinds: Mapping[str, Floats], *, forwards: bool) -> Space:
-    """Return the tables if activations and boundary values are all that is known of a microbatch's memory."""
+    """Return the memory of stages if only their activations and the values at their boundaries are known.
+
+    This is so for profiles of other tools. always: the bytes that a stage holds without any microbatch. kinds: for each
+    kind of stage, how many microbatches it holds, and whether it recomputes. forwards: a value that a later stage reads
+    is handed on by the stages between.
+    """
     others = kinds["resting"] * (kinds["recompute"] == 0) + kinds["halfway"]
     low = always + (others + 1.0) * states.column("kept_bytes")
     between = (kinds["resting"] + kinds["halfway"] + 1.0) * states.column("live_bytes") * forwards

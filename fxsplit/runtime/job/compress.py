@@ -22,10 +22,10 @@ MOST = 127.0
 def compress(values: Sequence[Any], about: Sequence[Any], how: str) -> tuple[list[Any], list[Any]]:
     """Return the values in fewer bytes, followed by as many items that restore them.
 
-    `about` describes each value (see `Message`), and is repeated, so that each item is described like its value.
+    Also return `about`, which describes each value (see `Message`), twice in a row: for the values and for the items.
 
     The item is None for a value that stays as it is, the scales of its rows for int8, and for bf16 an empty tensor of
-    the original dtype. A gradient of None takes its two places too.
+    the original dtype. For a missing gradient, both value and item are None.
     """
     short: list[Any] = []
     rest: list[Any] = []

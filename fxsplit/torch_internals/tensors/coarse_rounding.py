@@ -54,7 +54,7 @@ class CoarseRounding(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, lambda t: self._shake(t) if self._is_coarse(t) else t, found)
 
     def _is_coarse(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's dtype is coarser, and record its eps."""
+        """Return whether a tensor's dtype rounds more coarsely than the finest dtype, and record how coarsely."""
         eps = find_eps(tensor.dtype)
         if eps <= self._finest or tensor.layout is not torch.strided or tensor.is_meta:
             return False

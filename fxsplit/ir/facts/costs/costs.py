@@ -282,7 +282,10 @@ class Costs(Shown, Fact):
         return LossCost.assume(outputs_bytes) if self.loss is None else self.loss
 
     def sum_live(self, inside: Collection[str]) -> tuple[float, float, float]:
-        """Return the live bytes over a cut after the nodes `inside`: of values, of gradients, and of both as sent."""
+        """Return three sums of bytes over a cut after the nodes `inside`: values, their gradients, and both as sent.
+
+        The last is smaller than the sum of the others if cuts are compressed.
+        """
         forward = backward = sent = 0.0
         for name, output_bytes, gradient_bytes, readers, is_output in self.values:
             # Inputs exist from the start, and outputs are read after every cut.

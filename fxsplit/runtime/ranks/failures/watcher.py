@@ -138,7 +138,7 @@ class FaultWatcher:
     # The thread
 
     def _serve(self) -> None:
-        """Look periodically while jobs run, and otherwise only when called."""
+        """Look for failures of other ranks: periodically while a block is watched, and otherwise when it is woken."""
         idle = 0
         while not self._ended:
             # Set this before checking for a job: `watch` begins a job first and then reads this flag.

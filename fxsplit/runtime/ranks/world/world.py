@@ -202,7 +202,8 @@ class World:
     def open_group(self) -> Any:
         """Return a further gloo group of all ranks, for a thread beside the pipeline. All ranks call it.
 
-        The caller closes it, so that the thread can go on after the pipeline has failed.
+        It is not closed with the world's groups when the pipeline fails, so that the thread can go on: the caller
+        closes it.
         """
         group = self._make_group(self.ranks, "gloo", self.limit_s)
         self._made.remove(group)
