@@ -120,7 +120,9 @@ def differ(rank: int, n: int, how: str) -> str:
         else:
             pipe.step(x, target=y)
     except FxsplitError as error:
-        return f"{type(error).__name__}: {error}"
+        # A rank that hears of another rank's error before it has found its own raises a RankError of the same kind.
+        kind = next(kind for kind in (RanksDiffer, InputError, FxsplitError) if isinstance(error, kind))
+        return f"{kind.__name__}: {error}"
     return ""
 
 
