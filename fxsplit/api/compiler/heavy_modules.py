@@ -19,14 +19,13 @@ def warn_of_heavy_module(captured: IR, costs: Costs | None, meant: Collection[st
 
     meant: paths of modules that the user keeps whole on purpose.
     """
-    modules = dict(captured.gm.named_modules(remove_duplicate=False))
     total = sum(node.forward_ms + node.backward_ms for node in costs.nodes) if costs else 0.0
     for node in costs.nodes if costs and total else ():
         share = (node.forward_ms + node.backward_ms) / total
         if share <= SHARE or not node.op.startswith("call_module:"):
             continue
         path = node.op.removeprefix("call_module:")
-        module = modules.get(path)
+        module = dict(captured.gm.named_modules(remove_duplicate=False)).get(path)
         # A module that a pass has made is not in the captured graph, and a front end cannot trace into it.
         if module is not None and path not in meant and count_parts(module) > 1:
             warn_user(

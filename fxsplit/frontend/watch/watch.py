@@ -92,7 +92,7 @@ class _Frame:
 
 @dataclass(eq=False)
 class SeenPlace:
-    """A place of a Python value (an attribute, a global, an item) that code of the model names, with its first value.
+    """A place of a Python value (an attribute, a global, an item) that code of the model names.
 
     - `before`: the value before the call
     - `container`: the list, dict or set, if the place is its contents

@@ -286,9 +286,10 @@ class RemoteGradients:
     def _exchange_norms(
         self, chosen: Sequence[int], ord: float, dtype: torch.dtype | None, what: str
     ) -> list[list[float]]:
-        """Return, for each rank, a list with the norm of its gradient of each parameter, 0 for all that it lacks.
+        """Return a list of norms for each rank: one norm for each parameter, 0 if the rank has no gradient of it.
 
-        chosen: the numbers of the parameters to compute; the others are 0. what: the user's call, for errors.
+        chosen: the numbers of the parameters with norms to compute; all other norms are 0. what: the user's call, for
+            errors.
         """
         own = {i: gradient for i in chosen if (gradient := self._get_own(self._entries[i])) is not None}
         numbers = [0.0] * len(self._entries)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import Tensor, nn
 
 import fxsplit
 from fxsplit import IR
@@ -20,6 +19,7 @@ from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import CallError, InputError
 from fxsplit.passes.profile import profile
 from tests.support.models import FAST
+from tests.support.own_passes import fold_conv_bn
 
 OPTIONS: Any = {"passes": FAST, "n_microbatches": 2}
 
@@ -274,7 +274,7 @@ def test_verify_refuses_what_compile_refuses_in_the_same_words() -> None:
 
 
 class Folds:
-    """Replace the batch norm of a convolution by a convolution with other weights, `factor` times the right ones."""
+    """Fold batch norms into convolutions, with `factor` times the right weights."""
 
     name = "folds"
     tolerance = math.inf
@@ -283,18 +283,12 @@ class Folds:
         self.factor = factor
 
     def __call__(self, ir: IR) -> IR:
-        gm = fx.GraphModule(ir.gm, copy.deepcopy(ir.gm.graph))
-        conv, norm = (n for n in gm.graph.nodes if n.op == "call_module" and n.target in ("0", "1"))
-        first: Any = gm.get_submodule(conv.target)
-        second: Any = gm.get_submodule(norm.target)
-        fused = fuse_conv_bn_eval(first, second)
+        folded = fold_conv_bn(ir)
         with torch.no_grad():
-            fused.weight.mul_(self.factor)
-        gm.add_submodule("fused", fused)
-        conv.target = "fused"
-        norm.replace_all_uses_with(conv)
-        gm.graph.erase_node(norm)
-        return ir.rewrite(gm)
+            for name, weight in folded.gm.named_parameters():
+                if name.startswith("folded_") and name.endswith(".weight"):
+                    weight.mul_(self.factor)
+        return folded
 
 
 @pytest.mark.parametrize("options", [{}, {"inference": True}, {"compress": "int8"}])

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fxsplit.errors import InputError, suggest
+from fxsplit.system.figures import format_count
 from fxsplit.system.user_lines import warn_user
 
 KINDS = ("cpu", "cuda")
@@ -103,7 +104,7 @@ def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
         return order[:count]
     # Neighbours share a GPU, so that few values go to another GPU.
     shared = [order[i * gpus // count] for i in range(count)]
-    there = f"devices={count} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}"
+    there = f"devices={count} on a machine with {format_count(gpus, 'GPU')}"
     names = [str(device) for device in shared]
     if home is None:
         warn_user(
