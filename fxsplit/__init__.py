@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.api.checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from fxsplit.api.compile import DEFAULT as DEFAULT
     from fxsplit.api.compile import compile as compile
+    from fxsplit.api.load_ir import load_ir as load_ir
     from fxsplit.api.pipeline.pipeline import Pipeline as Pipeline
     from fxsplit.api.pipeline.saving import Saving as Saving
     from fxsplit.api.plan import plan as plan
@@ -41,6 +42,7 @@ _HOME = {
     "plan": "api.plan",
     "profile": "api.profile",
     "verify": "api.verify.verify",
+    "load_ir": "api.load_ir",
     "save_checkpoint": "api.checkpoint.checkpoint",
     "load_checkpoint": "api.checkpoint.checkpoint",
     "latest_checkpoint": "api.checkpoint.checkpoint",

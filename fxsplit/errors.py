@@ -57,6 +57,10 @@ class ChainError(FxsplitError, ValueError):
     """A chain of passes is malformed: unknown pass, unknown option, or a syntax error in its text."""
 
 
+class IRSyntaxError(FxsplitError, ValueError):
+    """The text of an IR cannot be read; the message begins with file, line and column."""
+
+
 class MissingFact(ChainError, KeyError):
     """A pass needs a fact that no earlier pass has learnt, or that a pass has made invalid. Add or move a pass."""
 

@@ -12,22 +12,71 @@ A pass takes an IR (a graph and the facts known about it) and returns another IR
 if __name__ != "fxsplit.passes":
     raise ImportError("import fxsplit.passes: the name passes is only that of its folder")
 
-from fxsplit.passes.augment import Augment
-from fxsplit.passes.batch_norm import BatchNorm
-from fxsplit.passes.carry_tensors import CarryTensors
-from fxsplit.passes.cut import Cut
-from fxsplit.passes.emit import Emit
-from fxsplit.passes.leaf import Leaf
-from fxsplit.passes.order import Order
-from fxsplit.passes.partition import Partition
-from fxsplit.passes.profile.profile import Profile
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # each is imported when it is first used: passes that only plan need no torch
+    from fxsplit.passes.augment import Augment
+    from fxsplit.passes.batch_norm import BatchNorm
+    from fxsplit.passes.carry_tensors import CarryTensors
+    from fxsplit.passes.cut import Cut
+    from fxsplit.passes.emit import Emit
+    from fxsplit.passes.leaf import Leaf
+    from fxsplit.passes.order import Order
+    from fxsplit.passes.partition import Partition
+    from fxsplit.passes.profile.profile import Profile
+
+    DEFAULT: tuple[Profile | Augment | Order | Partition | Emit | BatchNorm, ...]
+
+_HOME = {
+    "leaf": ("leaf", "Leaf"),
+    "profile": ("profile.profile", "Profile"),
+    "cut": ("cut", "Cut"),
+    "augment": ("augment", "Augment"),
+    "order": ("order", "Order"),
+    "partition": ("partition", "Partition"),
+    "emit": ("emit", "Emit"),
+    "batch-norm": ("batch_norm", "BatchNorm"),
+    "carry-tensors": ("carry_tensors", "CarryTensors"),
+}
+"""Every pass by its name in chains: the file and the class."""
+
+
+class _Passes(Mapping[str, Any]):
+    """The classes of the passes by name. A class is imported when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        file, cls = _HOME[name]
+        return getattr(import_module(f"fxsplit.passes.{file}"), cls)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOME)
+
+    def __len__(self) -> int:
+        return len(_HOME)
+
 
 # Text chains use these names; users name their own passes `package.module:attribute`.
-PASSES = {p.name: p for p in (Leaf, Profile, Cut, Augment, Order, Partition, Emit, BatchNorm, CarryTensors)}
+PASSES: Mapping[str, Any] = _Passes()
 """Every pass of fxsplit, by its name in chains."""
 
-DEFAULT = (Profile(), Augment(), Order(), Partition(), Emit(), BatchNorm())
-"""The default chain of compile()."""
+_DEFAULT = ("profile", "augment", "order", "partition", "emit", "batch-norm")
+"""The default chain of compile(), `DEFAULT`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a pass by the name of its class, or make the default chain."""
+    if name == "DEFAULT":
+        value: Any = tuple(PASSES[step]() for step in _DEFAULT)
+    else:
+        step = next((step for step, (_, cls) in _HOME.items() if cls == name), None)
+        if step is None:
+            raise AttributeError(f"fxsplit.passes has no {name!r}")
+        value = PASSES[step]
+    globals()[name] = value
+    return value
+
 
 __all__ = [
     "DEFAULT",

@@ -15,9 +15,8 @@ from torch import Tensor, fx
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
-from fxsplit.system.user_lines import is_users
 from fxsplit.torch_internals.fx.interpret import find_target
-from fxsplit.torch_internals.fx.module_stack import find_module_path
+from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,8 @@ def find_submodule(node: fx.Node) -> str | None:
 
 def find_line(node: fx.Node) -> str:
     """Return the user's file and line of a node, to follow its name in a message; empty if unknown."""
-    rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
-    places = [row.split(", in ")[0] for row in rows if row.startswith('File "')]
-    own = [place for place in places if is_users(place.split('"')[1])]
-    return f" from {own[-1]}" if own else ""
+    line = find_user_line(node)
+    return f" from {line}" if line else ""
 
 
 def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:

@@ -22,16 +22,16 @@ from fxsplit.ir.dump_folder import RUN, begin_dump, is_of, mark_folder
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
-from fxsplit.ir.text import render
+from fxsplit.ir.text.write import render
 from fxsplit.system.files import write_whole
 from fxsplit.system.user_lines import warn_user
 
 
 @dataclass
 class DumpTo(Observer):
-    """Writes `00-trace.txt` before the first pass, then `01-profile.txt` and so on after each pass.
+    """Writes `00-trace.ir` before the first pass, then `01-profile.ir` and so on after each pass.
 
-    If a fact or the graph does not hold after a pass, the file is `04-partition.failed.txt`, and begins with the error.
+    If a fact or the graph does not hold after a pass, the file is `04-partition.failed.ir`, and begins with the error.
     `chain.json` says which model, mode and chain the dump is of, and how long each pass took. `chain` is the chain as
     text.
     """
@@ -73,7 +73,7 @@ class DumpTo(Observer):
         """Write an IR that does not hold, after the error that says why."""
         if self._is_lost(ir):
             return
-        lines = "".join(f"# {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
+        lines = "".join(f"; {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         self._write(f"{name}.failed", lines + render(ir))
         self._mark(ir, failed=f"after {name}: {type(error).__name__}: {error}")
 
@@ -104,7 +104,7 @@ class DumpTo(Observer):
         """Write the next numbered file."""
         # A pass may have any name, and a slash in a name would mean a folder.
         name = re.sub(r"[^\w.<>-]", "_", name)
-        write_whole(self.folder / f"{self._count:02d}-{name}.txt", text)
+        write_whole(self.folder / f"{self._count:02d}-{name}.ir", text)
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class PrintAfter(Observer):
     def after(self, name: str, ir: IR) -> None:
         """Print the IR if `names` has its pass."""
         if name in self.names or "all" in self.names:
-            print(f"# after {name}\n{render(ir)}", file=self.file or sys.stdout)
+            print(f"; after {name}\n{render(ir)}", file=self.file or sys.stdout)
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
         """Print the IR in which a check has found the error, if `names` has its pass."""
         if name in self.names or "all" in self.names:
-            print(f"# failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
+            print(f"; failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
 
 
 _unmatched: set[str] = set()

@@ -1,6 +1,6 @@
 """Folders for dumps: each belongs to one compile, and is marked with a description of its contents.
 
-    ir/chain.json   ir/00-trace.txt   ir/01-profile.txt   ...   the first graph that is compiled
+    ir/chain.json   ir/00-trace.ir    ir/01-profile.ir    ...   the first graph that is compiled
     ir/eval/                                                    the same for the other mode
     ir/train-16x8/                                              the same for another shape (without rows)
 
@@ -31,7 +31,7 @@ RUN = "run"
 LONGEST = 60
 """A longer text of shapes is replaced by a hash in the name of a folder."""
 
-_FILE = re.compile(r"\d\d+-.*\.txt")
+_FILE = re.compile(r"\d\d+-.*\.ir")
 # Compiles in several threads may want the same folder at once.
 _turn = CallerLock()
 # The compile of this process that owns each folder. Folders of earlier processes have no owner.

@@ -6,12 +6,14 @@ holds the Stages that the runtime runs. A *fact* is a frozen value, found by its
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from fxsplit.errors import ChainError, MissingFact
+from fxsplit.system.files import write_whole
 from fxsplit.system.shown import Parts, Shown
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
@@ -54,6 +56,38 @@ class GivenFact(Fact):
         """Accept every graph: the fact does not depend on the graph."""
 
 
+@dataclass(frozen=True, eq=False)
+class Unread(Fact):
+    """A fact in a text that stands there as a comment: the `lines` are kept, and their values are not known.
+
+    - `kind` is the name of its class, and `sources` those of the facts that it follows from
+    - `stays` is true for a fact about the run, which survives a rewrite of the graph
+    - `step` is the pass that makes the fact again if it is asked for; None if the text does not suffice for that
+    """
+
+    kind: str
+    lines: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    stays: bool = False
+    step: Pass | None = None
+    _made: dict[str, Fact] = field(default_factory=dict, compare=False, repr=False)
+
+    made_by: ClassVar[str] = "read_ir"
+
+    def verify(self, ir: IR) -> None:
+        """Accept every graph: the values are not known."""
+
+    def make(self, ir: IR) -> Fact | None:
+        """Return the fact itself, made by its pass when it is first asked for; None without a pass."""
+        if self.step is not None and not self._made:
+            made = self.step(ir)
+            self._made.update({kind.__name__: fact for kind, fact in made.facts.items() if kind.__name__ == self.kind})
+        return self._made.get(self.kind)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
 F = TypeVar("F", bound=Fact)
 
 
@@ -89,9 +123,13 @@ class IR(Shown):
 
     def show(self) -> Parts:
         """Return the IR as text, as dumps and `print` show it."""
-        from fxsplit.ir.text import render
+        from fxsplit.ir.text.write import render
 
         return [render(self).rstrip("\n")]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the IR as text, which `fxsplit.load_ir` reads; raises FileError, and then leaves the file unchanged."""
+        write_whole(path, str(self))
 
     def __getitem__(self, kind: type[F]) -> F:
         """Return the fact of type `kind`; raises MissingFact, with the next step, if it is not known."""
@@ -99,6 +137,11 @@ class IR(Shown):
         if fact is not None:
             return fact
         known = ", ".join(k.__name__ for k in self.facts) or "nothing"
+        if self._find_unread(kind) is not None:
+            raise MissingFact(
+                f"{kind.__name__} is only a comment in the text that this IR was read from, and nothing there makes it "
+                f"again: run {kind.made_by!r}, with the model if the pass runs it"
+            )
         if kind in self.fallen:
             # In the order in which they were learnt, so that the passes in between come first.
             again = dict.fromkeys(cast("type[Fact]", k).made_by for k in self.fallen)
@@ -117,7 +160,13 @@ class IR(Shown):
 
     def get(self, kind: type[F]) -> F | None:
         """Return the fact of type `kind`, or None."""
-        return cast("F | None", self.facts.get(kind))
+        fact = self.facts.get(kind)
+        unread = None if fact is not None else self._find_unread(kind)
+        return cast("F | None", fact if unread is None else unread.make(self))
+
+    def _find_unread(self, kind: type) -> Unread | None:
+        """Return the fact of type `kind` that stands as a comment in the text of this IR, or None."""
+        return next((f for f in self.facts.values() if isinstance(f, Unread) and f.kind == kind.__name__), None)
 
     def learn(self, *facts: Fact) -> IR:
         """Return an IR that also knows `facts`; a new fact replaces a known one of the same type.
@@ -129,6 +178,7 @@ class IR(Shown):
             if isinstance(fact, type) or not all(hasattr(fact, name) for name in ("verify", "made_by", "given")):
                 raise ChainError(f"{fact!r} is no fact: give an object with verify(ir), made_by and given")
         learnt: dict[type, Fact] = {type(f): f for f in facts}
+        names = {kind.__name__ for kind in learnt}
         # The cause for which each fact is forgotten, which may itself be a forgotten fact.
         anew = {kind: kind for kind, fact in learnt.items() if self.facts.get(kind) is not fact}
         for kind in self.facts:
@@ -136,7 +186,7 @@ class IR(Shown):
             if cause is not None and kind not in learnt:
                 anew[kind] = cause
         fallen = {k: cause for k, cause in {**self.fallen, **anew}.items() if k not in learnt}
-        kept = {k: f for k, f in self.facts.items() if k not in fallen}
+        kept = {k: f for k, f in self.facts.items() if k not in fallen and not _is_replaced(f, names)}
         return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
 
     def rewrite(self, gm: fx.GraphModule, *keep: type) -> IR:
@@ -145,8 +195,19 @@ class IR(Shown):
         All other facts are about the old graph, and are forgotten.
         """
         # If a fact is kept by mistake, the manager finds out: it verifies every fact against the new graph.
-        kept = {k: f for k, f in self.facts.items() if f.given or k in keep}
+        names = {kind.__name__ for kind in keep}
+        kept = {k: f for k, f in self.facts.items() if f.given or k in keep or (isinstance(f, Unread) and _stays(f, names))}
         return replace(self, gm=gm, facts=MappingProxyType(kept))
+
+
+def _is_replaced(fact: Fact, learnt: set[str]) -> bool:
+    """Return whether a fact is a comment on one that has been learnt now, or that follows from one."""
+    return isinstance(fact, Unread) and not learnt.isdisjoint((fact.kind, *fact.sources))
+
+
+def _stays(fact: Unread, keep: set[str]) -> bool:
+    """Return whether a fact that stands as a comment survives a rewrite of the graph."""
+    return fact.stays or fact.kind in keep
 
 
 def list_sources(kind: Any) -> tuple[type, ...]:

@@ -333,14 +333,20 @@ def take_medians(forward: list[WorkTime], backward: list[WorkTime], halves: list
     # torch may have refused the node's backward in some or all steps.
     if len(backward) == len(steps):
         steps = [a + b.device_ms for a, b in zip(steps, backward, strict=True)]
+    spread_ms = find_spread(steps)
     return Measured(
-        median(span.device_ms for span in forward),
-        backward_ms,
-        late_ms,
-        find_spread(steps),
-        median(span.launch_ms for span in forward),
-        median([span.launch_ms for span in backward] or [0.0]),
+        _round(median(span.device_ms for span in forward)),
+        _round(backward_ms),
+        _round(late_ms),
+        None if spread_ms is None else _round(spread_ms),
+        _round(median(span.launch_ms for span in forward)),
+        _round(median([span.launch_ms for span in backward] or [0.0])),
     )
+
+
+def _round(ms: float) -> float:
+    """Return a time to the nanosecond, which is all that a clock tells, so that profiles and dumps are short."""
+    return round(ms, 6)
 
 
 def find_spread(samples: Sequence[float]) -> float | None:

@@ -14,11 +14,11 @@ from torch import nn
 import fxsplit
 from fxsplit import IR, Plan
 from fxsplit.errors import BrokenFact, FileError, FxsplitWarning
-from fxsplit.ir.text import render
+from fxsplit.ir.text.write import render
 from tests.support.models import FAST, Mlp, ModeDependent, Residual
 
-FILES = ["00-trace.txt", "01-profile.txt", "02-augment.txt", "03-order.txt", "04-partition.txt", "05-emit.txt"]
-FILES += ["06-batch-norm.txt", "chain.json"]
+FILES = ["00-trace.ir", "01-profile.ir", "02-augment.ir", "03-order.ir", "04-partition.ir", "05-emit.ir"]
+FILES += ["06-batch-norm.ir", "chain.json"]
 
 
 def dumped(folder: Path, **options: object) -> fxsplit.Pipeline:
@@ -51,7 +51,7 @@ def test_the_other_mode_dumps_beside(tmp_path: Path) -> None:
     with fxsplit.compile(ModeDependent(), 2, passes=FAST, dump=tmp_path) as pipe:
         pipe(torch.randn(8, 8))
         pipe.eval()(torch.randn(8, 8))
-    assert (tmp_path / "05-emit.txt").exists() and (tmp_path / "eval" / "05-emit.txt").exists()
+    assert (tmp_path / "05-emit.ir").exists() and (tmp_path / "eval" / "05-emit.ir").exists()
 
 
 def test_environment_variables(
@@ -125,13 +125,13 @@ def test_files_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
         pipe.eval()(x)
     (tmp_path / "eval" / "notes.txt").write_text("of the user")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "01-notes.txt").write_text("of the user")
+    (tmp_path / "mine" / "01-notes.ir").write_text("of the user")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "mine")
     dumped(tmp_path, dump=tmp_path)
-    assert list_files(tmp_path) == sorted([*FILES, "eval/chain.json", "eval/notes.txt", "mine/01-notes.txt"])
+    assert list_files(tmp_path) == sorted([*FILES, "eval/chain.json", "eval/notes.txt", "mine/01-notes.ir"])
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "00-trace.txt", "chain.json"])
+@pytest.mark.parametrize("name", ["notes.txt", "00-trace.ir", "chain.json"])
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"steps": []}')
     with pytest.raises(FileError, match=f"holds files that are of no dump, such as '{name}', and is left as it is"):
@@ -195,8 +195,8 @@ def test_an_ir_that_does_not_hold_is_dumped(tmp_path: Path) -> None:
     chain = fxsplit.DEFAULT.after("partition", lose_a_node)
     with pytest.raises(BrokenFact, match="after pass 'lose/a node': the stages of the plan do not partition"):
         fxsplit.compile(Mlp(), 2, passes=chain, example_inputs=torch.randn(8, 8), dump=tmp_path)
-    assert list_files(tmp_path)[-2:] == ["05-lose_a_node.failed.txt", "chain.json"]
-    text = (tmp_path / "05-lose_a_node.failed.txt").read_text()
+    assert list_files(tmp_path)[-2:] == ["05-lose_a_node.failed.ir", "chain.json"]
+    text = (tmp_path / "05-lose_a_node.failed.ir").read_text()
     assert text.startswith("# BrokenFact: the stages of the plan do not partition") and "[Plan]" in text
     told = json.loads((tmp_path / "chain.json").read_text())
     assert told["failed"].startswith("after lose/a node: BrokenFact") and len(told["passes"]) == 5

@@ -17,7 +17,7 @@ from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers
 from fxsplit.ir.dump_folder import DumpFolder, mark_folder
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
-from fxsplit.ir.text import render
+from fxsplit.ir.text.write import render
 
 
 def small_ir() -> IR:
@@ -35,12 +35,12 @@ def test_files_are_numbered_from_zero_in_each_chain(tmp_path: Path) -> None:
     for _ in range(2):
         run_chain(small_ir(), [rename_graph, rename_graph], [observer])
         assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == [
-            "00-trace.txt",
-            "01-rename-graph.txt",
-            "02-rename-graph.txt",
+            "00-trace.ir",
+            "01-rename-graph.ir",
+            "02-rename-graph.ir",
             "chain.json",
         ]
-    assert (tmp_path / "a" / "b" / "00-trace.txt").read_text() == render(small_ir())
+    assert (tmp_path / "a" / "b" / "00-trace.ir").read_text() == render(small_ir())
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -53,15 +53,15 @@ def test_a_dump_that_fails_throws_away_no_measurement(tmp_path: Path) -> None:
     """A failure to write a later file used to be a bare OSError, and ended the compile."""
 
     def block(ir: IR) -> IR:
-        (tmp_path / "01-block.txt").mkdir()
+        (tmp_path / "01-block.ir").mkdir()
         return ir
 
     with pytest.warns(FxsplitWarning, match="dump lacks the IR after pass 'block'"):
         ir = run_chain(small_ir(), [block, rename_graph], [DumpTo(tmp_path)])
-    assert len(ir.steps) == 2 and (tmp_path / "02-rename-graph.txt").is_file()
-    (tmp_path / "blocked" / "00-trace.txt").mkdir(parents=True)
+    assert len(ir.steps) == 2 and (tmp_path / "02-rename-graph.ir").is_file()
+    (tmp_path / "blocked" / "00-trace.ir").mkdir(parents=True)
     mark_folder(tmp_path / "blocked", {})
-    with pytest.raises(FileError, match=r"00-trace\.txt"):
+    with pytest.raises(FileError, match=r"00-trace.ir"):
         DumpTo(tmp_path / "blocked").start(small_ir())
 
 
@@ -105,7 +105,7 @@ def test_folders_of_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
-@pytest.mark.parametrize("name", ["chain.json", "00-trace.txt", "07-mine.txt"])
+@pytest.mark.parametrize("name", ["chain.json", "00-trace.ir", "07-mine.ir"])
 def test_a_pipe_in_the_way_is_refused(name: str, tmp_path: Path) -> None:
     """The compile waited for ever for somebody to read or write it."""
     if name != "chain.json":

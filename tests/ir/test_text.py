@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR, Step
-from fxsplit.ir.text import render
+from fxsplit.ir.text.write import render
 from tests.support.graphs import node
 
 

@@ -31,7 +31,7 @@ from fxsplit.ir.facts.given.machine import GPU_LINK_BYTES_PER_S, Device, Machine
 from fxsplit.ir.facts.given.torch_devices import read_memory
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR, name_pass
-from fxsplit.ir.text import render_graph
+from fxsplit.ir.text.write import render_graph
 from fxsplit.runtime.ranks.gradients.reduction import GradientReduction, check_bucket_bytes
 from fxsplit.runtime.ranks.weight_placement import WeightPlacement, list_named
 from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, sum_values

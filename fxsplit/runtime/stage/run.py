@@ -22,7 +22,6 @@ from torch import Tensor, fx, nn
 
 from fxsplit.errors import FxsplitError
 from fxsplit.ir.facts.stages import Stage
-from fxsplit.system.user_lines import is_users
 from fxsplit.torch_internals.autograd.leaves import comes_through, find_leaves, mute, put_hook_behind
 from fxsplit.torch_internals.autograd.split import BranchFinder, BranchNodes, WeightBackward, collect_weight_backwards
 from fxsplit.torch_internals.autograd.sums import (
@@ -34,7 +33,7 @@ from fxsplit.torch_internals.autograd.sums import (
     make_shares,
 )
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
-from fxsplit.torch_internals.fx.module_stack import find_module_path
+from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 from fxsplit.torch_internals.words import is_second_backward
@@ -240,8 +239,5 @@ def _describe_origin(node: fx.Node, module: nn.Module) -> str:
     if node.op == "call_module":
         # A number, as in an nn.Sequential, says little: add the layer's class.
         path = f"{node.target} ({type(module.get_submodule(str(node.target))).__name__})"
-    rows = (row.strip() for row in str(node.meta.get("stack_trace") or "").splitlines())
-    places = [row.split(", in ")[0] for row in rows if row.startswith("File")]
-    own = [place for place in places if is_users(place.split('"')[1])]
-    # The innermost user frame is last.
-    return (f" in {path}" if path else "") + (f" from {own[-1]}" if own else "")
+    line = find_user_line(node)
+    return (f" in {path}" if path else "") + (f" from {line}" if line else "")

@@ -231,6 +231,23 @@ class MomentsOf:
             return None
 
 
+def find_moments(workload: Workload, machine: Machine) -> MomentsOf | None:
+    """Return the moments of a workload that was read from a file, as `Scheduler.lay_out` gives them.
+
+    `machine` has a device for each stage. None for a schedule that is not known, or that has other stages.
+    """
+    if workload.inference or workload.schedule not in SCHEDULES:
+        return None
+    count = len(machine.real) or len(machine)
+    homes = machine.homes or tuple((i,) for i in range(count))
+    for each in (None, len(machine) // count):
+        scheduler = Scheduler(workload.schedule, count, each)
+        with suppress(ScheduleError):
+            if tuple(map(tuple, scheduler.homes())) == homes:
+                return MomentsOf(scheduler, workload.n_microbatches)
+    return None
+
+
 # A plan is priced several times, and the choice among schedules prices many.
 @lru_cache(maxsize=256)
 def _list_moments(scheduler: Scheduler, n_microbatches: int, n_stages: int) -> tuple[Moments, ...]:

@@ -34,6 +34,21 @@ MAX_DEVICES = 512
 
 
 @dataclass(frozen=True)
+class DeviceName:
+    """The name of a torch device, such as `cuda:0`, in a machine that is read from a file: planning needs no torch."""
+
+    name: str
+
+    @property
+    def type(self) -> str:
+        """The kind of the device: `cuda`."""
+        return self.name.partition(":")[0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class Device:
     """A device that stages can run on.
 
@@ -70,7 +85,7 @@ class Device:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if self.torch_device is not None:
+        if self.torch_device is not None and not isinstance(self.torch_device, DeviceName):
             # Planning does not load torch.
             from fxsplit.ir.facts.given.torch_devices import read_device
 

@@ -1,0 +1,178 @@
+"""From torch.fx's graphs to plain ones, which are written as text, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxsplit.errors import IRSyntaxError
+from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
+from fxsplit.ir.facts.given.machine import DeviceName
+from fxsplit.ir.text.values import TorchName
+from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
+from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
+
+SHAPE, COMMENT = "fxsplit_shape", "fxsplit_comment"
+"""The entries of a node's `meta`: dtype and shape of the result as text, and the comment that was read from text."""
+
+
+def to_plain(gm: fx.GraphModule) -> PlainGraph:
+    """Return a graph without torch, which has all that the text of the graph needs."""
+    plain = PlainGraph(type(gm).__name__)
+    made: dict[fx.Node, PlainNode] = {}
+    for node in gm.graph.nodes:
+        target = node.target if isinstance(node.target, str) else FunctionName(name_function(node.target))
+        arguments = tuple(_to_plain_value(a, made) for a in node.args)
+        options = {k: _to_plain_value(v, made) for k, v in node.kwargs.items()}
+        module = find_module_path(node)
+        made[node] = PlainNode(node.name, node.op, target, arguments, options)
+        made[node].module = module if module != _guess_module(node.op, target) else ""
+        made[node].made = str(node.meta.get(SHAPE, "")).replace("\n", " ").replace(";", ",").strip()
+        made[node].comment = _describe(gm, node)
+        plain.nodes.append(made[node])
+    return plain
+
+
+def _guess_module(op: str, target: str | FunctionName) -> str:
+    """Return the innermost submodule of a node as its kind suggests: a call of a submodule is in that submodule."""
+    return target if op == "call_module" and isinstance(target, str) else ""
+
+
+def _describe(gm: fx.GraphModule, node: fx.Node) -> str:
+    """Return the comment of a node: the class of its module with the settings, and the user's line."""
+    if COMMENT in node.meta:
+        return str(node.meta[COMMENT])
+    line = find_user_line(node)
+    said = [describe_module(gm.get_submodule(str(node.target)))] if node.op == "call_module" else []
+    said += [f"@ {line.removeprefix('File ')}"] if line else []
+    return " ".join(" ".join(said).split())
+
+
+def describe_module(module: nn.Module) -> str:
+    """Return the class of a module and its settings, such as `Linear(in_features=8, out_features=16, bias=True)`."""
+    # extra_repr is the user's code, and may need what the module lacks.
+    try:
+        settings = module.extra_repr()
+    except Exception:
+        settings = "..."
+    return f"{type(module).__name__}({' '.join(settings.split())})"
+
+
+def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
+    """Return an argument without torch."""
+    if isinstance(value, fx.Node):
+        return made[value]
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return TorchName(str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return DeviceName(str(value))
+    if isinstance(value, slice):
+        return slice(*(_to_plain_value(v, made) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, list):
+        return [_to_plain_value(v, made) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_to_plain_value(v, made) for v in value)
+    if isinstance(value, dict):
+        return {k: _to_plain_value(v, made) for k, v in value.items()}
+    return value
+
+
+def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
+    """Return the graph as a GraphModule that calls the submodules of `model`.
+
+    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph can
+    be planned, and does not run. Raises IRSyntaxError, with the node, if the graph does not fit the model.
+    """
+    graph, root = fx.Graph(), nn.Module()
+    made: dict[PlainNode, fx.Node] = {}
+    for node in plain.nodes:
+        arguments = tuple(_to_fx_value(a, made) for a in node.args)
+        options = {k: _to_fx_value(v, made) for k, v in node.kwargs.items()}
+        if node.op == "output":
+            graph.output(*arguments)
+            continue
+        if node.op in ("call_module", "get_attr"):
+            _attach(node, root, model)
+        target = node.target if isinstance(node.target, str) else _find_target(node.target)
+        created = graph.create_node(node.op, target, arguments, options, name=node.name)
+        if created.name != node.name:
+            raise IRSyntaxError(f"torch.fx has no node called {node.name!r}: give it an unused name of Python")
+        _note(created, node, comment=node.comment if model is None else None)
+        made[node] = created
+    return fx.GraphModule(root if model is None else model, graph, class_name=plain.name)
+
+
+def _note(created: fx.Node, node: PlainNode, *, comment: str | None) -> None:
+    """Keep the shape, the submodule and the comment of a node that was read."""
+    if node.made:
+        created.meta[SHAPE] = node.made
+    if comment is not None:
+        created.meta[COMMENT] = comment
+    path = node.module or _guess_module(node.op, node.target)
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    if paths:
+        created.meta["nn_module_stack"] = {p: (p, nn.Module) for p in paths}
+
+
+def _find_target(name: FunctionName) -> Any:
+    """Return a function of torch by its name, or a placeholder."""
+    return find_function(name.qualified) or UnknownFunction(name.qualified, name.__name__)
+
+
+class UnknownModule(nn.Module):
+    """Stands for a module of a graph that was read without its model."""
+
+    def forward(self, *values: Any, **options: Any) -> Any:
+        """Raise NotImplementedError: the module has no weights and no code."""
+        raise NotImplementedError("this graph was read from a file, without the model that its modules belong to")
+
+
+def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
+    """Check that the model has the module or the weight of a node; without a model, put a placeholder into `root`."""
+    path = str(node.target)
+    if model is None:
+        *owners, leaf = path.split(".")
+        for part in owners:
+            if part not in root._modules:
+                root.add_module(part, nn.Module())
+            root = root.get_submodule(part)
+        if not hasattr(root, leaf):
+            if node.op == "call_module":
+                root.add_module(leaf, UnknownModule())
+            else:
+                root.register_buffer(leaf, torch.empty(0, device="meta"))
+        return
+    try:
+        found = model.get_submodule(path) if node.op == "call_module" else fx.graph_module._get_attr(model, path)
+    except AttributeError as error:
+        what = "submodule" if node.op == "call_module" else "weight or attribute"
+        raise IRSyntaxError(f"node {node.name!r} needs {what} {path!r}, which this model lacks: {error}") from error
+    said = node.comment.partition("@ ")[0].strip()
+    if node.op == "call_module" and said and said != describe_module(found):
+        raise IRSyntaxError(f"{path!r} is {describe_module(found)} in this model, and {said} in the text")
+
+
+def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:
+    """Return an argument as torch.fx takes it."""
+    if isinstance(value, PlainNode):
+        return made[value]
+    if isinstance(value, TorchName):
+        found = getattr(torch, value.name, None)
+        return found if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)) else value
+    if isinstance(value, DeviceName):
+        try:
+            return torch.device(value.name)
+        except RuntimeError:
+            return value  # a kind of device that this torch does not have
+    if isinstance(value, slice):
+        return slice(*(_to_fx_value(v, made) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, list):
+        return [_to_fx_value(v, made) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_to_fx_value(v, made) for v in value)
+    if isinstance(value, dict):
+        return {k: _to_fx_value(v, made) for k, v in value.items()}
+    return value

@@ -1,0 +1,217 @@
+"""The graph of an IR as text, and as plain nodes that need no torch.
+
+    graph Net {
+      %x = input x() : float32[2, 8]
+      %a = module a(%x) : float32[2, 16]  ; Linear(in_features=8, out_features=16, bias=True)
+      %relu = function torch.relu(%a) in "block" : float32[2, 16]
+      return %relu
+    }
+
+`in` names the innermost submodule of a node that is not a submodule itself, and `:` the dtype and shape of its result.
+A PlainGraph has the part of torch.fx's interface that planning uses, so facts are verified on it as on a GraphModule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxsplit.errors import suggest
+from fxsplit.ir.text.tokens import Token, Tokens, describe
+from fxsplit.ir.text.values import WIDTH, read_name, read_value, write_name, write_value
+from fxsplit.system.figures import show
+
+KINDS = {
+    "input": "placeholder",
+    "attribute": "get_attr",
+    "module": "call_module",
+    "function": "call_function",
+    "method": "call_method",
+}
+"""The kinds of nodes, and their names in torch.fx."""
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A function by its qualified name, such as `torch.relu` or `torch.ops.aten.view.default`."""
+
+    qualified: str
+
+    @property
+    def __name__(self) -> str:
+        """The last part of the name; an operator of torch.ops has its overload too: `view.default`."""
+        parts = self.qualified.split(".")
+        return ".".join(parts[-2:] if parts[:2] == ["torch", "ops"] else parts[-1:])
+
+
+@dataclass(eq=False)
+class PlainNode:
+    """A node of a PlainGraph. Names are those of torch.fx.Node; `module` is the path of the innermost submodule.
+
+    `made` is the dtype and shape of the result, as text, and `comment` what is known of its module.
+    """
+
+    name: str
+    op: str
+    target: str | FunctionName
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: str = ""
+    made: str = ""
+    comment: str = ""
+
+    @property
+    def all_input_nodes(self) -> list[PlainNode]:
+        """The nodes that this one reads, each once."""
+        return list(dict.fromkeys(_find_nodes((self.args, self.kwargs))))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _find_nodes(value: Any) -> Iterator[PlainNode]:
+    """Yield the nodes inside an argument."""
+    if isinstance(value, PlainNode):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _find_nodes(inner)
+    elif isinstance(value, dict):
+        yield from _find_nodes(list(value.values()))
+    elif isinstance(value, slice):
+        yield from _find_nodes((value.start, value.stop, value.step))
+
+
+@dataclass(eq=False)
+class PlainGraph:
+    """A graph without torch. `name` is the class of its GraphModule."""
+
+    name: str
+    nodes: list[PlainNode] = field(default_factory=list)
+
+    @property
+    def graph(self) -> PlainGraph:
+        """The graph itself: a GraphModule has a graph, and this stands in for both."""
+        return self
+
+    def lint(self) -> None:
+        """Accept the graph: reading it has checked all that torch.fx would check."""
+
+
+def write_graph(graph: PlainGraph, *, shapes: bool = True) -> str:
+    """Return the text of a graph; `shapes` adds what is known about each result, and the comments."""
+    lines = [f"  {_write_node(node, shapes=shapes)}" for node in graph.nodes]
+    return "\n".join([f"graph {write_name(graph.name)[1:]} {{", *lines, "}"])
+
+
+def _write_node(node: PlainNode, *, shapes: bool) -> str:
+    """Return the line of a node."""
+
+    def name_of(value: Any) -> str | None:
+        return value.name if isinstance(value, PlainNode) else None
+
+    if node.op == "output":
+        return f"return {write_value(node.args[0], name_of)}"
+    arguments = [write_value(a, name_of) for a in node.args]
+    arguments += [f"{k}={write_value(v, name_of)}" for k, v in node.kwargs.items()]
+    target = node.target if isinstance(node.target, str) else node.target.qualified
+    kind = next(kind for kind, op in KINDS.items() if op == node.op)
+    line = f"{write_name(node.name)} = {kind} {_write_target(target)}({', '.join(arguments)})"
+    if not shapes:
+        return line
+    line += f" in {write_value(node.module)}" if node.module else ""
+    line += f" : {node.made}" if node.made else ""
+    return line + (f"  ; {node.comment}" if node.comment else "")
+
+
+def _write_target(target: str) -> str:
+    """Return the name of a module, a function, a method or an input, in quotes if it is no word."""
+    name = write_name(target)[1:]
+    return name if target else '""'
+
+
+def read_graph(tokens: Tokens) -> PlainGraph:
+    """Return the graph at the next token, `graph NAME {`; raises IRSyntaxError."""
+    tokens.expect("graph", "a graph")
+    graph = PlainGraph(tokens.take_word("the name of a graph"))
+    tokens.expect("{", "a graph")
+    tokens.end_line("'{'")
+    known: dict[str, PlainNode] = {}
+    while not tokens.accept("}"):
+        if tokens.next.kind in ("newline", "comment"):
+            tokens.take()
+            continue
+        if graph.nodes and graph.nodes[-1].op == "output":
+            tokens.fail("'return' is the last line of a graph: '}' must follow")
+        node = _read_node(tokens, known)
+        known[node.name] = node
+        graph.nodes.append(node)
+    if not graph.nodes or graph.nodes[-1].op != "output":
+        tokens.fail("the graph does not return: write 'return %name' as its last line")
+    return graph
+
+
+def _read_node(tokens: Tokens, known: dict[str, PlainNode]) -> PlainNode:
+    """Return the node in the next line. `known` are the nodes before it."""
+
+    def find(name: str, token: Token) -> PlainNode:
+        if name not in known:
+            tokens.fail(f"no node {name!r} before this line{suggest(name, known)}", token)
+        return known[name]
+
+    token = tokens.next
+    if tokens.accept("return"):
+        result = read_value(tokens, find)
+        tokens.end_line("a node")
+        return PlainNode("output", "output", "output", (result,), {})
+    if token.kind != "name":
+        tokens.fail(f"a node or 'return' must begin this line, and not {describe(token)}")
+    name = read_name(tokens, tokens.take())
+    if name in known:
+        tokens.fail(f"there are two nodes {name!r}: give each a name of its own", token)
+    tokens.expect("=", "a node")
+    kind = tokens.next
+    if tokens.take_word("the kind of a node") not in KINDS:
+        tokens.fail(f"{show(kind.text)} is no kind of node: give {', '.join(KINDS)}{suggest(kind.text, KINDS)}", kind)
+    target: str | FunctionName = tokens.take_word("what the node calls")
+    if kind.text == "function":
+        target = FunctionName(str(target))
+    arguments, options = _read_arguments(tokens, find)
+    module = tokens.take_word("the submodule of a node") if tokens.accept("in") else ""
+    made = _read_rest(tokens) if tokens.accept(":") else ""
+    return PlainNode(name, KINDS[kind.text], target, arguments, options, module, made, tokens.end_line("a node"))
+
+
+def _read_arguments(tokens: Tokens, find: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments between round brackets, and those with a name."""
+    tokens.expect("(", "a node")
+    arguments: list[Any] = []
+    options: dict[str, Any] = {}
+    while not tokens.accept(")"):
+        token = tokens.next
+        value = read_value(tokens, find)
+        if tokens.accept("="):
+            if token.kind != "word" or not isinstance(value, str) or value in options:
+                tokens.fail(f"{describe(token)} is no name of an argument, or appears twice", token)
+            options[value] = read_value(tokens, find)
+        elif options:
+            tokens.fail("an argument without a name comes after one with a name", token)
+        else:
+            if token.kind == "word" and isinstance(value, str):
+                tokens.fail(f"{value!r} is no value: put a text in quotes", token)
+            arguments.append(value)
+        if not tokens.accept(",") and tokens.next.text != ")":
+            tokens.fail(f"a comma or ')' is missing before {describe(tokens.next)}")
+    return tuple(arguments), options
+
+
+def _read_rest(tokens: Tokens) -> str:
+    """Return the text up to the comment or the end of the line: the dtype and shape of a result."""
+    begin = end = tokens.next.begin
+    while tokens.next.kind not in ("comment", "newline", "end"):
+        end = tokens.take().end
+    return tokens.text[begin:end]
+
+
+__all__ = ["KINDS", "WIDTH", "FunctionName", "PlainGraph", "PlainNode", "read_graph", "write_graph"]

@@ -1,0 +1,148 @@
+"""Read an IR from its text: data only, so that nothing in a file is imported or evaluated.
+
+A graph that was read can be planned without its model, its weights and torch. With the model it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from fxsplit.errors import FxsplitError, IRSyntaxError, suggest
+from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.graph import IR, Mode, Step, Unread
+from fxsplit.ir.text.facts import Reader, from_record
+from fxsplit.ir.text.graph import PlainGraph, read_graph
+from fxsplit.ir.text.records import read_record
+from fxsplit.ir.text.tokens import Token, Tokens, describe
+from fxsplit.ir.text.write import VERSION
+from fxsplit.system.figures import show
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FACT = re.compile(r"; fact (?P<kind>[\w.]+)(?: of (?P<sources>.*))?")
+HEADERS = ("model", "mode", "step")
+MAKES_AGAIN = {"Antichains": "augment", "States": "order"}
+"""Facts that only the stored facts are needed for, and the passes that make them."""
+
+
+@dataclass(frozen=True)
+class IRReader:
+    """Reads IRs. `passes` are fxsplit's own passes by name: they make the facts again that are not stored.
+
+    See `facts.Reader` for the rest.
+    """
+
+    passes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    facts: Reader = field(default_factory=Reader)
+
+    def read(self, text: str, file: str, model: nn.Module | None = None) -> IR:
+        """Return the IR in `text`; `file` is its name, for messages.
+
+        The graph is one of torch.fx if `facts.torch` says so; it calls the submodules of `model`, if that is given.
+        Raises IRSyntaxError, with line and column, for a text that is no IR.
+        """
+        tokens = Tokens(text, file)
+        _read_version(tokens)
+        ir = self._read_header(tokens)
+        while tokens.next.kind != "end":
+            token = tokens.next
+            if token.kind == "newline":
+                tokens.take()
+            elif token.kind == "comment":
+                ir = self._read_comments(tokens, ir)
+            elif token.text == "fact" and token.kind == "word":
+                ir = self._read_fact(tokens, ir)
+            else:
+                tokens.fail(f"'fact' or a comment must begin this line, and not {describe(token)}")
+        if not (self.facts.torch or model is not None):
+            return ir
+        from fxsplit.ir.text.fx_graph import to_fx
+
+        try:
+            return replace(ir, gm=to_fx(cast(PlainGraph, ir.gm), model))
+        except IRSyntaxError as error:
+            raise IRSyntaxError(f"{file}: {error}") from error
+
+    def _read_header(self, tokens: Tokens) -> IR:
+        """Return an IR with the header and the graph of a text."""
+        model, mode, steps = "", "train", []
+        while tokens.next.text != "graph":
+            token = tokens.next
+            if token.kind in ("newline", "comment"):
+                tokens.take()
+                continue
+            word = tokens.take_word("a header")
+            if word not in HEADERS:
+                tokens.fail(f"{show(word)} is no header: give {', '.join(HEADERS)}, or the graph{suggest(word, HEADERS)}", token)
+            value = tokens.take_word(word)
+            tokens.end_line("a header")
+            if word == "step":
+                steps.append(Step(value, 0.0))
+            elif word == "model":
+                model = value
+            elif value not in ("train", "eval"):
+                tokens.fail(f"the mode is {show(value)}: give train or eval", token)
+            else:
+                mode = value
+        graph = read_graph(tokens)
+        return IR(cast(Any, graph), steps=tuple(steps), model=model, mode=cast(Mode, mode))
+
+    def _read_fact(self, tokens: Tokens, ir: IR) -> IR:
+        """Return `ir` with the fact at the next token, which must hold."""
+        record = read_record(tokens)
+        if any(kind.__name__ == record.kind for kind in ir.facts):
+            record.fail("it appears twice")
+        fact = from_record(record, ir, self.facts)
+        try:
+            fact.verify(ir)
+        except FxsplitError as error:
+            record.fail(str(error))
+        return ir.learn(fact)
+
+    def _read_comments(self, tokens: Tokens, ir: IR) -> IR:
+        """Return `ir` with the fact that the comments up to the next other line tell of, if they do."""
+        lines: list[str] = []
+        while tokens.next.kind == "comment":
+            lines.append(tokens.take().text)
+            tokens.end_line("a comment")
+        found = _FACT.fullmatch(lines[0])
+        if found is None:
+            return ir
+        kind, sources = found["kind"], tuple(filter(None, (found["sources"] or "").split(", ")))
+        made = MAKES_AGAIN.get(kind)
+        step = self._find_step(ir, made) if made is not None else None
+        rest = tuple(line.removeprefix(";").removeprefix(" ") for line in lines[1:])
+        # A class of its own, as facts are found by class.
+        unread = type(kind, (Unread,), {})(kind, rest, sources, found["sources"] is None, step)
+        return ir.learn(unread)
+
+    def _find_step(self, ir: IR, name: str) -> Any:
+        """Return the last pass called `name` among the steps of an IR, or None."""
+        text = next((step.text for step in reversed(ir.steps) if step.text.partition("{")[0] == name), None)
+        try:
+            return None if text is None or name not in self.passes else parse_chain(text, self.passes).passes[0]
+        except FxsplitError:
+            return None  # the pass had an option that it no longer has: it must be asked for by hand
+
+
+def _read_version(tokens: Tokens) -> None:
+    """Go past the first line; raises IRSyntaxError for a file that is no IR, or of another version."""
+    while tokens.next.kind in ("newline", "comment"):
+        tokens.take()
+    first = tokens.next
+    if first.text != "fxsplit-ir":
+        tokens.fail("this is no IR: its first line must be 'fxsplit-ir 1'", first)
+    tokens.take()
+    _check_version(tokens, tokens.next)
+    tokens.take()
+    tokens.end_line("the version")
+
+
+def _check_version(tokens: Tokens, token: Token) -> None:
+    """Raise IRSyntaxError for another version than this fxsplit reads."""
+    if token.text != str(VERSION):
+        tokens.fail(f"the text has version {describe(token)}, and this fxsplit reads version {VERSION}", token)

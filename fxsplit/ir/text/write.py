@@ -1,0 +1,85 @@
+"""Write an IR as text that reads back: its header, the graph, and a section for each fact in the order learnt.
+
+    fxsplit-ir 1
+    model Net
+    mode train
+    step "profile"
+
+    graph Net {
+      %x = input x() : float32[4, 8]
+      %layer = module layer(%x) : float32[4, 8]  ; Linear(in_features=8, out_features=8, bias=True)
+      return %layer
+    }
+
+    fact Machine {
+      ...
+    }
+
+    ; fact Antichains of Costs, Machine
+    ; 2 states of 1 block: every ideal
+
+A fact that follows from others or from the model is a comment, whose first line says what it follows from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxsplit.ir.graph import IR, Unread, list_sources
+from fxsplit.ir.text.graph import PlainGraph, write_graph
+from fxsplit.ir.text.records import write_record
+from fxsplit.ir.text.values import write_word
+
+if TYPE_CHECKING:  # planning from a file needs no torch
+    from torch import fx
+
+VERSION = 1
+"""The version of the format: another one is refused by name."""
+
+
+def render(ir: IR) -> str:
+    """Return the text of an IR, which `read_ir` reads; the IR itself calls this function when it is printed.
+
+    Equal IRs give equal texts, except for measured figures.
+    """
+    lines = [f"fxsplit-ir {VERSION}"]
+    lines += [f"model {write_word(ir.model)}"] if ir.model else []
+    lines += [f"mode {ir.mode}", *(f"step {write_word(step.text)}" for step in ir.steps)]
+    sections = ["\n".join(lines), write_graph(find_plain(ir.gm))]
+    # A dict keeps the order in which facts were learnt.
+    sections += [_write_fact(kind, fact, ir) for kind, fact in ir.facts.items()]
+    return "\n\n".join(sections) + "\n"
+
+
+def find_plain(gm: fx.GraphModule | PlainGraph) -> PlainGraph:
+    """Return a graph without torch."""
+    if isinstance(gm, PlainGraph):
+        return gm
+    from fxsplit.ir.text.fx_graph import to_plain
+
+    return to_plain(gm)
+
+
+def render_graph(gm: fx.GraphModule, *, shapes: bool = True) -> str:
+    """Return the text of a graph, one line for each node; `shapes` adds the shape of each result and the comments."""
+    return write_graph(find_plain(gm), shapes=shapes)
+
+
+def _write_fact(kind: type, fact: Any, ir: IR) -> str:
+    """Return the section of a fact: its record, or comments for a fact that is not stored."""
+    from fxsplit.ir.text.facts import to_record
+
+    if isinstance(fact, Unread):
+        return "\n".join([_head(fact.kind, fact.sources, given=fact.stays), *(f"; {line}".rstrip() for line in fact.lines)])
+    record = to_record(fact, ir)
+    if record is not None:
+        return write_record(record)
+    sources = tuple(source.__name__ for source in list_sources(kind))
+    # `dumped` is for facts that print() shows only in part.
+    text = str(getattr(fact, "dumped", fact))
+    return "\n".join([_head(kind.__name__, sources, given=fact.given), *(f"; {line}".rstrip() for line in text.split("\n"))])
+
+
+def _head(kind: str, sources: tuple[str, ...], *, given: bool) -> str:
+    """Return the first line of a fact that stands as a comment: its kind, and what it follows from."""
+    return f"; fact {kind}" + ("" if given else f" of {', '.join(sources or ('the graph',))}")

@@ -1,0 +1,102 @@
+"""Functions of torch by name, and the names of functions: `torch.relu`, `torch.ops.aten.view.default`, `operator.add`.
+
+A name from a file is looked up among functions that compute with tensors, and never imported.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+_ROOMS: dict[str, Any] = {
+    "operator": operator,
+    "math": math,
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch._C._nn": torch._C._nn,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+}
+"""The places in which a function is looked up."""
+
+_REFUSED = ("from_file", "load", "save", "compile", "call", "methodcaller", "attrgetter")
+"""Functions in these places that read or write files, or call any other function."""
+
+
+def name_function(target: Any) -> str:
+    """Return the name of a function: that under which `find_function` finds it, or else the name in its code."""
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return f"torch.ops.{target}"
+    stated = getattr(target, "fxsplit_name", None)
+    if isinstance(stated, str):
+        return stated
+    name = getattr(target, "__name__", "")
+    found = next((room for room, held in _ROOMS.items() if getattr(held, name, None) is target), None) if name else None
+    if found is not None:
+        return f"{found}.{name}"
+    # Functions of builtin modules give their module with an underscore, where nobody would look for them.
+    module = (getattr(target, "__module__", None) or "").removeprefix("_")
+    own = getattr(target, "__qualname__", type(target).__name__)
+    return f"{module}.{own}" if module else str(own)
+
+
+def find_function(name: str) -> Callable[..., Any] | None:
+    """Return the function of torch, operator or math called `name`; None if none of their functions has this name."""
+    if name.startswith("torch.ops."):
+        return _find_operator(name.removeprefix("torch.ops.").split("."))
+    room, _, own = name.rpartition(".")
+    found = getattr(_ROOMS.get(room), own, None)
+    return found if own not in _REFUSED and own[:1] != "_" and _computes(room, found) else None
+
+
+def _find_operator(parts: list[str]) -> Callable[..., Any] | None:
+    """Return an operator of torch.ops by namespace, name and overload; the overload may be missing."""
+    if len(parts) not in (2, 3) or not all(part.isidentifier() for part in parts):
+        return None
+    namespace = getattr(torch.ops, parts[0], None)
+    # torch.ops has methods too, and one of them loads libraries.
+    found = getattr(namespace, parts[1], None) if isinstance(namespace, torch._ops._OpNamespace) else None
+    found = getattr(found, parts[2], None) if len(parts) == 3 and isinstance(found, OpOverloadPacket) else found
+    return found if isinstance(found, (OpOverload, OpOverloadPacket)) else None
+
+
+@cache
+def _list_overridable() -> frozenset[int]:
+    """Return the identities of the functions that torch's own overrides know: they compute with tensors."""
+    return frozenset(id(f) for functions in torch.overrides.get_overridable_functions().values() for f in functions)
+
+
+def _computes(room: str, found: Any) -> bool:
+    """Return whether a function computes with tensors or numbers, and is no class or module."""
+    if not callable(found) or isinstance(found, (type, types.ModuleType)):
+        return False
+    # C functions of torch, such as torch.zeros, are operators too, though they take no tensors.
+    return (
+        room in ("operator", "math") or isinstance(found, types.BuiltinFunctionType) or id(found) in _list_overridable()
+    )
+
+
+class UnknownFunction:
+    """Stands for a function in a file that is none of torch's: its graph can be planned, and does not run."""
+
+    def __init__(self, name: str, short: str) -> None:
+        self.fxsplit_name = name
+        # torch.fx writes these two into the code of the graph.
+        self.__name__ = short
+        self.__module__ = "unknown"
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        """Raise NotImplementedError, with the name."""
+        raise NotImplementedError(
+            f"function {self.fxsplit_name!r} was read from a file and is none of torch's, so the graph does not run: "
+            "capture the model again"
+        )
