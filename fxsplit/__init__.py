@@ -13,11 +13,12 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.api.checkpoint.checkpoint import save_checkpoint as save_checkpoint
     from fxsplit.api.compile import DEFAULT as DEFAULT
     from fxsplit.api.compile import compile as compile
-    from fxsplit.api.load_ir import load_ir as load_ir
     from fxsplit.api.pipeline.pipeline import Pipeline as Pipeline
     from fxsplit.api.pipeline.saving import Saving as Saving
     from fxsplit.api.plan import plan as plan
     from fxsplit.api.profile import profile as profile
+    from fxsplit.api.toolkit.capture import capture as capture
+    from fxsplit.api.toolkit.load_ir import load_ir as load_ir
     from fxsplit.api.verify.verify import verify as verify
     from fxsplit.errors import FxsplitError as FxsplitError
     from fxsplit.errors import FxsplitWarning as FxsplitWarning
@@ -42,7 +43,8 @@ _HOME = {
     "plan": "api.plan",
     "profile": "api.profile",
     "verify": "api.verify.verify",
-    "load_ir": "api.load_ir",
+    "capture": "api.toolkit.capture",
+    "load_ir": "api.toolkit.load_ir",
     "save_checkpoint": "api.checkpoint.checkpoint",
     "load_checkpoint": "api.checkpoint.checkpoint",
     "latest_checkpoint": "api.checkpoint.checkpoint",

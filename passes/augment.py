@@ -31,6 +31,7 @@ class Augment:
 
     name: ClassVar[str] = "augment"
     ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max_states < 1:

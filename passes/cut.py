@@ -29,6 +29,7 @@ class Cut:
 
     name: ClassVar[str] = "cut"
     ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         try:

@@ -20,6 +20,7 @@ class Order:
 
     name: ClassVar[str] = "order"
     ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""

@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fxsplit.errors import TooFewParts
-from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
-from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
@@ -34,6 +32,7 @@ class Partition(Options):
 
     name: ClassVar[str] = "partition"
     ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from States. Raises PlanError if no plan fits, with the stage that lacks memory and by how much.
@@ -55,7 +54,7 @@ class Partition(Options):
         clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
-            return ir.learn(_note_rows(plan_stages(task, chains, ir[States], enumerate_again, clock), ir))
+            return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))
 
         try:
             return learn_plan(task)
@@ -63,9 +62,3 @@ class Partition(Options):
             warn_user(f"some stages only pass values on, since the model takes fewer: {error}")
         return learn_plan(replace(task, workload=replace(task.workload, may_idle=True)))
 
-
-def _note_rows(plan: Plan, ir: IR) -> Plan:
-    """Add to a plan the microbatch sizes that the graph is restricted to, if it is."""
-    scope = ir.get(Scope)
-    # Keep the proof, which does not depend on these sizes.
-    return replace(plan, fixed_rows=scope.fixed_sizes).prove(plan.proof) if scope and scope.fixed_sizes else plan

@@ -65,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import explain, plan, simulate, verify
+    from fxsplit.cli import explain, opt, plan, simulate, verify
     from fxsplit.cli.words import Parser
 
     parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
@@ -83,6 +83,7 @@ def make_parser() -> Parser:
     plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
+    opt.add_arguments(add("opt", opt.main, "run passes on an IR in a file, and print the IR that they make"))
     # The parser of all commands reports unknown options, so it needs their names for suggestions.
     for title, command in commands.choices.items():
         for name in command.option_names:

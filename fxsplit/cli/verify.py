@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
-import traceback
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from fxsplit.cli.factory import FactoryResult, call_factory, describe_error, import_object
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import add_json, add_schedule, take_text
 from fxsplit.errors import FxsplitError, InputError, suggest
@@ -20,7 +17,6 @@ from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
 from fxsplit.system.figures import SHOWN, parse_bytes
 from fxsplit.system.progress_bar import show_phase
-from fxsplit.system.user_lines import find_users_line
 
 if TYPE_CHECKING:  # torch takes a second to import, and --help does not need it
     from fxsplit.api.verify.verify import Verification
@@ -44,15 +40,6 @@ AS_TYPED = (
     "dump",
 )
 """Options of compile() that it is given as they were typed."""
-
-
-class FactoryResult(NamedTuple):
-    """The result of a factory: a model, the arguments of a call, and a target or None."""
-
-    model: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.devices is not None:
             raise InputError(f"--devices {arguments.devices}: under a launcher each rank is a device, so leave it out")
         with join_ranks(1 if arguments.pipelines is None else arguments.pipelines) as launched:
-            made = _call_factory(arguments.factory)
+            made = call_factory(arguments.factory)
             call, target = launched.take_rows(made.model, Call(made.args, made.kwargs), made.target)
             own = FactoryResult(made.model, call.args, call.kwargs, target)
             return _verify(arguments, launched.devices, own, quiet=not launched.leads)
@@ -143,7 +130,7 @@ def main(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option} is for several ranks: torchrun --nproc-per-node=4 -m fxsplit verify ...")
-    return _verify(arguments, _read_devices(arguments.devices or "2"), _call_factory(arguments.factory))
+    return _verify(arguments, _read_devices(arguments.devices or "2"), call_factory(arguments.factory))
 
 
 def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *, quiet: bool = False) -> int:
@@ -153,7 +140,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
 
     loss_fn = None
     if arguments.loss_fn is not None:
-        loss_fn = _import(arguments.loss_fn, "MODULE:NAME, such as torch.nn.functional:cross_entropy")
+        loss_fn = import_object(arguments.loss_fn, "MODULE:NAME, such as torch.nn.functional:cross_entropy")
     # Refuse one without the other, which would be ignored silently.
     if (loss_fn is None) != (made.target is None):
         raise InputError(
@@ -183,7 +170,7 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
         except FxsplitError:
             raise
         except Exception as error:  # mostly the model's own error, which proves nothing about its pipeline
-            raise InputError(f"{arguments.factory}: {_describe(error)}") from error
+            raise InputError(f"{arguments.factory}: {describe_error(error)}") from error
     if quiet:
         return 0 if found.equal else 1
     # Use standard error, since standard output may be JSON.
@@ -238,60 +225,6 @@ def _read_size(text: str | None) -> float | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise InputError(f"--bucket-bytes {text}: {error}") from error
-
-
-def _call_factory(name: str) -> FactoryResult:
-    """Call a factory and return its model, arguments, keyword arguments and target.
-
-    `name` is module:function. Raises InputError if it cannot be imported or called, or returns an invalid result.
-    """
-    factory = _import(name, "MODULE:FACTORY, such as mymodels:make_resnet")
-    # The attribute, and the factory's result, may be any object.
-    if not callable(factory):
-        raise InputError(f"{name!r} is a {type(factory).__name__}: give a function of no arguments")
-    try:
-        made = factory()
-    except Exception as error:
-        raise InputError(f"{name!r} raised {_describe(error)}; it is called without arguments") from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
-        raise InputError(
-            f"{name!r} returned a {type(made).__name__}: return (model, args), (model, args, kwargs) or "
-            "(model, args, kwargs, target)"
-        )
-    model, args, kwargs, target = (*made, {}, None)[:4] if len(made) == 2 else (*made, None)[:4]
-    # Most models take one input.
-    if not isinstance(args, (tuple, list)):
-        args = (args,)
-    if not isinstance(kwargs, Mapping):
-        raise InputError(f"{name!r} returned a {type(kwargs).__name__} as kwargs: return a dict")
-    return FactoryResult(model, tuple(args), dict(kwargs), target)
-
-
-def _import(name: str, form: str) -> Any:
-    """Import the object `module:attribute`. Raises InputError if the module or the attribute cannot be found."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise InputError(f"{name!r}: write {form}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # find modules in the current folder, as `python -m` does
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        # The module itself, and not one that it imports, is a name that was typed.
-        near = [path.stem for path in Path.cwd().glob("*.py")] if getattr(error, "name", None) == module else []
-        raise InputError(f"cannot import {module!r}: {error}{suggest(module, near)}") from error
-    except Exception as error:  # an error in the module, such as a SyntaxError
-        raise InputError(f"cannot import {module!r}: {_describe(error)}") from error
-    try:
-        return getattr(found, attribute)
-    except AttributeError as error:
-        hint = suggest(attribute, vars(found))
-        raise InputError(f"module {module!r} has no {attribute!r}{hint}") from error
-
-
-def _describe(error: Exception) -> str:
-    """Describe an error of the user's code, with the innermost line of that code that raised it."""
-    return f"{type(error).__name__}{find_users_line(traceback.walk_tb(error.__traceback__))}: {error}"
 
 
 def describe(found: Verification) -> dict[str, Any]:

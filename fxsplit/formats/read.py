@@ -25,6 +25,11 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> ProfileFile:
     except (OSError, ValueError) as error:
         what = explain_unreadable(error)
         raise ProfileError(f"cannot read {name!r}: {what}; give a profile written by costs.save(path)") from error
+    return parse_profile(text, name, by_bytes)
+
+
+def parse_profile(text: str, name: str, by_bytes: bool = False) -> ProfileFile:
+    """Return the profile in the text of a file called `name`; see `read`."""
     # The other two formats are JSON objects.
     if not text.lstrip().startswith("{"):
         return pipedream.parse(text, name)

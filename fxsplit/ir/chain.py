@@ -10,23 +10,24 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, overload
 
 from fxsplit.errors import ChainError, suggest
-from fxsplit.ir.graph import Pass, name_pass
-from fxsplit.system.figures import show
+from fxsplit.ir.graph import Pass, is_own, name_pass
+from fxsplit.ir.options import find_hints, read_options, write_option
 
-Scalar = str | int | float | bool
-# A pass, up to the comma or the end of the text. Dots and colons are for package.module:attribute.
-_ITEM = re.compile(r"\s*(?P<name>[\w.:-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?:,|$)")
+# The name of a pass. Dots and colons are for package.module:attribute.
+_NAME = re.compile(r"\s*([\w.:-]+)\s*")
+_NEXT = re.compile(r"\s*(?:,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """An immutable sequence of passes; `before`, `after` and `replace` return a new chain.
+    """An immutable sequence of passes; `before`, `after`, `replace`, `until`, `from_` and `+` return a new chain.
 
-    They find a pass by name, and raise ChainError if the chain has no pass of that name.
+    They find a pass by name, and raise ChainError if the chain has no pass of that name. `partition` is the first pass
+    of that name, and `partition#2` the second one.
     """
 
     passes: tuple[Pass, ...]
@@ -36,6 +37,25 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.passes)
+
+    @overload
+    def __getitem__(self, at: int | str) -> Pass: ...
+    @overload
+    def __getitem__(self, at: slice) -> Chain: ...
+
+    def __getitem__(self, at: int | str | slice) -> Pass | Chain:
+        """Return the pass at a position or of a name, or the chain of a slice."""
+        if isinstance(at, slice):
+            return Chain(self.passes[at])
+        return self.passes[self._find(at) if isinstance(at, str) else at]
+
+    def __add__(self, other: Chain | Iterable[Pass]) -> Chain:
+        """Return the chain of these passes and those of `other` after them."""
+        return Chain((*self.passes, *check_passes(other)))
+
+    def __radd__(self, other: Iterable[Pass]) -> Chain:
+        """Return the chain of the passes of `other` and these after them."""
+        return Chain((*check_passes(other), *self.passes))
 
     def before(self, name: str, *added: Pass) -> Chain:
         """Return the chain with `added` before the pass called `name`."""
@@ -48,14 +68,25 @@ class Chain:
     def replace(self, name: str, *others: Pass) -> Chain:
         """Return the chain with `others` in place of the pass called `name`."""
         at = self._find(name)
-        return Chain((*self.passes[:at], *others, *self.passes[at + 1 :]))
+        return Chain((*self.passes[:at], *check_passes(others), *self.passes[at + 1 :]))
+
+    def until(self, name: str) -> Chain:
+        """Return the chain up to the pass called `name`, which is its last one."""
+        return Chain(self.passes[: self._find(name) + 1])
+
+    def from_(self, name: str) -> Chain:
+        """Return the chain from the pass called `name`, which is its first one."""
+        return Chain(self.passes[self._find(name) :])
 
     def _find(self, name: str) -> int:
-        """Return the position of the first pass called `name`."""
+        """Return the position of the pass called `name`, or of the second one for `name#2`."""
         names = [name_pass(p) for p in self.passes]
-        if name not in names:
+        own, _, number = name.partition("#")
+        places = [i for i, other in enumerate(names) if other == own]
+        wanted = int(number) if number.isdecimal() and len(number) < 6 else 1 if not number else 0
+        if not 1 <= wanted <= len(places):
             raise ChainError(f"no pass {name!r} in this chain ({', '.join(names)}){suggest(name, names)}")
-        return names.index(name)
+        return places[wanted - 1]
 
     def __repr__(self) -> str:
         """Return one line, since editors show the default chain on hover."""
@@ -66,16 +97,38 @@ class Chain:
 
 
 def pass_text(step: Pass) -> str:
-    """Return a pass as text: its name and the options that differ from their defaults, such as `profile{repeats=5}`."""
+    """Return a pass as text: its name and the options that differ from their defaults, such as `profile{repeats=5}`.
+
+    A pass that is none of fxsplit's has the name by which it can be imported, `package.module:attribute`.
+    """
+    name = name_pass(step) if is_own(step) else _find_import(step) or name_pass(step)
     # A plain function is a pass too, and has no options.
     if not dataclasses.is_dataclass(step):
-        return name_pass(step)
+        return name
+    hints = find_hints(type(step))
     options = [
-        f"{f.name}={_write_scalar(getattr(step, f.name))}"
+        f"{f.name}={write_option(getattr(step, f.name), hints.get(f.name))}"
         for f in dataclasses.fields(step)
-        if getattr(step, f.name) != f.default
+        if f.init and not _is_default(f, getattr(step, f.name))
     ]
-    return name_pass(step) + (f"{{{','.join(options)}}}" if options else "")
+    return name + (f"{{{','.join(options)}}}" if options else "")
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return whether an option has its default, in value and type."""
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    # 1 == True, and a chain that is read again should be the same.
+    return type(value) is type(default) and bool(value == default)
+
+
+def _find_import(step: Any) -> str | None:
+    """Return the name by which a pass, or its class, can be imported; None for a class in a function or a notebook."""
+    held = type(step) if dataclasses.is_dataclass(step) else step
+    module, name = getattr(held, "__module__", None), getattr(held, "__qualname__", None)
+    importable = module and module != "__main__" and name and name.replace(".", "").isidentifier()
+    return f"{module}:{name}" if importable else None
 
 
 def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
@@ -88,11 +141,20 @@ def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
     at = 0
     # Read item by item, so that an error shows the text from the place where reading stopped.
     while at < len(text.rstrip()):
-        match = _ITEM.match(text, at)
-        if match is None:
-            raise ChainError(f"cannot read the chain {text!r} from {text[at:]!r}: write name{{option=value}},name,...")
-        passes.append(_create_pass(match["name"], match["options"], known))
-        at = match.end()
+        begin = at
+        name = _NAME.match(text, at)
+        options: dict[str, Any] = {}
+        if name is not None:
+            at = name.end()
+            if text[at : at + 1] == "{":
+                options, at = read_options(text, at, name[1])
+        end = _NEXT.match(text, at)
+        if name is None or end is None:
+            raise ChainError(
+                f"cannot read the chain {text!r} from {text[begin:]!r}: write name{{option=value}},name,..."
+            )
+        passes.append(_create_pass(name[1], options, known))
+        at = end.end()
     if not passes:
         raise ChainError("an empty chain: write for example 'profile,augment,order,partition,emit'")
     return Chain(tuple(passes))
@@ -106,76 +168,80 @@ def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
         raise ChainError(
             f"passes={passes!r}: give a Chain, a list of passes, or text such as 'profile,augment,order,partition,emit'"
         )
-    chain = passes if isinstance(passes, Chain) else Chain(tuple(passes))
-    for step in chain:
+    return Chain(check_passes(passes))
+
+
+def check_passes(passes: Iterable[Any]) -> tuple[Pass, ...]:
+    """Return `passes` as a tuple; raises ChainError for an object that is no pass."""
+    steps = tuple(passes)
+    for step in steps:
         # A class is callable too, but calling it makes a pass instead of running one.
         if isinstance(step, type) or not callable(step):
             raise ChainError(
                 f"{step!r} is not a pass: give a function from IR to IR, or an instance of a pass class; names go into "
                 "one text, such as 'profile,augment,order,partition,emit'"
             )
-    return chain
+    return steps
 
 
-def _create_pass(name: str, options: str | None, known: Mapping[str, Callable[..., Any]]) -> Pass:
-    """Return the pass called `name` with its options, the text between braces; raises ChainError for a wrong option."""
-    found = _find_pass(name, known)
+def _create_pass(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Any]]) -> Pass:
+    """Return the pass called `name` with the texts of its options; raises ChainError for a wrong option."""
+    found = find_pass(name, known)
     if not isinstance(found, type):
         if options:
-            raise ChainError(f"pass {name!r} is a plain function and has no options, not {{{options}}}")
+            raise ChainError(f"pass {name!r} is a plain function and has no options, not {', '.join(options)}")
         step: Pass = found
         return step
-    # The default of an option gives its type, so the text needs no quotes.
+    fields = {f.name: f for f in dataclasses.fields(found) if f.init} if dataclasses.is_dataclass(found) else {}
+    hints = find_hints(found)
     values = {}
-    types = {f.name: f for f in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else {}
-    for part in filter(None, (p.strip() for p in (options or "").split(","))):
-        key, _, value = part.partition("=")
-        if key not in types or not value:
-            hint = suggest(key, types)
-            raise ChainError(f"pass {name!r} has no option {part!r}: it has {', '.join(types) or 'none'}{hint}")
-        values[key] = _read_scalar(name, key, value, types[key].default)
+    for key, read in options.items():
+        if key not in fields:
+            hint = suggest(key, fields)
+            raise ChainError(f"pass {name!r} has no option {key!r}: it has {', '.join(fields) or 'none'}{hint}")
+        values[key] = read(hints.get(key, type(fields[key].default)))
     # A pass checks its own options when it is created. An option without a default may be missing.
     try:
         made: Pass = found(**values)
     except TypeError as error:
-        raise ChainError(f"pass {name!r} cannot be made with {{{options or ''}}}: {error}") from error
+        raise ChainError(
+            f"pass {name!r} cannot be made with the options {', '.join(values) or 'none'}: {error}"
+        ) from error
     return made
 
 
-def _find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+def find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     """Return the class or function called `name`; raises ChainError, with the known names, if there is none."""
     if name in known:
         return known[name]
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             raise ChainError(f"cannot import the pass {name!r}: {error}") from error
+        return found
     # Entry points come last: reading the installed packages takes time, and the user's own files have priority.
-    outside = {point.name: point for point in entry_points(group="fxsplit.passes")}
+    outside = list_installed()
     if name in outside:
-        return outside[name].load()
+        return load_installed(outside[name])
     names = ", ".join([*known, *sorted(outside)])
     hint = suggest(name, [*known, *outside])
     raise ChainError(f"unknown pass {name!r}: known are {names}; a pass of yours is package.module:name{hint}")
 
 
-def _read_scalar(name: str, key: str, text: str, default: Any) -> Scalar:
-    """Return the value of an option, in the type of its default; raises ChainError for text of another type."""
-    # bool comes before the numbers: in Python, True is an int.
-    if isinstance(default, bool):
-        if text in ("true", "false"):
-            return text == "true"
-        raise ChainError(f"option {key}={text!r} of pass {name!r}: write true or false")
-    if isinstance(default, (int, float)):
-        try:
-            return type(default)(text)
-        except ValueError as error:
-            raise ChainError(f"option {key}={show(text)} of pass {name!r}: write a number") from error
-    return text
+def list_installed() -> dict[str, EntryPoint]:
+    """Return the passes of installed packages by name: the entry points of the group `fxsplit.passes`."""
+    return {point.name: point for point in entry_points(group="fxsplit.passes")}
 
 
-def _write_scalar(value: Scalar) -> str:
-    """Return the value of an option as text that `_read_scalar` can read."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def load_installed(point: EntryPoint) -> Any:
+    """Return the pass of an installed package; raises ChainError, with the package, if it cannot be imported."""
+    try:
+        return point.load()
+    except Exception as error:
+        package = point.dist.name if point.dist else "an installed package"
+        what = f"{type(error).__name__}: {error}"
+        raise ChainError(f"pass {point.name!r} of {package} cannot be imported ({point.value}): {what}") from error

@@ -1,27 +1,20 @@
-"""Observers of a chain: one writes every IR to a folder, one prints some of them.
-
-They watch `manager.run_chain`, and never change the IR.
-"""
+"""The observer of a chain that writes every IR to a folder, and the observers that the environment asks for."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
-
-import torch
 
 from fxsplit.errors import FileError
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.dump_folder import RUN, begin_dump, is_of, mark_folder
-from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
+from fxsplit.ir.observers import Printer
 from fxsplit.ir.text.write import render
 from fxsplit.system.files import write_whole
 from fxsplit.system.user_lines import warn_user
@@ -89,14 +82,15 @@ class DumpTo(Observer):
 
     def _mark(self, ir: IR, **more: str) -> None:
         """Write `chain.json`: the model, the mode, the shapes and the passes run so far."""
-        example = ir.get(Example)
+        # Found by name: importing its class would load torch, and an IR from a file has only its text.
+        example = next((fact for kind, fact in ir.facts.items() if kind.__name__ == "Example"), None)
         entries: dict[str, object] = {
             "model": ir.model,
             "mode": ir.mode,
-            "shapes": {} if example is None else example.describe(),
+            "shapes": example.describe() if hasattr(example, "describe") else {},
         }
         passes = [{"pass": step.text, "seconds": round(step.seconds, 6)} for step in ir.steps]
-        versions = {"fxsplit": version("fxsplit"), "torch": torch.__version__}
+        versions = {"fxsplit": version("fxsplit"), "torch": version("torch")}
         entries[RUN] = self._run
         mark_folder(self.folder, {**entries, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
@@ -107,40 +101,15 @@ class DumpTo(Observer):
         write_whole(self.folder / f"{self._count:02d}-{name}.ir", text)
 
 
-@dataclass(frozen=True)
-class PrintAfter(Observer):
-    """Prints the IR after each pass in `names`; "all" means every pass, and "trace" the IR before the first pass.
-
-    `file` is the output stream (default: the current standard output).
-    """
-
-    names: tuple[str, ...]
-    file: TextIO | None = None
-
-    def start(self, ir: IR) -> None:
-        """Print the traced IR if `names` has "trace" or "all"."""
-        self.after("trace", ir)
-
-    def after(self, name: str, ir: IR) -> None:
-        """Print the IR if `names` has its pass."""
-        if name in self.names or "all" in self.names:
-            print(f"; after {name}\n{render(ir)}", file=self.file or sys.stdout)
-
-    def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Print the IR in which a check has found the error, if `names` has its pass."""
-        if name in self.names or "all" in self.names:
-            print(f"; failed after {name}: {error}\n{render(ir)}", file=self.file or sys.stdout)
-
-
 _unmatched: set[str] = set()
 
 
-def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfter]:
-    """Return the observers: a DumpTo if a `folder` is given, and a PrintAfter if FXSPLIT_PRINT_AFTER names passes.
+def make_observers(folder: Path | None, chain: Chain) -> list[Observer]:
+    """Return the observers: a DumpTo if a `folder` is given, a Printer if FXSPLIT_PRINT_AFTER names passes.
 
     A name that is no pass of this chain gets a warning, once: it may be a pass of another pipeline's chain.
     """
-    observers: list[DumpTo | PrintAfter] = []
+    observers: list[Observer] = []
     if folder is not None:
         observers.append(DumpTo(folder, str(chain)))
     passes = [name_pass(step) for step in chain]
@@ -154,5 +123,5 @@ def make_observers(folder: Path | None, chain: Chain) -> list[DumpTo | PrintAfte
                 f"{', '.join(passes)}"
             )
     if names:
-        observers.append(PrintAfter(names))
+        observers.append(Printer(after_passes=names))
     return observers

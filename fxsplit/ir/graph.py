@@ -196,7 +196,9 @@ class IR(Shown):
         """
         # If a fact is kept by mistake, the manager finds out: it verifies every fact against the new graph.
         names = {kind.__name__ for kind in keep}
-        kept = {k: f for k, f in self.facts.items() if f.given or k in keep or (isinstance(f, Unread) and _stays(f, names))}
+        kept = {
+            k: f for k, f in self.facts.items() if f.given or k in keep or (isinstance(f, Unread) and _stays(f, names))
+        }
         return replace(self, gm=gm, facts=MappingProxyType(kept))
 
 
@@ -237,3 +239,8 @@ def ignores_mode(step: Any) -> bool:
     Only the class itself counts, since a subclass may look at the mode. A function declares it as an attribute.
     """
     return any(bool(held.get("ignores_mode")) for held in (vars(type(step)), getattr(step, "__dict__", {})))
+
+
+def ignores_graph(step: Any) -> bool:
+    """Return whether a pass declares `ignores_graph = True`: it reads only facts, and needs no graph of torch.fx."""
+    return any(bool(held.get("ignores_graph")) for held in (vars(type(step)), getattr(step, "__dict__", {})))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
-from fxsplit.ir.chain import pass_text
-from fxsplit.ir.fingerprint import find_edit, take_fingerprint
-from fxsplit.ir.graph import IR, Pass, Step, is_own, name_pass
+from fxsplit.ir.chain import Chain, pass_text
+from fxsplit.ir.graph import IR, Pass, Step, ignores_graph, is_own, name_pass
+from fxsplit.ir.text.graph import PlainGraph
 from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.system.progress import phase
 
@@ -26,17 +26,28 @@ class Observer:
     def start(self, ir: IR) -> None:
         """Observe the IR before the first pass."""
 
+    def before(self, name: str, ir: IR) -> None:
+        """Observe the IR before the pass called `name`."""
+
     def after(self, name: str, ir: IR) -> None:
         """Observe the IR after the pass called `name`."""
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
         """Observe the IR after the pass called `name`, in which a check has found the error."""
 
+    def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
+        """Observe the IR before the first pass of `rest`, which has raised the error or whose result does not hold."""
+
 
 def run_chain(
-    ir: IR, chain: Iterable[Pass], observers: Sequence[Observer] = (), check: Check = lambda step, before, after: after
+    ir: IR,
+    chain: Iterable[Pass],
+    observers: Sequence[Observer] = (),
+    check: Check = lambda step, before, after: after,
+    *,
+    verify: bool = True,
 ) -> IR:
-    """Return the IR after all passes of `chain`.
+    """Return the IR after all passes of `chain`; with `verify=False` nothing is verified.
 
     Raises the errors of the passes, and ChainError if a pass returns no IR. Raises BrokenFact, with the name of the
     pass, if a fact does not hold after the pass, if the pass edits the graph or its modules in place, or if `check`
@@ -47,17 +58,22 @@ def run_chain(
     first, steps = ir, list(chain)
     for number, step in enumerate(steps, 1):
         raise_lost_interrupt()
+        given = ir
         try:
-            result = _run_pass(step, ir, first)
+            for observer in observers:
+                observer.before(name_pass(step), ir)
+            result = _run_pass(step, ir, first, verify=verify)
             try:
-                _verify(result)
+                if verify:
+                    verify_ir(result)
                 ir = check(step, ir, result)
             except Exception as error:
-                _tell_of_failure(observers, step, result, error)
+                _tell(observers, error, lambda o, e: o.failed(name_pass(step), result, e))  # noqa: B023
                 raise
             for observer in observers:
                 observer.after(name_pass(step), ir)
         except Exception as error:
+            _tell(observers, error, lambda o, e: o.raised(Chain(tuple(steps[number - 1 :])), given, e))  # noqa: B023
             error.add_note(f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode")
             # A BrokenFact names the pass in its own text, since not every program shows notes.
             if isinstance(error, BrokenFact):
@@ -66,11 +82,20 @@ def run_chain(
     return ir
 
 
-def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
+def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
     """Return the result of a pass; raises BrokenFact if the pass edits `ir`, or the `first` IR, in place."""
+    if isinstance(ir.gm, PlainGraph) and not ignores_graph(step):
+        # A graph from a file needs no torch until a pass looks at it.
+        from fxsplit.ir.text.fx_graph import to_fx
+
+        ir = replace(ir, gm=to_fx(ir.gm))
     # The passes of fxsplit are known to edit nothing.
-    watched = [] if is_own(step) else [ir] if ir.gm is first.gm else [first, ir]
-    before = [take_fingerprint(each) for each in watched]
+    watched = [] if is_own(step) or not verify else [ir] if ir.gm is first.gm else [first, ir]
+    watched = [each for each in watched if not isinstance(each.gm, PlainGraph)]
+    if watched:  # reading weights needs torch, and planning from a file does not
+        from fxsplit.ir.fingerprint import find_edit, take_fingerprint
+
+        before = [take_fingerprint(each) for each in watched]
     # The time of the pass only; verifying comes after.
     begin = time.perf_counter()
     with phase(f"pass {name_pass(step)}"):
@@ -79,8 +104,8 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
     if not isinstance(result, IR):
         what = f"returned {type(result).__name__}: a pass returns an IR (is 'return ir' missing?)"
         raise ChainError(f"pass {name_pass(step)!r} {what}")
-    for each, known in zip(watched, before, strict=True):
-        edit = find_edit(known, take_fingerprint(each))
+    for at, each in enumerate(watched):
+        edit = find_edit(before[at], take_fingerprint(each))
         if edit is not None:
             raise BrokenFact(
                 f"the pass has edited {edit} of {ir.model} in place: copy the graph, edit the copy, and return "
@@ -92,16 +117,16 @@ def _run_pass(step: Pass, ir: IR, first: IR) -> IR:
     return replace(result, steps=steps, model=ir.model, mode=ir.mode)
 
 
-def _tell_of_failure(observers: Sequence[Observer], step: Pass, ir: IR, error: Exception) -> None:
-    """Show the observers an IR that does not hold; their own errors become notes, since `error` says more."""
+def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Observer, Exception], None]) -> None:
+    """Tell the observers of an error; their own errors become notes, since `error` says more."""
     for observer in observers:
         try:
-            observer.failed(name_pass(step), ir, error)
+            tell(observer, error)
         except Exception as other:
             error.add_note(f"{type(observer).__name__} could not show the IR ({type(other).__name__}: {other})")
 
 
-def _verify(ir: IR) -> None:
+def verify_ir(ir: IR) -> None:
     """Raise BrokenFact unless the graph is sound and every fact holds, including the facts of earlier passes."""
     what = "the graph"
     try:

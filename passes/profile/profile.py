@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from fxsplit.errors import ChainError, ProfileError, suggest
 from fxsplit.ir.facts.capture.effects import Effects, observe_effects
 from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import HARDWARE, Costs, InputCost, NodeCost, TiedParameter, name_operator
 from fxsplit.ir.facts.costs.forwards import keep_forwards
 from fxsplit.ir.facts.costs.known import KnownCosts, Measured, Observed
@@ -283,6 +284,7 @@ def _build_costs(
                 cost = replace(cost, buffer_bytes=cost.output_bytes * n_microbatches)
             nodes.append(cost)
     machine = ir[Machine]
+    scope = ir.get(Scope)
     return Costs(
         nodes=tuple(nodes),
         inputs=tuple(inputs),
@@ -298,6 +300,7 @@ def _build_costs(
             "intraop_threads": str(machine.intraop_threads()),
             **hardware,
         },
+        fixed_rows=scope.fixed_sizes if scope is not None else (),
     )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.cli.factory import call_factory
 from fxsplit.cli.main import main, make_parser
-from fxsplit.cli.verify import _call_factory
 from fxsplit.errors import InputError
 from fxsplit.system.progress import listen
 from fxsplit.torch_internals.autograd.sums import Share, Sums
@@ -280,7 +280,7 @@ def test_a_module_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "broken_factories.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InputError, match="cannot import 'broken_factories': SyntaxError: "):
-        _call_factory("broken_factories:f")
+        call_factory("broken_factories:f")
 
 
 def test_loading_torch_is_shown_as_progress() -> None:

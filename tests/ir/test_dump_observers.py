@@ -13,10 +13,11 @@ from torch import fx
 from fxsplit.errors import FileError, FxsplitWarning
 from fxsplit.ir import dump
 from fxsplit.ir.chain import Chain
-from fxsplit.ir.dump import DumpTo, PrintAfter, make_observers
+from fxsplit.ir.dump import DumpTo, make_observers
 from fxsplit.ir.dump_folder import DumpFolder, mark_folder
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
+from fxsplit.ir.observers import Printer
 from fxsplit.ir.text.write import render
 
 
@@ -121,7 +122,7 @@ def test_a_pipe_in_the_way_is_refused(name: str, tmp_path: Path) -> None:
 )
 def test_what_is_asked_for_is_printed(names: tuple[str, ...], told: list[str]) -> None:
     file = io.StringIO()
-    observer, ir = PrintAfter(names, file), small_ir()
+    observer, ir = Printer(after_passes=names, file=file), small_ir()
     observer.start(ir)
     observer.after("fold", ir)
     observer.after("cut", ir)
@@ -133,7 +134,7 @@ def test_what_is_asked_for_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Chain((rename_graph,))
     assert make_observers(None, chain) == [] and make_observers(Path("a"), chain) == [DumpTo(Path("a"), "rename-graph")]
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", " rename-graph, all ,")
-    assert make_observers(None, chain) == [PrintAfter(("rename-graph", "all"))]
+    assert make_observers(None, chain) == [Printer(after_passes=("rename-graph", "all"))]
 
 
 def test_a_name_to_print_after_may_be_of_another_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,4 +143,4 @@ def test_a_name_to_print_after_may_be_of_another_pipeline(monkeypatch: pytest.Mo
     monkeypatch.setattr(dump, "_unmatched", set())
     with pytest.warns(FxsplitWarning, match="nothing is printed after 'fold', which FXSPLIT_PRINT_AFTER names: this"):
         make_observers(None, Chain((rename_graph,)))
-    assert make_observers(None, Chain((rename_graph,))) == [PrintAfter(("trace", "fold"))]
+    assert make_observers(None, Chain((rename_graph,))) == [Printer(after_passes=("trace", "fold"))]

@@ -105,6 +105,7 @@ class Plan(Shown, Fact):
             shared_ms,
             costs.compress,
             find_busiest_ms(stages, machine, model),
+            costs.fixed_rows,
         )
 
     def prove(self, proof: Proof | None) -> Plan:

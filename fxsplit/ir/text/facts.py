@@ -54,7 +54,7 @@ def to_record(fact: Fact, ir: IR) -> Record | None:
 
 
 def from_record(record: Record, ir: IR, reader: Reader) -> Fact:
-    """Return the fact of a record; `ir` has the facts before it. Raises IRSyntaxError for a fact that cannot be read."""
+    """Return the fact of a record; `ir` has the facts before it. Raises IRSyntaxError for a wrong record."""
     if record.kind in _READERS:
         return _READERS[record.kind](record, ir, reader)
     others = list_other_facts()
@@ -100,7 +100,9 @@ def _read_device(record: Record, row: Row, name: str, reader: Reader) -> Device:
     place = row.get("torch_device")
     if place is not None and not isinstance(place, str):
         record.fail("torch_device must be a name, such as cuda:0", name)
-    return record.make_row(Device, row | {"torch_device": place if reader.torch or not place else DeviceName(place)}, name)
+    return record.make_row(
+        Device, row | {"torch_device": place if reader.torch or not place else DeviceName(place)}, name
+    )
 
 
 def _write_workload(workload: Workload, ir: IR) -> Record:
@@ -179,7 +181,6 @@ def _write_plan(plan: Plan, ir: IR) -> Record:
     values: Row = list_values(plan.model)
     values = {"model": plan.model.name} | {k: v for k, v in values.items() if k != "name"}
     values |= {"lower_bound_ms": plan.lower_bound_ms, "n_states": plan.n_states, "proof": plan.proof}
-    values |= {"fixed_rows": plan.fixed_rows} if plan.fixed_rows else {}
     priced = all(ir.get(kind) is not None for kind in (Costs, Machine, Workload))
     if priced:
         stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in plan.stages]
@@ -191,16 +192,20 @@ def _write_plan(plan: Plan, ir: IR) -> Record:
 
 
 def _describe_cuts(plan: Plan, ir: IR) -> list[str]:
-    """Return a line for each stage with its memory and its limit, and one for each cut with the values that cross it."""
+    """Return a line for each stage, with its memory and limit, and one for each cut, with the values that cross it."""
     machine, costs = ir.get(Machine), ir.get(Costs)
     model = plan.model
     traffic = "" if model.traffic else ", transfers unpriced"
-    lines = [f"cost model {model.name}{traffic}, {model.optimizer_factor:g} B of optimizer state for each of parameters"]
+    lines = [
+        f"cost model {model.name}{traffic}, {model.optimizer_factor:g} B of optimizer state for each of parameters"
+    ]
     inside: set[str] = set()
     for number, stage in enumerate(plan.stages):
         limit = "" if machine is None else f" of {_limit(machine, stage)}"
         again = ", recomputes" if stage.recompute else ""
-        lines.append(f"stage {number}: load {stage.load_ms:.3f} ms, memory {format_bytes(stage.memory_bytes)}{limit}{again}")
+        lines.append(
+            f"stage {number}: load {stage.load_ms:.3f} ms, memory {format_bytes(stage.memory_bytes)}{limit}{again}"
+        )
         inside |= set(stage.nodes)
         if costs is None or number + 1 == len(plan.stages):
             continue

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from fxsplit.errors import IRSyntaxError
-from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
 from fxsplit.ir.facts.given.machine import DeviceName
+from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
 from fxsplit.ir.text.values import TorchName
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
@@ -82,8 +82,8 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
 def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
     """Return the graph as a GraphModule that calls the submodules of `model`.
 
-    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph can
-    be planned, and does not run. Raises IRSyntaxError, with the node, if the graph does not fit the model.
+    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph
+    can be planned, and does not run. Raises IRSyntaxError, with the node, if the graph does not fit the model.
     """
     graph, root = fx.Graph(), nn.Module()
     made: dict[PlainNode, fx.Node] = {}

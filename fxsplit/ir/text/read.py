@@ -77,7 +77,9 @@ class IRReader:
                 continue
             word = tokens.take_word("a header")
             if word not in HEADERS:
-                tokens.fail(f"{show(word)} is no header: give {', '.join(HEADERS)}, or the graph{suggest(word, HEADERS)}", token)
+                tokens.fail(
+                    f"{show(word)} is no header: give {', '.join(HEADERS)}, or the graph{suggest(word, HEADERS)}", token
+                )
             value = tokens.take_word(word)
             tokens.end_line("a header")
             if word == "step":

@@ -1,13 +1,13 @@
 """Records: the text of a fact, as values by name and tables.
 
-    fact Machine {
-      devices {
-        name   torch_device  memory_bytes
-        cpu:0  cpu           inf
-        cpu:1  cpu           inf
-      }
-      links (inf,)
-    }
+fact Machine {
+  devices {
+    name   torch_device  memory_bytes
+    cpu:0  cpu           inf
+    cpu:1  cpu           inf
+  }
+  links (inf,)
+}
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     ),
     "dict[str, str]": (
         lambda v: isinstance(v, dict) and all(isinstance(k, str) and isinstance(s, str) for k, s in v.items()),
-        "texts by name, such as {torch: \"2.8\"}",
+        'texts by name, such as {torch: "2.8"}',
     ),
     "Mapping[str, int]": (
         lambda v: isinstance(v, dict) and all(isinstance(k, str) and type(n) is int for k, n in v.items()),

@@ -1,6 +1,6 @@
 """Values of the IR's text: numbers, strings, lists, nodes, and names of torch's constants.
 
-    %relu  12  1.5  inf  true  none  "text"  word  #float32  device("cpu")  slice(none, 2, none)  ...  [1]  (1,)  {"a": 1}
+    %relu  12  1.5  inf  true  none  "text"  word  #float32  device("cpu")  slice(none, 2, none)  ...  [1]  (1,)  {a: 1}
 
 Reading gives plain Python values and the classes of this file: nothing is imported or evaluated, and torch stays out.
 """

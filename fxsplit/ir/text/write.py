@@ -70,14 +70,18 @@ def _write_fact(kind: type, fact: Any, ir: IR) -> str:
     from fxsplit.ir.text.facts import to_record
 
     if isinstance(fact, Unread):
-        return "\n".join([_head(fact.kind, fact.sources, given=fact.stays), *(f"; {line}".rstrip() for line in fact.lines)])
+        return "\n".join(
+            [_head(fact.kind, fact.sources, given=fact.stays), *(f"; {line}".rstrip() for line in fact.lines)]
+        )
     record = to_record(fact, ir)
     if record is not None:
         return write_record(record)
     sources = tuple(source.__name__ for source in list_sources(kind))
     # `dumped` is for facts that print() shows only in part.
     text = str(getattr(fact, "dumped", fact))
-    return "\n".join([_head(kind.__name__, sources, given=fact.given), *(f"; {line}".rstrip() for line in text.split("\n"))])
+    return "\n".join(
+        [_head(kind.__name__, sources, given=fact.given), *(f"; {line}".rstrip() for line in text.split("\n"))]
+    )
 
 
 def _head(kind: str, sources: tuple[str, ...], *, given: bool) -> str:

@@ -176,6 +176,7 @@ class Costs(Shown, Fact):
     - `compress` is the compression of values that cross cuts; it is not saved in files (see compress.py)
     - `tied` are parameters that several nodes use
     - `loss` is the memory of the loss function of the measurement, or None if no loss was measured
+    - `fixed_rows` are the sizes of microbatches that the graph is for, if forward() makes its number of rows a constant
     """
 
     nodes: tuple[NodeCost, ...]
@@ -191,6 +192,7 @@ class Costs(Shown, Fact):
     compress: str = ""
     tied: tuple[TiedParameter, ...] = ()
     loss: LossCost | None = None
+    fixed_rows: tuple[int, ...] = ()
 
     made_by: ClassVar[str] = "profile"
 
@@ -355,6 +357,7 @@ class Costs(Shown, Fact):
         head |= {"together": self.together, "ordered": self.ordered}
         head |= {"inference": True} if self.inference else {}
         head |= {"loss": asdict(self.loss)} if self.loss else {}
+        head |= {"fixed_rows": self.fixed_rows} if self.fixed_rows else {}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         lists |= {"tied": [asdict(t) for t in self.tied]} if self.tied else {}
@@ -398,13 +401,15 @@ class Costs(Shown, Fact):
                 exchanges=tuple(Exchange(e["output_bytes"], as_list(e["nodes"])) for e in data.get("exchanges", ())),
                 inference=bool(data.get("inference", False)),
                 loss=LossCost(**data["loss"]) if data.get("loss") else None,
+                fixed_rows=as_list(data.get("fixed_rows", [])),
                 tied=tuple(
                     TiedParameter(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"]))
                     for t in data.get("tied", ())
                 ),
             )
-            if not is_count(costs.rows):
-                raise ProfileError(f"it has rows={show(costs.rows)}: give a whole number, zero or more")
+            for rows in (costs.rows, *costs.fixed_rows):
+                if not is_count(rows):
+                    raise ProfileError(f"it has rows={show(rows)}: give a whole number, zero or more")
             costs.check()
         # Fields may be missing, of another type or too many: in each case the file is damaged.
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -1,0 +1,119 @@
+"""An IR from any file that can be planned: the text of an IR, or a profile, whose nodes then make a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+from fxsplit.api.plan import build_machine, lay_out
+from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.errors import InputError, suggest
+from fxsplit.formats.profiles.foreign import ProfileFile
+from fxsplit.formats.read import parse_profile
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.graph import IR
+from fxsplit.ir.text.graph import KINDS, FunctionName, PlainGraph, PlainNode
+from fxsplit.ir.text.tokens import Tokens
+from fxsplit.ir.text.values import read_value
+from fxsplit.system.figures import show
+
+
+def read_planned(text: str, name: str, *, torch: bool = False) -> IR:
+    """Return the IR in the text of a file: an IR, or a profile in a known format with the machine that it states.
+
+    With `torch` the graph of an IR is one of torch.fx. Raises IRSyntaxError or ProfileError, by the kind of the file.
+    """
+    first = next((line for line in text.split("\n") if line.strip() and not line.startswith(";")), "")
+    if first.startswith("fxsplit-ir"):
+        return parse_ir(text, name, torch=torch)
+    profile = parse_profile(text, name)
+    ir = IR(
+        cast(Any, make_graph(profile.costs)), model=profile.format, mode="eval" if profile.costs.inference else "train"
+    )
+    return ir.learn(*lay_out(choose_machine(profile)), profile.costs)
+
+
+def choose_machine(profile: ProfileFile) -> Machine:
+    """Return the machine that a profile states, or one of two devices."""
+    return build_machine(profile, None, None)
+
+
+def make_graph(costs: Costs) -> PlainGraph:
+    """Return a graph of the nodes of a profile: it can be planned, and computes nothing."""
+    graph = PlainGraph("Profile")
+    made: dict[str, PlainNode] = {}
+    for given in costs.inputs:
+        made[given.name] = PlainNode(given.name, "placeholder", given.name, (), {}, made=given.made)
+    for node in costs.nodes:
+        kind, _, target = node.op.partition(":")
+        function = kind in ("", "call_function") or kind not in KINDS.values()
+        # The profile tells only the last part of a function's name.
+        named = FunctionName(f"unknown.{target if kind == 'call_function' else node.op or 'node'}")
+        op = "call_function" if function else kind
+        inputs = tuple(made[name] for name in node.inputs)
+        made[node.name] = PlainNode(node.name, op, named if function else target, inputs, {}, made=node.made)
+    graph.nodes = [*made.values()]
+    graph.nodes.append(PlainNode("output", "output", "output", (tuple(made[name] for name in costs.outputs),), {}))
+    return graph
+
+
+def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatches: int | None = None) -> IR:
+    """Return `ir` for another machine, schedule or number of microbatches; what followed from the others is forgotten.
+
+    By default the schedule and the number of microbatches stay as they are. Raises ScheduleError for numbers that the
+    schedule is not made for.
+    """
+    workload = ir.get(Workload)
+    known = None if workload is None else workload.n_microbatches
+    name = schedule or ("1F1B" if workload is None else workload.schedule)
+    count = n_microbatches or known
+    laid_out, made = lay_out(machine, name, count)
+    kept = {} if workload is None else {"recompute": workload.recompute, "may_idle": workload.may_idle}
+    return ir.learn(laid_out, replace(made, **kept))
+
+
+def set_field(ir: IR, text: str) -> IR:
+    """Return `ir` with a field of a fact changed: `Workload.n_microbatches=8`. Raises InputError for a wrong one."""
+    place, _, value = text.partition("=")
+    kind, _, name = place.partition(".")
+    fact = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
+    if fact is None or not is_dataclass(fact) or not value:
+        known = [kind.__name__ for kind, fact in ir.facts.items() if is_dataclass(fact)]
+        raise InputError(
+            f"--set {show(text)}: give FACT.FIELD=VALUE with a fact among {', '.join(known)}{suggest(kind, known)}"
+        )
+    names = [f.name for f in fields(fact) if f.init and f.name[0] != "_"]
+    if name not in names:
+        raise InputError(f"--set {show(text)}: {kind} has {', '.join(names)}{suggest(name, names)}")
+    read = read_value(Tokens(value, "--set"))
+    if isinstance(fact, Workload) and name in ("schedule", "n_microbatches"):
+        return _lay_out_again(ir, name, read)
+    try:
+        changed = ir.learn(cast(Any, replace(fact, **{name: read})))
+        changed[type(fact)].verify(changed)
+    except Exception as error:
+        raise InputError(f"--set {show(text)}: {error}") from error
+    return changed
+
+
+def _lay_out_again(ir: IR, name: str, value: Any) -> IR:
+    """Return `ir` for another schedule or number of microbatches, on the machine that it was laid out for."""
+    machine = ir[Machine]
+    real = Machine(machine.real, _list_links(machine)) if machine.real else machine
+    given = {name: value}
+    if name == "n_microbatches" and type(value) is not int:
+        raise InputError(f"--set Workload.n_microbatches={show(value)}: give a whole number")
+    return place_on(ir, real, given.get("schedule"), given.get("n_microbatches"))
+
+
+def _list_links(machine: Machine) -> Sequence[float]:
+    """Return the links of the real devices of an unrolled machine: those between the first stages of neighbours."""
+    first = {home[0]: stage for stage, home in reversed(list(enumerate(machine.homes)))}
+    found = []
+    for device in range(len(machine.real) - 1):
+        stages = first.get(device, 0), first.get(device + 1, 0)
+        found.append(min(machine.links[min(stages) : max(stages)] or (float("inf"),)))
+    return tuple(found)

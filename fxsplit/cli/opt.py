@@ -1,0 +1,242 @@
+"""`fxsplit opt FILE -p CHAIN`: run passes on an IR in a file, and print the IR that they make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fxsplit.cli.output import print_error, print_json
+from fxsplit.cli.words import add_json, take_text
+from fxsplit.errors import ChainError, InputError, NoFit
+from fxsplit.ir.chain import Chain, parse_chain
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import Observer, run_chain, verify_ir
+from fxsplit.ir.observers import Differ, Printer, Reproducer, Timer, find_chain
+from fxsplit.ir.text.write import render
+
+FAILED = 1
+REPRODUCER = "fxsplit-repro.ir"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `opt`."""
+    parser.add_argument(
+        "file",
+        metavar="FILE|-|MODULE:FACTORY",
+        type=take_text,
+        help="an IR, a profile, or a model: FACTORY() returns (model, args); - reads the standard input",
+    )
+    parser.add_argument(
+        "-p", "--passes", type=take_text, metavar="CHAIN", help="passes to run (default: a reproducer's, else none)"
+    )
+    parser.add_argument("-o", "--output", type=take_text, metavar="OUT", help="the file to write (default: print)")
+    parser.add_argument("--model", type=take_text, metavar="MODULE:FACTORY", help="the model that the graph calls")
+    parser.add_argument("--devices", type=int, metavar="N", help="plan for N equal devices")
+    parser.add_argument("--machine", type=take_text, metavar="TOML", help="plan for the machine in a file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FACT.FIELD=VALUE",
+        help="change a fact: Workload.n_microbatches=8",
+    )
+    parser.add_argument("--from", dest="begin", type=take_text, metavar="PASS", help="leave out the passes before PASS")
+    parser.add_argument("--until", type=take_text, metavar="PASS", help="stop after PASS")
+    _add_observers(parser)
+    parser.add_argument("--verify-roundtrip", action="store_true", help="check that the text reads back as it is")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify the facts after each pass")
+    parser.add_argument("--emit-json", choices=("plan", "costs"), help="print the plan or the costs instead of the IR")
+    add_json(parser)
+
+
+def _add_observers(parser: argparse.ArgumentParser) -> None:
+    """Add the options that show what the passes do."""
+    names = "NAMES|all"
+    parser.add_argument("--print-before", type=take_text, metavar=names, help="print the IR before these passes")
+    parser.add_argument(
+        "--print-after", type=take_text, metavar=f"{names}|changed|failed", help="print the IR after these passes"
+    )
+    parser.add_argument("--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass")
+    parser.add_argument("--diff", action="store_true", help="print what each pass changes in the text")
+    parser.add_argument("--timing", action="store_true", help="print the time of each pass, on standard error")
+    parser.add_argument(
+        "--reproducer",
+        type=take_text,
+        metavar="FILE",
+        default=REPRODUCER,
+        help="what is written when a pass fails (default: %(default)s)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the passes and print the IR; return 1 if a pass fails.
+
+    Raises InputError, IRSyntaxError or ProfileError for bad input, ChainError for a chain that cannot be read, and
+    NoFit if no plan fits.
+    """
+    text, ir = _read(arguments)
+    for change in arguments.set:
+        from fxsplit.api.toolkit.from_file import set_field
+
+        ir = set_field(ir, change)
+    if arguments.verify_roundtrip:
+        _check_roundtrip(text, arguments.file)
+    chain = _choose_passes(arguments, text)
+    timer, reproducer = Timer(), Reproducer(Path(arguments.reproducer))
+    observers = [*_make_observers(arguments, chain), timer, reproducer]
+    try:
+        if not arguments.no_verify:
+            verify_ir(ir)
+        final = run_chain(ir, chain, observers, verify=not arguments.no_verify)
+    except NoFit:
+        raise
+    except Exception as error:
+        if not reproducer.written:
+            raise
+        return _report(error, arguments, chain, len(timer.rows))
+    if arguments.timing:
+        print_error(str(timer))
+    _print_result(arguments, final, timer)
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> tuple[str, IR]:
+    """Return the text of the file and its IR; a model is captured, and its text is that of the captured IR."""
+    from fxsplit.api.toolkit.from_file import place_on, read_planned
+    from fxsplit.api.toolkit.load_ir import read_text
+
+    name = arguments.file
+    if arguments.machine is not None and arguments.devices is not None:
+        raise InputError("--machine says which devices there are: leave out --devices")
+    if _is_factory(name):
+        if arguments.model is not None:
+            raise InputError(f"--model {arguments.model}: {name} is a model already")
+        ir = _capture(arguments, name)
+        return render(ir), ir
+    text = sys.stdin.read() if name == "-" else read_text(name)
+    shown = "<stdin>" if name == "-" else name
+    ir = read_planned(text, shown) if arguments.model is None else _attach(arguments, text, shown)
+    if arguments.machine is not None or arguments.devices is not None:
+        ir = place_on(ir, _read_machine(arguments))
+    return text, ir
+
+
+def _is_factory(name: str) -> bool:
+    """Return whether the argument is MODULE:FACTORY, and no file."""
+    module, _, function = name.partition(":")
+    dotted = module.replace(".", "").isidentifier()
+    return dotted and function.isidentifier() and not Path(name).exists()
+
+
+def _read_machine(arguments: argparse.Namespace) -> Any:
+    """Return the machine of --machine or --devices."""
+    from fxsplit.formats.machine_toml import read_machine
+    from fxsplit.ir.facts.given.machine import Machine
+
+    return Machine.planned(arguments.devices) if arguments.machine is None else read_machine(arguments.machine)
+
+
+def _capture(arguments: argparse.Namespace, name: str) -> IR:
+    """Return the IR of the model that a factory makes."""
+    from fxsplit.api.toolkit.capture import capture
+    from fxsplit.cli.factory import call_factory
+
+    made = call_factory(name)
+    where: Any = _read_machine(arguments) if arguments.machine is not None else arguments.devices or 2
+    if made.args and made.kwargs:
+        raise InputError(f"{name} returns args and kwargs: return all arguments of the call as one of them")
+    return capture(made.model, made.kwargs or made.args, devices=where)
+
+
+def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:
+    """Return the IR in a text with the graph on the model of --model, which has been captured for its example."""
+    from fxsplit.api.toolkit.capture import attach
+    from fxsplit.cli.factory import call_factory
+
+    made = call_factory(arguments.model)
+    return attach(text, name, made.model, made.args, made.kwargs)
+
+
+def _check_roundtrip(text: str, name: str) -> None:
+    """Raise InputError, with the first line that differs, unless the text of an IR reads back as it is."""
+    from fxsplit.api.toolkit.load_ir import parse_ir
+
+    written = render(parse_ir(text, name, torch=False))
+    body = text[text.index("fxsplit-ir") :] if "fxsplit-ir" in text else text
+    if written == body:
+        return
+    pairs = zip(body.split("\n"), written.split("\n"), strict=False)
+    number, (was, now) = next(((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (0, ("", "")))
+    raise InputError(
+        f"{name} does not read back as it is: line {number} is {was[:100]!r}, and comes out as {now[:100]!r}"
+    )
+
+
+def _choose_passes(arguments: argparse.Namespace, text: str) -> Chain:
+    """Return the chain of -p, or else that of a reproducer; from and until the passes that are asked for."""
+    from fxsplit.passes import PASSES
+
+    said = arguments.passes or find_chain(text)
+    chain = Chain(()) if said is None else parse_chain(said, PASSES)
+    chain = chain if arguments.begin is None else chain.from_(arguments.begin)
+    return chain if arguments.until is None else chain.until(arguments.until)
+
+
+def _make_observers(arguments: argparse.Namespace, chain: Chain) -> list[Observer]:
+    """Return the observers that the options ask for."""
+    found: list[Observer] = []
+    before, after = (_split(names) for names in (arguments.print_before, arguments.print_after))
+    if before or after:
+        found.append(Printer(before, after))
+    if arguments.diff:
+        found.append(Differ())
+    if arguments.dump is not None:
+        from fxsplit.ir.dump import DumpTo
+
+        found.append(DumpTo(Path(arguments.dump), str(chain)))
+    return found
+
+
+def _split(names: str | None) -> tuple[str, ...]:
+    """Return names that are separated by commas."""
+    return tuple(filter(None, (name.strip() for name in (names or "").split(","))))
+
+
+def _report(error: Exception, arguments: argparse.Namespace, chain: Chain, done: int) -> int:
+    """Print which pass has failed, the error, and where the reproducer is; return the exit code."""
+    from fxsplit.ir.chain import pass_text
+
+    place = f"pass {done + 1} of {len(chain)}, {pass_text(chain.passes[done])!r}"
+    print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
+    print_error(f"reproducer: {arguments.reproducer}, run: fxsplit opt {arguments.reproducer}")
+    return FAILED
+
+
+def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer) -> None:
+    """Print the IR, or what is asked for instead of it, or write it to the file of -o."""
+    if arguments.emit_json == "plan":
+        from fxsplit.formats.plan_json import plan_to_dict
+        from fxsplit.ir.facts.plan import Plan
+
+        seconds = {str(row["pass"]): row["ms"] / 1000 for row in timer.rows}  # type: ignore[operator]
+        print_json(plan_to_dict(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})
+    elif arguments.emit_json == "costs":
+        from fxsplit.ir.facts.costs.costs import Costs
+
+        sys.stdout.write(_find(ir, Costs).to_text())
+    elif arguments.json:
+        print_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
+    elif arguments.output is not None:
+        ir.save(arguments.output)
+    elif not (arguments.diff or arguments.verify_roundtrip):
+        sys.stdout.write(render(ir))
+
+
+def _find(ir: IR, kind: type[Any]) -> Any:
+    """Return a fact that is to be printed. Raises InputError, with the next step, if it is not known."""
+    try:
+        return ir[kind]
+    except ChainError as error:
+        raise InputError(f"--emit-json {kind.__name__.lower()}: {error}") from error

@@ -1,0 +1,170 @@
+"""Observers of a chain: they print IRs, or the differences between them, and write a reproducer of a failure.
+
+They watch `manager.run_chain`, and never change the IR. An observer that a user writes is a subclass of Observer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import re
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TextIO
+
+from fxsplit.ir.chain import Chain, pass_text
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import Observer
+from fxsplit.ir.text.write import render
+from fxsplit.system.files import write_whole
+from fxsplit.system.shown import Table
+from fxsplit.system.shown import render as render_parts
+
+
+@dataclass
+class Printer(Observer):
+    """Prints the IR before `before_passes` and after `after_passes`, to `file` (default: the standard output).
+
+    "all" means every pass, and "trace" the IR before the first one. "changed" prints the IR after each pass that has
+    changed it, and "failed" the IR in which a check has found an error.
+    """
+
+    before_passes: tuple[str, ...] = ()
+    after_passes: tuple[str, ...] = ()
+    file: TextIO | None = None
+    _last: str = field(default="", init=False, repr=False)
+
+    def start(self, ir: IR) -> None:
+        """Print the traced IR if it is asked for."""
+        self._last = render(ir) if "changed" in self.after_passes else ""
+        if not {"trace", "all"}.isdisjoint(self.after_passes):
+            self._print("after trace", ir)
+
+    def before(self, name: str, ir: IR) -> None:
+        """Print the IR before a pass if it is asked for."""
+        if not {name, "all"}.isdisjoint(self.before_passes):
+            self._print(f"before {name}", ir)
+
+    def after(self, name: str, ir: IR) -> None:
+        """Print the IR after a pass if it is asked for."""
+        asked = not {name, "all"}.isdisjoint(self.after_passes)
+        if "changed" in self.after_passes:
+            text = drop_steps(render(ir))
+            asked, self._last = asked or text != drop_steps(self._last), text
+        if asked:
+            self._print(f"after {name}", ir)
+
+    def failed(self, name: str, ir: IR, error: Exception) -> None:
+        """Print an IR that does not hold if it is asked for."""
+        if not {name, "all", "failed"}.isdisjoint(self.after_passes):
+            self._print(f"failed after {name}: {' '.join(str(error).split())}", ir)
+
+    def _print(self, what: str, ir: IR) -> None:
+        """Print an IR below a line that says when."""
+        print(f"; {what}\n{render(ir)}", file=self.file or sys.stdout)
+
+
+def drop_steps(text: str) -> str:
+    """Return the text of an IR without the steps taken, which every pass adds to."""
+    return re.sub(r"(?m)^step .*\n", "", text)
+
+
+@dataclass
+class Differ(Observer):
+    """Prints what each pass changes in the text of the IR, as a unified diff, to `file` (default: standard output)."""
+
+    file: TextIO | None = None
+    _last: str = field(default="", init=False, repr=False)
+
+    def start(self, ir: IR) -> None:
+        """Take the text of the IR before the first pass."""
+        self._last = render(ir)
+
+    def after(self, name: str, ir: IR) -> None:
+        """Print the difference to the text before the pass."""
+        text = render(ir)
+        before, after = self._last.splitlines(keepends=True), text.splitlines(keepends=True)
+        lines = difflib.unified_diff(before, after, f"before {name}", f"after {name}")
+        print("".join(lines), end="", file=self.file or sys.stdout)
+        self._last = text
+
+
+@dataclass
+class Timer(Observer):
+    """Takes the time of each pass, and the numbers of nodes before and after it."""
+
+    rows: list[dict[str, object]] = field(default_factory=list)
+    _last: IR | None = field(default=None, init=False, repr=False)
+
+    def start(self, ir: IR) -> None:
+        """Take the IR before the first pass."""
+        self._last = ir
+
+    def after(self, name: str, ir: IR) -> None:
+        """Take the time of a pass."""
+        assert self._last is not None
+        learnt = [kind.__name__ for kind, fact in ir.facts.items() if self._last.facts.get(kind) is not fact]
+        forgot = [kind.__name__ for kind in self._last.facts if kind not in ir.facts]
+        row = {"pass": ir.steps[-1].text, "ms": 1000 * ir.steps[-1].seconds}
+        row |= {"nodes_before": len(self._last.gm.graph.nodes), "nodes_after": len(ir.gm.graph.nodes)}
+        self.rows.append({**row, "learnt": learnt, "forgot": forgot})
+        self._last = ir
+
+    def __str__(self) -> str:
+        heads = ("pass", ">ms", ">nodes before", ">after", "learnt", "forgot")
+        rows = [
+            (r["pass"], f"{r['ms']:.3f}", r["nodes_before"], r["nodes_after"], *map(_join, (r["learnt"], r["forgot"])))
+            for r in self.rows
+        ]
+        return render_parts([Table(heads, rows)])
+
+
+def _join(names: object) -> str:
+    """Return names in one text, and a dash for none."""
+    return ", ".join(map(str, names)) if isinstance(names, list) and names else "-"
+
+
+CHAIN = "; chain: "
+"""Begins the line of a reproducer with the passes that are still to run."""
+
+
+@dataclass
+class Reproducer(Observer):
+    """Writes the IR before a pass that fails, with the passes from there on, to the file `path`.
+
+    `fxsplit opt` runs the file to the same error. It has no tensors, so it can be sent to others.
+    """
+
+    path: Path
+    written: bool = field(default=False, init=False)
+
+    def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
+        """Write the reproducer, and add a note to the error that tells of it."""
+        first = "".join(f"; {line}\n" for line in _describe(rest, error))
+        write_whole(self.path, first + render(ir))
+        self.written = True
+        error.add_note(f"reproducer: fxsplit opt {self.path}")
+
+
+def _describe(rest: Chain, error: Exception) -> list[str]:
+    """Return the first lines of a reproducer: how to run it, the passes, the error and the versions."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    versions = f"fxsplit {version('fxsplit')}, torch {version('torch')}, Python {platform.python_version()}"
+    return [
+        f"reproducer of pass {pass_text(rest.passes[0])}: run fxsplit opt on this file",
+        f"{CHAIN.removeprefix('; ')}{rest}",
+        f"error: {said}",
+        f"versions: {versions}",
+    ]
+
+
+def find_chain(text: str) -> str | None:
+    """Return the passes that a reproducer is still to run, or None if the text is no reproducer."""
+    for line in text.split("\n"):
+        if not line.startswith(";"):
+            return None
+        if line.startswith(CHAIN):
+            return line.removeprefix(CHAIN)
+    return None
