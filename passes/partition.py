@@ -61,4 +61,3 @@ class Partition(Options):
         except TooFewParts as error:
             warn_user(f"some stages only pass values on, since the model takes fewer: {error}")
         return learn_plan(replace(task, workload=replace(task.workload, may_idle=True)))
-

@@ -105,7 +105,8 @@ def pass_text(step: Pass) -> str:
     # A plain function is a pass too, and has no options.
     if not dataclasses.is_dataclass(step):
         return name
-    hints = find_hints(type(step))
+    kind: Any = type(step)
+    hints = find_hints(kind)
     options = [
         f"{f.name}={write_option(getattr(step, f.name), hints.get(f.name))}"
         for f in dataclasses.fields(step)

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fxsplit.errors import FileError
 from fxsplit.ir.chain import Chain
@@ -83,7 +84,7 @@ class DumpTo(Observer):
     def _mark(self, ir: IR, **more: str) -> None:
         """Write `chain.json`: the model, the mode, the shapes and the passes run so far."""
         # Found by name: importing its class would load torch, and an IR from a file has only its text.
-        example = next((fact for kind, fact in ir.facts.items() if kind.__name__ == "Example"), None)
+        example: Any = next((fact for kind, fact in ir.facts.items() if kind.__name__ == "Example"), None)
         entries: dict[str, object] = {
             "model": ir.model,
             "mode": ir.mode,

@@ -84,6 +84,10 @@ class Unread(Fact):
             self._made.update({kind.__name__: fact for kind, fact in made.facts.items() if kind.__name__ == self.kind})
         return self._made.get(self.kind)
 
+    def to_comment(self) -> tuple[str, tuple[str, ...]]:
+        """Return the first line of the comment, and the others."""
+        return self.kind if self.stays else f"{self.kind} of {', '.join(self.sources)}", self.lines
+
     def __str__(self) -> str:
         return "\n".join(self.lines)
 

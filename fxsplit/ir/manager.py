@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import Chain, pass_text
 from fxsplit.ir.graph import IR, Pass, Step, ignores_graph, is_own, name_pass
-from fxsplit.ir.text.graph import PlainGraph
+from fxsplit.ir.text.graph import PlainGraph, is_plain
 from fxsplit.system.interrupts import raise_lost_interrupt
 from fxsplit.system.progress import phase
 
@@ -84,14 +85,14 @@ def run_chain(
 
 def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
     """Return the result of a pass; raises BrokenFact if the pass edits `ir`, or the `first` IR, in place."""
-    if isinstance(ir.gm, PlainGraph) and not ignores_graph(step):
+    if is_plain(ir.gm) and not ignores_graph(step):
         # A graph from a file needs no torch until a pass looks at it.
         from fxsplit.ir.text.fx_graph import to_fx
 
-        ir = replace(ir, gm=to_fx(ir.gm))
+        ir = replace(ir, gm=to_fx(cast(PlainGraph, ir.gm)))
     # The passes of fxsplit are known to edit nothing.
     watched = [] if is_own(step) or not verify else [ir] if ir.gm is first.gm else [first, ir]
-    watched = [each for each in watched if not isinstance(each.gm, PlainGraph)]
+    watched = [each for each in watched if not is_plain(each.gm)]
     if watched:  # reading weights needs torch, and planning from a file does not
         from fxsplit.ir.fingerprint import find_edit, take_fingerprint
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.ir.text.graph import KINDS, FunctionName, PlainGraph, PlainNode
+from fxsplit.ir.text.graph import KINDS, UNKNOWN, FunctionName, PlainGraph, PlainNode
 from fxsplit.ir.text.tokens import Tokens
 from fxsplit.ir.text.values import read_value
 from fxsplit.system.figures import show
@@ -51,7 +50,7 @@ def make_graph(costs: Costs) -> PlainGraph:
         kind, _, target = node.op.partition(":")
         function = kind in ("", "call_function") or kind not in KINDS.values()
         # The profile tells only the last part of a function's name.
-        named = FunctionName(f"unknown.{target if kind == 'call_function' else node.op or 'node'}")
+        named = FunctionName(f"{UNKNOWN}.{target if kind == 'call_function' else node.op or 'node'}")
         op = "call_function" if function else kind
         inputs = tuple(made[name] for name in node.inputs)
         made[node.name] = PlainNode(node.name, op, named if function else target, inputs, {}, made=node.made)
@@ -71,15 +70,16 @@ def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatch
     name = schedule or ("1F1B" if workload is None else workload.schedule)
     count = n_microbatches or known
     laid_out, made = lay_out(machine, name, count)
-    kept = {} if workload is None else {"recompute": workload.recompute, "may_idle": workload.may_idle}
-    return ir.learn(laid_out, replace(made, **kept))
+    if workload is not None:
+        made = replace(made, recompute=workload.recompute, may_idle=workload.may_idle)
+    return ir.learn(laid_out, made)
 
 
 def set_field(ir: IR, text: str) -> IR:
     """Return `ir` with a field of a fact changed: `Workload.n_microbatches=8`. Raises InputError for a wrong one."""
     place, _, value = text.partition("=")
     kind, _, name = place.partition(".")
-    fact = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
+    fact: Any = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
     if fact is None or not is_dataclass(fact) or not value:
         known = [kind.__name__ for kind, fact in ir.facts.items() if is_dataclass(fact)]
         raise InputError(
@@ -109,7 +109,7 @@ def _lay_out_again(ir: IR, name: str, value: Any) -> IR:
     return place_on(ir, real, given.get("schedule"), given.get("n_microbatches"))
 
 
-def _list_links(machine: Machine) -> Sequence[float]:
+def _list_links(machine: Machine) -> tuple[float, ...]:
     """Return the links of the real devices of an unrolled machine: those between the first stages of neighbours."""
     first = {home[0]: stage for stage, home in reversed(list(enumerate(machine.homes)))}
     found = []

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fxsplit.errors import InputError
 from fxsplit.ir.graph import IR
-from fxsplit.ir.text.facts import Reader
 from fxsplit.ir.text.read import IRReader
+from fxsplit.ir.text.records import Source
 from fxsplit.passes import PASSES
 from fxsplit.schedule.generators.catalogue import find_moments
 from fxsplit.system.files import explain_unreadable
@@ -33,7 +33,7 @@ def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None) -> IR:
 
 def parse_ir(text: str, name: str, model: nn.Module | None = None, *, torch: bool = True) -> IR:
     """Return the IR in a text; `name` is its file, for messages. With `torch=False` and no model, torch stays out."""
-    return IRReader(PASSES, Reader(find_moments, torch=torch or model is not None)).read(text, name, model)
+    return IRReader(PASSES, Source(torch or model is not None, find_moments)).read(text, name, model)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -5,17 +5,18 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isclose, isfinite
 from typing import ClassVar, Literal
 
-from fxsplit.errors import BrokenFact
+from fxsplit.errors import BrokenFact, FxsplitError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import (
+    COST_MODELS,
     FIGURES,
     CostModel,
     StagePlan,
@@ -24,6 +25,7 @@ from fxsplit.ir.facts.price import (
     price_split,
 )
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.text.records import Record, Row, list_values, order_columns
 from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.shown import Parts, Shown, Table
 
@@ -235,6 +237,65 @@ class Plan(Shown, Fact):
         own = sum(s.in_bytes + s.in_gradient_bytes for s in behind)
         return f"{format_bytes(sent)} for a microbatch in place of {format_bytes(own)}"
 
+    def to_record(self, ir: IR) -> Record:
+        """Return the plan as it is stored in text.
+
+        If the costs are there to price them, only devices, recompute and nodes of its stages are stored. Comments say
+        what follows from that: the figures of each stage, the values that cross each cut, and the bottleneck.
+        """
+        model = {"model": self.model.name, **{k: v for k, v in list_values(self.model).items() if k != "name"}}
+        values: Row = {**model, "lower_bound_ms": self.lower_bound_ms, "n_states": self.n_states, "proof": self.proof}
+        if all(ir.get(kind) is not None for kind in (Costs, Machine, Workload)):
+            stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
+        else:
+            values |= list_values(self, leave_out=("stages", *values))
+            stages = order_columns(StagePlan, self.stages)
+        return Record("Plan", {**values, "stages": stages}, [*str(self).splitlines(), *self._describe_cuts(ir)])
+
+    def _describe_cuts(self, ir: IR) -> list[str]:
+        """Return a line for each stage, with its memory and limit, and one for each cut, with the values that cross."""
+        machine, costs = ir.get(Machine), ir.get(Costs)
+        traffic = "" if self.model.traffic else ", transfers unpriced"
+        state = f"{self.model.optimizer_factor:g} B of optimizer state for each of parameters"
+        lines = [f"cost model {self.model.name}{traffic}, {state}"]
+        inside: set[str] = set()
+        for number, stage in enumerate(self.stages):
+            least = inf if machine is None else min(machine.devices[d].memory_bytes for d in stage.devices)
+            limit = "" if machine is None else f" of {'unlimited' if least == inf else format_bytes(least)}"
+            memory = f"{format_bytes(stage.memory_bytes)}{limit}{', recomputes' * stage.recompute}"
+            lines.append(f"stage {number}: load {stage.load_ms:.3f} ms, memory {memory}")
+            inside |= set(stage.nodes)
+            if costs is not None and number + 1 < len(self.stages):
+                lines.append(f"cut {number}|{number + 1}: {', '.join(_list_crossing(costs, inside)) or 'nothing'}")
+        return lines
+
+    @classmethod
+    def from_record(cls, record: Record, ir: IR) -> Plan:
+        """Return the plan of a record; raises IRSyntaxError.
+
+        The costs before it price its stages, if the record has no figures.
+        """
+        values, rows = dict(record.values), record.take_rows("stages")
+        if not rows:
+            record.fail("there are no stages: give a table with devices and nodes", "stages")
+        values.pop("stages")
+        given = {f.name: values.pop(f.name) for f in fields(CostModel) if f.name in values}
+        model = record.make_row(CostModel, given | {"name": values.pop("model", CostModel.name)}, "model")
+        record.choose("model", model.name, COST_MODELS)
+        proof = record.choose("proof", values.pop("proof", None), ("search", "bound", None))
+        costs, machine, workload = ir.get(Costs), ir.get(Machine), ir.get(Workload)
+        if "load_ms" in rows[0] or costs is None or machine is None or workload is None:
+            stages = tuple(record.make_row(StagePlan, row, "stages") for row in rows)
+            return record.make_row(cls, values | {"stages": stages, "model": model}, "").prove(proof)
+        bounds = {"lower_bound_ms": values.pop("lower_bound_ms", 0.0), "n_states": values.pop("n_states", 0)}
+        split = [record.make_row(_Split, row, "stages") for row in rows]
+        try:
+            priced = price_split(costs, machine, workload, [(s.nodes, s.devices, s.recompute) for s in split], model)
+            plan = cls.of(tuple(priced), costs, machine, workload, model, **bounds)
+            return replace(plan, **values).prove(proof)
+        except (FxsplitError, TypeError, ValueError, KeyError, IndexError) as error:
+            return record.fail(f"the stages cannot be priced ({type(error).__name__}: {error})", "stages")
+
     def summarise(self) -> str:
         """Return the number of stages, the schedule, the bottleneck and the proof."""
         stages = format_count(len(self.stages), "stage")
@@ -281,6 +342,24 @@ class Plan(Shown, Fact):
             names = "+".join(self.device_names[d] for d in s.devices)
             rows.append([str(i), names, *(f"{ms:.3f}" for ms in times), *sizes])
         return [*heads, ">in", ">out", ">memory"], rows
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A stage as a plan without figures states it."""
+
+    devices: tuple[int, ...]
+    nodes: tuple[str, ...]
+    recompute: bool = False
+
+
+def _list_crossing(costs: Costs, inside: Collection[str]) -> list[str]:
+    """Return the values that cross a cut after the nodes `inside`, with their bytes forward and back, for people."""
+    return [
+        f"%{name} {format_bytes(there)}" + (f" + {format_bytes(back)} back" if back else "")
+        for name, there, back, readers, returned in costs.values
+        if (name in inside or name not in costs.by_name) and (returned or any(r not in inside for r in readers))
+    ]
 
 
 def _find_shared_ms(stages: Sequence[StagePlan], machine: Machine) -> float:

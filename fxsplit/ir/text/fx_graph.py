@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxsplit.errors import IRSyntaxError
-from fxsplit.ir.facts.given.machine import DeviceName
 from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
-from fxsplit.ir.text.values import TorchName
+from fxsplit.ir.text.values import DeviceName, TorchName
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
 
@@ -146,7 +146,7 @@ def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
                 root.register_buffer(leaf, torch.empty(0, device="meta"))
         return
     try:
-        found = model.get_submodule(path) if node.op == "call_module" else fx.graph_module._get_attr(model, path)
+        found = attrgetter(path)(model)
     except AttributeError as error:
         what = "submodule" if node.op == "call_module" else "weight or attribute"
         raise IRSyntaxError(f"node {node.name!r} needs {what} {path!r}, which this model lacks: {error}") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from fxsplit.errors import suggest
 from fxsplit.ir.text.tokens import Token, Tokens, describe
-from fxsplit.ir.text.values import WIDTH, read_name, read_value, write_name, write_value
+from fxsplit.ir.text.values import read_name, read_value, write_name, write_value
 from fxsplit.system.figures import show
 
 KINDS = {
@@ -32,6 +32,10 @@ KINDS = {
 """The kinds of nodes, and their names in torch.fx."""
 
 
+UNKNOWN = "unknown"
+"""Stands in place of the module of a function."""
+
+
 @dataclass(frozen=True)
 class FunctionName:
     """A function by its qualified name, such as `torch.relu` or `torch.ops.aten.view.default`."""
@@ -40,8 +44,13 @@ class FunctionName:
 
     @property
     def __name__(self) -> str:
-        """The last part of the name; an operator of torch.ops has its overload too: `view.default`."""
+        """The last part of the name; an operator of torch.ops has its overload too: `view.default`.
+
+        A profile tells no more than this part, and then it follows `unknown.`.
+        """
         parts = self.qualified.split(".")
+        if parts[0] == UNKNOWN:
+            return ".".join(parts[1:])
         return ".".join(parts[-2:] if parts[:2] == ["torch", "ops"] else parts[-1:])
 
 
@@ -97,6 +106,11 @@ class PlainGraph:
 
     def lint(self) -> None:
         """Accept the graph: reading it has checked all that torch.fx would check."""
+
+
+def is_plain(gm: object) -> bool:
+    """Return whether a graph is a plain one, and not one of torch.fx."""
+    return isinstance(gm, PlainGraph)
 
 
 def write_graph(graph: PlainGraph, *, shapes: bool = True) -> str:
@@ -212,6 +226,3 @@ def _read_rest(tokens: Tokens) -> str:
     while tokens.next.kind not in ("comment", "newline", "end"):
         end = tokens.take().end
     return tokens.text[begin:end]
-
-
-__all__ = ["KINDS", "WIDTH", "FunctionName", "PlainGraph", "PlainNode", "read_graph", "write_graph"]

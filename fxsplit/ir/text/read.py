@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from fxsplit.errors import FxsplitError, IRSyntaxError, suggest
 from fxsplit.ir.chain import parse_chain
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR, Mode, Step, Unread
-from fxsplit.ir.text.facts import Reader, from_record
 from fxsplit.ir.text.graph import PlainGraph, read_graph
-from fxsplit.ir.text.records import read_record
+from fxsplit.ir.text.records import Record, Source, read_record
 from fxsplit.ir.text.tokens import Token, Tokens, describe
 from fxsplit.ir.text.write import VERSION
 from fxsplit.system.figures import show
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
 
 _FACT = re.compile(r"; fact (?P<kind>[\w.]+)(?: of (?P<sources>.*))?")
 HEADERS = ("model", "mode", "step")
+STORED: dict[str, Any] = {kind.__name__: kind for kind in (Machine, Workload, Pins, Costs, Plan)}
+"""The facts that a text stores. All others follow from these and from the model, and stand there as comments."""
 MAKES_AGAIN = {"Antichains": "augment", "States": "order"}
 """Facts that only the stored facts are needed for, and the passes that make them."""
 
@@ -33,16 +40,16 @@ MAKES_AGAIN = {"Antichains": "augment", "States": "order"}
 class IRReader:
     """Reads IRs. `passes` are fxsplit's own passes by name: they make the facts again that are not stored.
 
-    See `facts.Reader` for the rest.
+    `source` is for the facts that are stored.
     """
 
     passes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    facts: Reader = field(default_factory=Reader)
+    source: Source = field(default_factory=Source)
 
     def read(self, text: str, file: str, model: nn.Module | None = None) -> IR:
         """Return the IR in `text`; `file` is its name, for messages.
 
-        The graph is one of torch.fx if `facts.torch` says so; it calls the submodules of `model`, if that is given.
+        The graph is one of torch.fx if `source.torch` says so; it calls the submodules of `model`, if that is given.
         Raises IRSyntaxError, with line and column, for a text that is no IR.
         """
         tokens = Tokens(text, file)
@@ -58,7 +65,7 @@ class IRReader:
                 ir = self._read_fact(tokens, ir)
             else:
                 tokens.fail(f"'fact' or a comment must begin this line, and not {describe(token)}")
-        if not (self.facts.torch or model is not None):
+        if not (self.source.torch or model is not None):
             return ir
         from fxsplit.ir.text.fx_graph import to_fx
 
@@ -98,7 +105,7 @@ class IRReader:
         record = read_record(tokens)
         if any(kind.__name__ == record.kind for kind in ir.facts):
             record.fail("it appears twice")
-        fact = from_record(record, ir, self.facts)
+        fact = _find_class(record).from_record(replace(record, source=self.source), ir)
         try:
             fact.verify(ir)
         except FxsplitError as error:
@@ -129,6 +136,24 @@ class IRReader:
             return None if text is None or name not in self.passes else parse_chain(text, self.passes).passes[0]
         except FxsplitError:
             return None  # the pass had an option that it no longer has: it must be asked for by hand
+
+
+def _find_class(record: Record) -> Any:
+    """Return the class of a stored fact; raises IRSyntaxError for another fact.
+
+    A fact of another package is stored if it has `to_record(ir)` and a class method `from_record(record, ir)`, and if
+    the package names its class in the group `fxsplit.facts` of its entry points.
+    """
+    if record.kind in STORED:
+        return STORED[record.kind]
+    others = {point.name: point for point in entry_points(group="fxsplit.facts")}
+    if record.kind not in others:
+        known = [*STORED, *others]
+        record.fail(f"it is none of {', '.join(known)}{suggest(record.kind, known)}; others stand as comments")
+    try:
+        return others[record.kind].load()
+    except Exception as error:
+        return record.fail(f"it cannot be imported ({type(error).__name__}: {error})")
 
 
 def _read_version(tokens: Tokens) -> None:

@@ -12,7 +12,7 @@ fact Machine {
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +23,18 @@ from fxsplit.system.figures import show
 
 T = TypeVar("T")
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What reading a fact may need from elsewhere.
+
+    - `torch`: devices become torch's own; otherwise only their names are kept, and torch is not loaded
+    - `find_moments`: returns the moments of a workload on a machine, which follow from its schedule and are not stored
+    """
+
+    torch: bool = False
+    find_moments: Callable[[Any, Any], Any] = lambda workload, machine: None
 
 
 @dataclass
@@ -37,15 +49,16 @@ class Record:
     comments: Sequence[str] = ()
     tokens: Tokens | None = field(default=None, compare=False)
     at: dict[str, Token] = field(default_factory=dict, compare=False)
+    source: Source = field(default_factory=lambda: Source(), compare=False)
 
     def fail(self, what: str, name: str = "") -> NoReturn:
         """Raise IRSyntaxError at the field `name`, or else at the beginning of the fact."""
         assert self.tokens is not None
         self.tokens.fail(f"fact {self.kind}: {what}", self.at.get(name, self.at[""]))
 
-    def make(self, cls: type[T], name: str = "", **known: Any) -> T:
+    def make(self, cls: type[T], known: Row | None = None) -> T:
         """Return `cls(...)` of the fields and of the `known` ones; raises IRSyntaxError for a wrong name or value."""
-        return self.make_row(cls, {**self.values, **known}, name)
+        return self.make_row(cls, {**self.values, **(known or {})}, "")
 
     def make_row(self, cls: type[T], row: Row, name: str) -> T:
         """Return `cls(...)` of the values in a row of the table `name`; raises IRSyntaxError for a wrong one."""
@@ -65,6 +78,12 @@ class Record:
             return cls(**row)
         except (FxsplitError, TypeError, ValueError, AttributeError) as error:
             return self.fail(str(error), name)
+
+    def choose(self, name: str, value: Any, among: Sequence[Any]) -> Any:
+        """Return a value that is one of some; raises IRSyntaxError for another one."""
+        if value not in among:
+            self.fail(f"{name} is {show(value)}: give one of {', '.join(map(write_word, among))}", name)
+        return value
 
     def read_rows(self, cls: type[T], name: str) -> tuple[T, ...]:
         """Return an object of `cls` for each row of the table `name`, which may be missing."""
@@ -138,6 +157,21 @@ def list_values(record: Any, *, leave_out: Sequence[str] = ()) -> Row:
         if f.init and f.name not in leave_out and (type(value) is not type(default) or value != default):
             found[f.name] = value
     return found
+
+
+def order_columns(cls: Any, records: Sequence[Any]) -> list[Row]:
+    """Return dataclass objects as the rows of a table, with the fields in which one of them differs from its default.
+
+    Long texts come last, or a reader would have to look for the figures after them.
+    """
+    rows = [list_values(record) for record in records]
+    used = [f.name for f in fields(cls) if any(f.name in row for row in rows)]
+    used.sort(key=lambda name: _LAST.index(name) if name in _LAST else -1)
+    return [{name: getattr(record, name) for name in used} for record in records]
+
+
+_LAST = ("made", "op", "signature", "nodes")
+"""The last columns of a table."""
 
 
 def write_record(record: Record) -> str:

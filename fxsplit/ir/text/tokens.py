@@ -11,9 +11,6 @@ from fxsplit.system.figures import show
 
 Kind = Literal["name", "string", "word", "mark", "comment", "newline", "end"]
 
-DEEPEST = 100
-"""More brackets inside each other are refused, since Python could not read them either."""
-
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+)
     | (?P<newline>\n)
@@ -49,6 +46,7 @@ class Tokens:
         self.file = file
         self._at = 0
         self._open = 0
+        self.depth = 0  # of the value that is being read: lists inside each other
         self._next = self._scan()
 
     @property
@@ -61,8 +59,6 @@ class Tokens:
         token = self._next
         if token.text in ("(", "[") and token.kind == "mark":
             self._open += 1
-            if self._open > DEEPEST:
-                self.fail(f"more than {DEEPEST} brackets inside each other", token)
         elif token.text in (")", "]") and token.kind == "mark":
             self._open -= 1
         self._next = self._scan()

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from fxsplit.ir.facts.given.machine import DeviceName
 from fxsplit.ir.text.tokens import Token, Tokens, describe
 from fxsplit.system.figures import show
 
 WIDTH = 100
 """A longer list is written over several lines."""
+
+DEEPEST = 100
+"""More brackets inside each other are refused, since Python's stack has an end."""
 
 FindNode = Callable[[str, Token], Any]
 """Returns the node of a name; it raises IRSyntaxError, at the token, for an unknown name."""
@@ -30,6 +32,21 @@ class TorchName:
     """A dtype, a layout or a memory format by its name in torch: `#float32` is torch.float32."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """The name of a torch device, such as `cuda:0`, in a machine that is read from a file: planning needs no torch."""
+
+    name: str
+
+    @property
+    def type(self) -> str:
+        """The kind of the device: `cuda`."""
+        return self.name.partition(":")[0]
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -113,11 +130,14 @@ def read_value(tokens: Tokens, find_node: FindNode | None = None) -> Any:
         if tokens.next.text == "(" and token.text in ("device", "slice", "opaque"):
             return _read_call(tokens, token, find_node)
         return _read_word(tokens, token)
-    if token.text in ("(", "["):
-        return _read_list(tokens, find_node)
-    if token.text == "{":
-        return _read_dict(tokens, find_node)
-    return tokens.fail(f"a value is missing before {describe(token)}")
+    if token.text not in ("(", "[", "{"):
+        tokens.fail(f"a value is missing before {describe(token)}")
+    tokens.depth += 1
+    if tokens.depth > DEEPEST:
+        tokens.fail(f"more than {DEEPEST} brackets inside each other")
+    value = _read_dict(tokens, find_node) if token.text == "{" else _read_list(tokens, find_node)
+    tokens.depth -= 1
+    return value
 
 
 def read_name(tokens: Tokens, token: Token) -> str:

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxsplit.ir.graph import IR, Unread, list_sources
 from fxsplit.ir.text.graph import PlainGraph, write_graph
 from fxsplit.ir.text.records import write_record
 from fxsplit.ir.text.values import write_word
 
-if TYPE_CHECKING:  # planning from a file needs no torch
+if TYPE_CHECKING:  # planning from a file needs no torch, and an IR imports this file to print itself
     from torch import fx
+
+    from fxsplit.ir.graph import IR
 
 VERSION = 1
 """The version of the format: another one is refused by name."""
@@ -67,23 +68,13 @@ def render_graph(gm: fx.GraphModule, *, shapes: bool = True) -> str:
 
 def _write_fact(kind: type, fact: Any, ir: IR) -> str:
     """Return the section of a fact: its record, or comments for a fact that is not stored."""
-    from fxsplit.ir.text.facts import to_record
-
-    if isinstance(fact, Unread):
-        return "\n".join(
-            [_head(fact.kind, fact.sources, given=fact.stays), *(f"; {line}".rstrip() for line in fact.lines)]
-        )
-    record = to_record(fact, ir)
-    if record is not None:
-        return write_record(record)
-    sources = tuple(source.__name__ for source in list_sources(kind))
-    # `dumped` is for facts that print() shows only in part.
-    text = str(getattr(fact, "dumped", fact))
-    return "\n".join(
-        [_head(kind.__name__, sources, given=fact.given), *(f"; {line}".rstrip() for line in text.split("\n"))]
-    )
-
-
-def _head(kind: str, sources: tuple[str, ...], *, given: bool) -> str:
-    """Return the first line of a fact that stands as a comment: its kind, and what it follows from."""
-    return f"; fact {kind}" + ("" if given else f" of {', '.join(sources or ('the graph',))}")
+    if hasattr(fact, "to_record"):
+        return write_record(fact.to_record(ir))
+    if hasattr(fact, "to_comment"):
+        head, lines = fact.to_comment()
+    else:
+        sources = ", ".join(source.__name__ for source in getattr(kind, "derives_from", ())) or "the graph"
+        head = kind.__name__ if fact.given else f"{kind.__name__} of {sources}"
+        # `dumped` is for facts that print() shows only in part.
+        lines = str(getattr(fact, "dumped", fact)).split("\n")
+    return "\n".join([f"; fact {head}", *(f"; {line}".rstrip() for line in lines)])

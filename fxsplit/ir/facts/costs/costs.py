@@ -19,6 +19,7 @@ from fxsplit.ir.facts.costs.compress import count_sent_bytes
 from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.ir.facts.costs.text import list_parts
 from fxsplit.ir.graph import IR, Fact
+from fxsplit.ir.text.records import Record, Row, list_values, order_columns
 from fxsplit.system.figures import as_list, format_count, is_count, show
 from fxsplit.system.files import explain_unreadable, write_whole
 from fxsplit.system.shown import Parts, Shown, render
@@ -416,6 +417,24 @@ class Costs(Shown, Fact):
             raise ProfileError(f"{name!r} is a damaged profile: {error}") from error
         return costs
 
+    def to_record(self, ir: IR) -> Record:
+        """Return the costs as they are stored in an IR's text: a table of the nodes, and the other fields."""
+        tables = {name: order_columns(cls, getattr(self, name)) for name, cls in _TABLES.items() if getattr(self, name)}
+        loss = {"loss": [list_values(self.loss)]} if self.loss else {}
+        return Record("Costs", {**list_values(self), **tables, **loss})
+
+    @classmethod
+    def from_record(cls, record: Record, ir: IR) -> Costs:
+        """Return the costs of a record; raises IRSyntaxError."""
+        tables: Row = {name: record.read_rows(kind, name) for name, kind in _TABLES.items()}
+        loss = record.read_rows(LossCost, "loss")
+        costs = record.make(cls, tables | {"loss": loss[0] if loss else None})
+        try:
+            costs.check()
+        except (ProfileError, TypeError) as error:
+            record.fail(str(error))
+        return costs
+
     def summarise(self) -> str:
         """Return the number of nodes and their total time."""
         nodes, rows = format_count(len(self.nodes), "node"), format_count(self.rows, "row")
@@ -431,6 +450,7 @@ class Costs(Shown, Fact):
         return render(list_parts(self, whole=True))
 
 
+_TABLES: dict[str, Any] = {"nodes": NodeCost, "inputs": InputCost, "exchanges": Exchange, "tied": TiedParameter}
 _SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in", "made")
 
 

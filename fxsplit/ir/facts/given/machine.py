@@ -14,7 +14,9 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from fxsplit.errors import InputError
-from fxsplit.ir.graph import GivenFact
+from fxsplit.ir.graph import IR, GivenFact
+from fxsplit.ir.text.records import Record, Row, list_values
+from fxsplit.ir.text.values import DeviceName
 from fxsplit.system.figures import TOO_LARGE, format_bytes, format_count, show
 from fxsplit.system.shown import Parts, Shown, Table
 
@@ -31,21 +33,6 @@ LEAST_SPEED, MOST_SPEED = 1e-12, 1e12
 """A device that is slower or faster than this, relative to the profiled one, is refused as a mistake."""
 MAX_DEVICES = 512
 """More devices are refused: the search keeps a table of states for each."""
-
-
-@dataclass(frozen=True)
-class DeviceName:
-    """The name of a torch device, such as `cuda:0`, in a machine that is read from a file: planning needs no torch."""
-
-    name: str
-
-    @property
-    def type(self) -> str:
-        """The kind of the device: `cuda`."""
-        return self.name.partition(":")[0]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -293,6 +280,18 @@ class Machine(Shown, GivenFact):
         sharers = len({home for home, d in zip(homes, self.torch_devices(), strict=True) if d.type == "cpu"})
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
+    def to_record(self, ir: IR) -> Record:
+        """Return the machine as it is stored in text."""
+        values: Row = {"devices": [_to_row(d) for d in self.devices], "links": tuple(self.links)}
+        values |= {"homes": self.homes} if self.homes else {}
+        return Record("Machine", values | ({"real": [_to_row(d) for d in self.real]} if self.real else {}))
+
+    @classmethod
+    def from_record(cls, record: Record, ir: IR) -> Machine:
+        """Return the machine of a record; raises IRSyntaxError. Without torch, devices keep only their names."""
+        made: Row = {name: tuple(_from_row(record, row, name) for row in record.take_rows(name)) for name in _TABLES}
+        return record.make(cls, made)
+
     def summarise(self) -> str:
         """Return the number of devices, and their names."""
         names = [d.name for d in self.devices]
@@ -307,6 +306,24 @@ class Machine(Shown, GivenFact):
             own = _format_rate(device.bytes_per_s)
             rows.append((device.name, place, memory, f"{device.speed:g}", own, link))
         yield Table(("device", "is", ">memory", ">speed", ">own link", ">link to next"), rows)
+
+
+_TABLES = ("devices", "real")
+
+
+def _to_row(device: Device) -> Row:
+    """Return a device as a row of a table."""
+    place = {} if device.torch_device is None else {"torch_device": str(device.torch_device)}
+    return list_values(device) | place
+
+
+def _from_row(record: Record, row: Row, table: str) -> Device:
+    """Return the device of a row."""
+    place = row.get("torch_device")
+    if place is not None and not isinstance(place, str):
+        record.fail("torch_device must be a name, such as cuda:0", table)
+    known = place is None or record.source.torch
+    return record.make_row(Device, row | {"torch_device": place if known else DeviceName(str(place))}, table)
 
 
 def _is_number(value: object) -> bool:

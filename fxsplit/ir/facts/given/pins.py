@@ -11,6 +11,7 @@ from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.graph import IR, GivenFact
+from fxsplit.ir.text.records import Record
 
 SHOWN_NAMES = 5
 """The number of names in an error about a name that is like none of them."""
@@ -67,6 +68,19 @@ class Pins(GivenFact):
         costs = ir.get(Costs)
         if costs is not None:
             self.nodes(costs)
+
+    def to_record(self, ir: IR) -> Record:
+        """Return the pins as they are stored in text."""
+        optional = {"optional": tuple(sorted(self.optional))} if self.optional else {}
+        return Record("Pins", {"stages": dict(self.stages), **optional})
+
+    @classmethod
+    def from_record(cls, record: Record, ir: IR) -> Pins:
+        """Return the pins of a record; raises IRSyntaxError."""
+        optional = record.values.get("optional", ())
+        if not isinstance(optional, tuple):
+            record.fail("optional must be names in round brackets", "optional")
+        return record.make(cls, {"optional": frozenset(optional)})
 
     def __str__(self) -> str:
         return "\n".join(f"{path} on stage {stage}" for path, stage in self.stages.items())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.memory.moments import Moments, MomentsBy, assume_moments
-from fxsplit.ir.graph import GivenFact
+from fxsplit.ir.graph import IR, GivenFact
+from fxsplit.ir.text.records import Record, list_values
 from fxsplit.system.figures import format_count
 
 
@@ -55,6 +57,17 @@ class Workload(GivenFact):
             return known
         pairs = zip(self.in_flight[n_stages], self.versions_of(n_stages), strict=True)
         return tuple(assume_moments(*pair, splits=self.splits, trains=not self.inference) for pair in pairs)
+
+    def to_record(self, ir: IR) -> Record:
+        """Return the workload as it is stored in text: without the moments, which follow from the schedule."""
+        values = list_values(self, leave_out=("moments",))
+        return Record("Workload", {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()})
+
+    @classmethod
+    def from_record(cls, record: Record, ir: IR) -> Workload:
+        """Return the workload of a record; raises IRSyntaxError. The machine must be known."""
+        workload, machine = record.make(cls), ir.get(Machine)
+        return workload if machine is None else replace(workload, moments=record.source.find_moments(workload, machine))
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
