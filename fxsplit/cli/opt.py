@@ -31,34 +31,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--passes", type=take_text, metavar="CHAIN", help="passes to run (default: a reproducer's, else none)"
     )
-    parser.add_argument("-o", "--output", type=take_text, metavar="OUT", help="the file to write (default: print)")
-    parser.add_argument("--model", type=take_text, metavar="MODULE:FACTORY", help="the model that the graph calls")
-    parser.add_argument("--devices", type=int, metavar="N", help="plan for N equal devices")
-    parser.add_argument("--machine", type=take_text, metavar="TOML", help="plan for the machine in a file")
+    parser.add_argument(
+        "-o", "--output", type=take_text, metavar="OUT", help="the file to write (default: the standard output)"
+    )
+    parser.add_argument(
+        "--model", type=take_text, metavar="MODULE:FACTORY", help="the model that the graph calls (default: none)"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="plan for N equal devices (default: the file's, else 2)"
+    )
+    parser.add_argument(
+        "--machine", type=take_text, metavar="TOML", help="plan for the machine in a file (default: the file's own)"
+    )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FACT.FIELD=VALUE",
-        help="change a fact: Workload.n_microbatches=8",
+        help="change a fact, as Workload.n_microbatches=8 (default: none)",
     )
-    parser.add_argument("--from", dest="begin", type=take_text, metavar="PASS", help="leave out the passes before PASS")
-    parser.add_argument("--until", type=take_text, metavar="PASS", help="stop after PASS")
+    parser.add_argument(
+        "--from", dest="begin", type=take_text, metavar="PASS", help="leave out the passes before PASS (default: none)"
+    )
+    parser.add_argument("--until", type=take_text, metavar="PASS", help="stop after PASS (default: the last)")
     _add_observers(parser)
     parser.add_argument("--verify-roundtrip", action="store_true", help="check that the text reads back as it is")
     parser.add_argument("--no-verify", action="store_true", help="do not verify the facts after each pass")
-    parser.add_argument("--emit-json", choices=("plan", "costs"), help="print the plan or the costs instead of the IR")
+    parser.add_argument(
+        "--emit-json", choices=("plan", "costs"), help="print a fact instead of the IR (default: the IR)"
+    )
     add_json(parser)
 
 
 def _add_observers(parser: argparse.ArgumentParser) -> None:
     """Add the options that show what the passes do."""
     names = "NAMES|all"
-    parser.add_argument("--print-before", type=take_text, metavar=names, help="print the IR before these passes")
     parser.add_argument(
-        "--print-after", type=take_text, metavar=f"{names}|changed|failed", help="print the IR after these passes"
+        "--print-before", type=take_text, metavar=names, help="print the IR before these passes (default: none)"
     )
-    parser.add_argument("--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass")
+    parser.add_argument(
+        "--print-after",
+        type=take_text,
+        metavar=f"{names}|changed|failed",
+        help="print the IR after these passes (default: none)",
+    )
+    parser.add_argument(
+        "--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass (default: nowhere)"
+    )
     parser.add_argument("--diff", action="store_true", help="print what each pass changes in the text")
     parser.add_argument("--timing", action="store_true", help="print the time of each pass, on standard error")
     parser.add_argument(

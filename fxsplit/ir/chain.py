@@ -93,15 +93,15 @@ class Chain:
         return f"Chain({str(self)!r})"
 
     def __str__(self) -> str:
-        return ",".join(pass_text(p) for p in self.passes)
+        return ",".join(pass_text(p, importable=True) for p in self.passes)
 
 
-def pass_text(step: Pass) -> str:
+def pass_text(step: Pass, *, importable: bool = False) -> str:
     """Return a pass as text: its name and the options that differ from their defaults, such as `profile{repeats=5}`.
 
-    A pass that is none of fxsplit's has the name by which it can be imported, `package.module:attribute`.
+    `importable`: a pass that is none of fxsplit's has the name by which it can be imported, `package.module:attribute`.
     """
-    name = name_pass(step) if is_own(step) else _find_import(step) or name_pass(step)
+    name = (_find_import(step) if importable and not is_own(step) else None) or name_pass(step)
     # A plain function is a pass too, and has no options.
     if not dataclasses.is_dataclass(step):
         return name

@@ -153,7 +153,7 @@ def _describe(rest: Chain, error: Exception) -> list[str]:
     said = " ".join(f"{type(error).__name__}: {error}".split())
     versions = f"fxsplit {version('fxsplit')}, torch {version('torch')}, Python {platform.python_version()}"
     return [
-        f"reproducer of pass {pass_text(rest.passes[0])}: run fxsplit opt on this file",
+        f"reproducer of pass {pass_text(rest[0])}: run fxsplit opt on this file",
         f"{CHAIN.removeprefix('; ')}{rest}",
         f"error: {said}",
         f"versions: {versions}",

@@ -117,7 +117,7 @@ def list_options() -> dict[str, dict[str, argparse.Action]]:
         command: {
             name: action
             for action in parser._actions
-            for name in action.option_strings
+            for name in action.option_strings[-1:]  # -p is short for --passes
             if action.nargs is None and action.help is not argparse.SUPPRESS
         }
         for command, parser in commands.items()

@@ -48,6 +48,7 @@ INNER: dict[str, list[set[str]]] = {
         {"nn", "probes", "torch_pipelining", "tracing"},
         {"contents"},
     ],
+    "ir.text": [{"tokens"}, {"values"}, {"graph", "records"}, {"fx_graph"}, {"write"}, {"read"}],
     "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "stages"}, {"plan"}],
     "schedule": [
         {"action"},
@@ -100,7 +101,7 @@ INNER: dict[str, list[set[str]]] = {
         {"generation", "profile", "to_titan", "to_torch"},
         {"pipeline"},
         {"checkpoint", "compile", "plan"},
-        {"verify"},
+        {"toolkit", "verify"},
     ],
 }
 MAX_LOOSE = 13  # files in a folder at most, so that its names are read at a glance

@@ -19,22 +19,30 @@ def x() -> torch.Tensor:
     return torch.randn(8, 3, 8, 8)
 
 
+OWN = "tests.support.own_passes"
+
+
 def test_chain_text_round_trip() -> None:
     from fxsplit.passes import PASSES
 
     for text in (FAST, "profile,augment{max_states=10},order,partition{use_all=false,optimizer_factor=0.5},emit"):
         assert str(spec.parse_chain(text, PASSES)) == text
     assert str(DEFAULT) == "profile,augment,order,partition,emit,batch-norm"
-    assert str(DEFAULT.after("order", Keep("a"))) == "profile,augment,order,keep{module=a},partition,emit,batch-norm"
-    assert str(DEFAULT.replace("partition", fold_conv_bn)) == "profile,augment,order,fold-conv-bn,emit,batch-norm"
+    assert (
+        str(DEFAULT.after("order", Keep("a")))
+        == f"profile,augment,order,{OWN}:Keep{{module=a}},partition,emit,batch-norm"
+    )
+    assert (
+        str(DEFAULT.replace("partition", fold_conv_bn)) == f"profile,augment,order,{OWN}:fold_conv_bn,emit,batch-norm"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("profile,augmnet", "unknown pass 'augmnet': .*; did you mean 'augment'"),
-        ("profile{repeat=3}", "pass 'profile' has no option 'repeat=3': it has repeats"),
-        ("profile{repeats=x}", "option repeats='x' of pass 'profile': write a number"),
+        ("profile{repeat=3}", "pass 'profile' has no option 'repeat': it has repeats"),
+        ("profile{repeats=x}", "option repeats='x' of pass 'profile': write a whole number"),
         ("partition{use_all=1}", "option use_all='1' of pass 'partition': write true or false"),
         ("profile{repeats=0}", "measure at least once"),
         ("augment{max_states=0}", "give a positive number"),

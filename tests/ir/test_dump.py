@@ -33,9 +33,9 @@ def test_dump_writes_the_ir_before_the_first_and_after_every_pass(tmp_path: Path
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == FILES
     trace = (tmp_path / "a" / FILES[0]).read_text()
     assert "%stem_0 = module stem.0(%x) : float32[4, 8, 8, 8]" in trace
-    assert "[Costs]" not in trace and "[Machine]\ndevice  is " in trace
+    assert "fact Costs" not in trace and "fact Machine {\n  devices {\n    name   torch_device\n" in trace
     for name, section in zip(FILES[1:-1], ("Costs", "Antichains", "States", "Plan", "Stages", "Stages"), strict=True):
-        assert f"\n[{section}]\n" in (tmp_path / "a" / name).read_text()
+        assert f"\nfact {section}" in (tmp_path / "a" / name).read_text().replace("; ", "")
 
 
 def test_dump_is_deterministic_but_for_measured_figures(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_environment_variables(
     dumped(tmp_path)
     assert sorted(p.name for p in (tmp_path / "env").iterdir()) == FILES
     printed = capsys.readouterr().out
-    assert re.findall(r"^# after (\S+)", printed, re.MULTILINE) == ["trace", "partition"]
+    assert re.findall(r"^; after (\S+)", printed, re.MULTILINE) == ["trace", "partition"]
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "all")
     dumped(tmp_path)
-    assert len(re.findall(r"^# after", capsys.readouterr().out, re.MULTILINE)) == 7
+    assert len(re.findall(r"^; after", capsys.readouterr().out, re.MULTILINE)) == 7
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "partitoin")
     with pytest.warns(
         FxsplitWarning, match=r"nothing is printed after 'partitoin', .*: this chain has all, trace, prof"
@@ -197,6 +197,6 @@ def test_an_ir_that_does_not_hold_is_dumped(tmp_path: Path) -> None:
         fxsplit.compile(Mlp(), 2, passes=chain, example_inputs=torch.randn(8, 8), dump=tmp_path)
     assert list_files(tmp_path)[-2:] == ["05-lose_a_node.failed.ir", "chain.json"]
     text = (tmp_path / "05-lose_a_node.failed.ir").read_text()
-    assert text.startswith("# BrokenFact: the stages of the plan do not partition") and "[Plan]" in text
+    assert text.startswith("; BrokenFact: the stages of the plan do not partition") and "fact Plan {" in text
     told = json.loads((tmp_path / "chain.json").read_text())
     assert told["failed"].startswith("after lose/a node: BrokenFact") and len(told["passes"]) == 5

@@ -126,13 +126,13 @@ def test_what_is_asked_for_is_printed(names: tuple[str, ...], told: list[str]) -
     observer.start(ir)
     observer.after("fold", ir)
     observer.after("cut", ir)
-    assert file.getvalue() == "".join(f"# after {name}\n{render(ir)}\n" for name in told)
+    assert file.getvalue() == "".join(f"; after {name}\n{render(ir)}\n" for name in told)
 
 
 def test_what_is_asked_for_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FXSPLIT_PRINT_AFTER", raising=False)
     chain = Chain((rename_graph,))
-    assert make_observers(None, chain) == [] and make_observers(Path("a"), chain) == [DumpTo(Path("a"), "rename-graph")]
+    assert make_observers(None, chain) == [] and make_observers(Path("a"), chain) == [DumpTo(Path("a"), str(chain))]
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", " rename-graph, all ,")
     assert make_observers(None, chain) == [Printer(after_passes=("rename-graph", "all"))]
 

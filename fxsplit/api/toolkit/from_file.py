@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 from fxsplit.api.plan import build_machine, lay_out
@@ -80,8 +80,8 @@ def set_field(ir: IR, text: str) -> IR:
     place, _, value = text.partition("=")
     kind, _, name = place.partition(".")
     fact: Any = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
-    if fact is None or not is_dataclass(fact) or not value:
-        known = [kind.__name__ for kind, fact in ir.facts.items() if is_dataclass(fact)]
+    if fact is None or not hasattr(fact, "to_record") or not value:
+        known = [kind.__name__ for kind, fact in ir.facts.items() if hasattr(fact, "to_record")]
         raise InputError(
             f"--set {show(text)}: give FACT.FIELD=VALUE with a fact among {', '.join(known)}{suggest(kind, known)}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from typing import Any
 
@@ -46,8 +47,15 @@ def _describe(gm: fx.GraphModule, node: fx.Node) -> str:
         return str(node.meta[COMMENT])
     line = find_user_line(node)
     said = [describe_module(gm.get_submodule(str(node.target)))] if node.op == "call_module" else []
-    said += [f"@ {line.removeprefix('File ')}"] if line else []
+    said += [f"@ {_shorten(line)}"] if line else []
     return " ".join(" ".join(said).split())
+
+
+def _shorten(line: str) -> str:
+    """Return a user's line such as `File "/home/me/net.py", line 12` as `net.py:12`, the same on every machine."""
+    path, _, number = line.removeprefix("File ").rpartition(", line ")
+    name = re.split(r"[/\\]", path.strip('"'))[-1]
+    return f"{name}:{number}"
 
 
 def describe_module(module: nn.Module) -> str:

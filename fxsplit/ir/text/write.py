@@ -29,20 +29,19 @@ from fxsplit.ir.text.graph import PlainGraph, write_graph
 from fxsplit.ir.text.records import write_record
 from fxsplit.ir.text.values import write_word
 
-if TYPE_CHECKING:  # planning from a file needs no torch, and an IR imports this file to print itself
+if TYPE_CHECKING:  # planning from a file needs no torch
     from torch import fx
-
-    from fxsplit.ir.graph import IR
 
 VERSION = 1
 """The version of the format: another one is refused by name."""
 
 
-def render(ir: IR) -> str:
+def render(ir: Any) -> str:
     """Return the text of an IR, which `read_ir` reads; the IR itself calls this function when it is printed.
 
     Equal IRs give equal texts, except for measured figures.
     """
+    # An IR prints itself by this file, so nothing here imports its class.
     lines = [f"fxsplit-ir {VERSION}"]
     lines += [f"model {write_word(ir.model)}"] if ir.model else []
     lines += [f"mode {ir.mode}", *(f"step {write_word(step.text)}" for step in ir.steps)]
@@ -66,7 +65,7 @@ def render_graph(gm: fx.GraphModule, *, shapes: bool = True) -> str:
     return write_graph(find_plain(gm), shapes=shapes)
 
 
-def _write_fact(kind: type, fact: Any, ir: IR) -> str:
+def _write_fact(kind: type, fact: Any, ir: Any) -> str:
     """Return the section of a fact: its record, or comments for a fact that is not stored."""
     if hasattr(fact, "to_record"):
         return write_record(fact.to_record(ir))

@@ -40,13 +40,15 @@ def name_function(target: Any) -> str:
     if isinstance(stated, str):
         return stated
     name = getattr(target, "__name__", "")
-    found = next((room for room, held in _ROOMS.items() if getattr(held, name, None) is target), None) if name else None
-    if found is not None:
-        return f"{found}.{name}"
+    for room, held in _ROOMS.items() if name else ():
+        # torch.fft.rfft calls itself fft_rfft.
+        for own in (name, name.removeprefix(f"{room.rpartition('.')[2]}_")):
+            if getattr(held, own, None) is target:
+                return f"{room}.{own}"
     # Functions of builtin modules give their module with an underscore, where nobody would look for them.
     module = (getattr(target, "__module__", None) or "").removeprefix("_")
-    own = getattr(target, "__qualname__", type(target).__name__)
-    return f"{module}.{own}" if module else str(own)
+    qualified = str(getattr(target, "__qualname__", type(target).__name__))
+    return f"{module}.{qualified}" if module else qualified
 
 
 def find_function(name: str) -> Callable[..., Any] | None:

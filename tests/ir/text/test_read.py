@@ -1,0 +1,232 @@
+"""An IR read from its text: byte for byte, with the facts that are made again, and errors that name the place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.errors import IRSyntaxError, MissingFact
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
+from fxsplit.ir.facts.stages import Stages
+from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import run_chain
+from fxsplit.ir.text.write import render
+from fxsplit.passes import Augment, Order, Partition
+from tests.support.models import Residual
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the dump of a residual network, planned from stated times."""
+    folder = tmp_path_factory.mktemp("dump")
+    options = {"example_inputs": torch.randn(8, 3, 8, 8), "n_microbatches": 4, "dump": folder}
+    with fxsplit.compile(Residual(), 2, passes="profile{repeats=1},augment,order,partition,emit", **options):  # type: ignore[arg-type]
+        pass
+    return folder
+
+
+def read(path: Path, *, torch: bool = False) -> IR:
+    """Return the IR in a file."""
+    return parse_ir(path.read_text(), path.name, torch=torch)
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_every_file_of_a_dump_comes_back_byte_for_byte(dump: Path, with_torch: bool) -> None:
+    files = sorted(dump.glob("*.ir"))
+    assert len(files) == 7
+    for path in files:
+        assert render(read(path, torch=with_torch)) == path.read_text()
+
+
+def test_a_read_ir_is_planned_as_the_captured_one(dump: Path) -> None:
+    planned = read(dump / "04-partition.ir")[fxsplit.Plan]
+    again = run_chain(read(dump / "03-order.ir"), [Partition()])[fxsplit.Plan]
+    assert str(again) == str(planned) and again.stages == planned.stages and again.optimal
+    fresh = run_chain(read(dump / "01-profile.ir"), [Augment(), Order(), Partition()])
+    assert fresh[fxsplit.Plan].stages == planned.stages
+    # The emitted stages have no costs, so their plan is stored with all its figures.
+    assert read(dump / "05-emit.ir")[fxsplit.Plan].stages == planned.stages
+
+
+def test_derived_facts_are_made_again_when_they_are_asked_for(dump: Path) -> None:
+    ir = read(dump / "03-order.ir")
+    assert len(ir[States]) == len(ir[Antichains]) and ir[Antichains] is ir[Antichains]
+    assert render(ir) == (dump / "03-order.ir").read_text()
+    # Other costs outdate them.
+    costs = ir[fxsplit.Costs]
+    other = ir.learn(replace(costs, rows=costs.rows + 1))
+    assert "Antichains" not in [kind.__name__ for kind in other.facts]
+    with pytest.raises(MissingFact, match=r"no States (any more|yet)"):
+        other[States]
+    with pytest.raises(
+        MissingFact, match=r"Stages is only a comment in the text that this IR was read from.*run 'emit'"
+    ):
+        read(dump / "05-emit.ir")[Stages]
+
+
+def test_a_graph_on_its_model_computes_what_the_model_does(dump: Path) -> None:
+    model, x = Residual(), torch.randn(4, 3, 8, 8)
+    ir = fxsplit.load_ir(dump / "03-order.ir", model)
+    torch.testing.assert_close(ir.gm(x), model(x), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="without the model that its modules belong to"):
+        fxsplit.load_ir(dump / "03-order.ir").gm(x)
+    with pytest.raises(IRSyntaxError, match=r"needs submodule 'stem.0', which this model lacks"):
+        fxsplit.load_ir(dump / "03-order.ir", nn.Linear(2, 2))
+    model.stem[0] = nn.Conv2d(3, 8, 3)
+    with pytest.raises(
+        IRSyntaxError, match=r"'stem.0' is Conv2d\(3, 8, kernel_size=\(3, 3\), stride=\(1, 1\)\) in this model"
+    ):
+        fxsplit.load_ir(dump / "03-order.ir", model)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    ir = fxsplit.capture(Residual(), torch.randn(8, 3, 8, 8), devices=2)
+    ir.save(tmp_path / "a.ir")
+    again = fxsplit.load_ir(tmp_path / "a.ir")
+    assert str(again) == str(ir) == (tmp_path / "a.ir").read_text() and "\n" not in repr(again)
+    with pytest.raises(fxsplit.FxsplitError, match=r"cannot read .*no\.ir"):
+        fxsplit.load_ir(tmp_path / "no.ir")
+
+
+COLUMNS = "name module inputs op signature parameter_bytes buffer_bytes kept_bytes output_bytes gradient_bytes "
+COLUMNS += "forward_ms backward_ms"
+SMALL = """fxsplit-ir 1
+model Net
+
+graph Net {
+  %x = input x()
+  %a = module a(%x)
+  %b = module b(%a)
+  return %b
+}
+
+fact Machine {
+  devices {
+    name
+    one
+    two
+  }
+  links (inf,)
+}
+
+fact Workload {
+  schedule 1F1B
+  n_microbatches 4
+  in_flight {1: (1,), 2: (2, 1)}
+}
+
+fact Costs {
+  nodes {
+    COLUMNS
+    a a (x,) call_module:a "" 8 0 0 64 64 1.0 2.0
+    b b (a,) call_module:b "" 8 0 0 64 64 2.0 4.0
+  }
+  inputs {
+    name output_bytes gradient_bytes
+    x    64           0
+  }
+  outputs (b,)
+  rows 2
+}
+""".replace("COLUMNS", COLUMNS)
+PLAN = """
+fact Plan {
+  stages {
+    devices nodes
+    (0,)    (a,)
+    (1,)    (b,)
+  }
+}
+"""
+
+
+def test_a_hand_written_text_comes_out_equal_from_the_second_round_on() -> None:
+    ir = parse_ir(SMALL + PLAN + "\n; a remark of mine\n", "a.ir")
+    first = render(ir)
+    assert render(parse_ir(first, "b.ir")) == first and "remark" not in first
+    plan = ir[fxsplit.Plan]
+    assert [s.load_ms for s in plan.stages] == [3.0, 6.0] and plan.standing == "not proven" and plan.speedup == 1.5
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("fxsplit-ir 1", "fxsplit-ir 2", "a.ir:1:12: the text has version '2', and this fxsplit reads version 1"),
+        ("fxsplit-ir 1", "hello", "a.ir:1:1: this is no IR: its first line must be 'fxsplit-ir 1'"),
+        (
+            "model Net",
+            "modle Net",
+            "a.ir:2:1: 'modle' is no header: give model, mode, step, or the graph; did you mean",
+        ),
+        ("model Net", "mode nothing", "the mode is 'nothing': give train or eval"),
+        (
+            "fact Machine",
+            "fact Machin",
+            "a.ir:11:1: fact Machin: it is none of Machine, Workload, Pins, Costs, Plan; did",
+        ),
+        ("links (inf,)", "links (inf, inf)", "2 devices need 1 links between neighbours, not 2"),
+        ("links (inf,)", "link (inf,)", "a.ir:17:3: fact Machine: there is no 'link': it has devices, links"),
+        ("links (inf,)", "links 3", "a.ir:17:3: fact Machine: links is 3: give numbers in round brackets"),
+        ("links (inf,)", "links (inf,)\n  links (1,)", "a.ir:18:3: 'links' appears twice in this fact"),
+        ("    two\n", "    one\n", "a.ir:11:1: fact Machine: devices are called"),
+        ("  rows 2", "  rows two", "fact Costs: rows is 'two': give a whole number"),
+        ("1.0 2.0", "-1.0 2.0", "fact Costs: node 'a' has forward_ms=-1.0"),
+        (
+            "call_module:a",
+            "call_module:z",
+            "fact Costs: node 'a' is call_module:a, and its costs are for call_module:z",
+        ),
+        ("1.0 2.0", "1.0 2.0 3.0", "a.ir:29:51: a row ends before '3.0'"),
+        ("name output_bytes", "name name", "the columns of a table need names, each its own"),
+        ("(0,)    (a,)", "(0,)    (b,)", "fact Plan: the stages cannot be priced"),
+        ("(0,)    (a,)", "(7,)    (a,)", "fact Plan: "),
+        (
+            "devices nodes",
+            "devices knots",
+            "a.ir:41:3: fact Plan: there is no 'knots': it has devices, nodes, recompute",
+        ),
+        (
+            "fact Plan {",
+            "fact Plan {\n  proof certain",
+            "fact Plan: proof is 'certain': give one of search, bound, none",
+        ),
+        ("fact Plan {", "fact Plan {\n  model best", "model is 'best': give one of forwarded, overlapped"),
+        ("fact Plan {", "fact Plan {\n  lower_bound_ms 7.0", "lower bound 7.0 ms above the bottleneck 6.0 ms"),
+        ("fact Plan {", "fact Costs {", "fact Costs: it appears twice"),
+        ("fact Plan {", "plan {", "'fact' or a comment must begin this line, and not 'plan'"),
+    ],
+)
+def test_wrong_text_is_named_with_line_and_column(old: str, new: str, error: str) -> None:
+    text = SMALL + PLAN
+    assert text.count(old) >= 1
+    with pytest.raises(IRSyntaxError) as raised:
+        parse_ir(text.replace(old, new, 1), "a.ir", torch=False)
+    assert error in str(raised.value)
+
+
+def test_a_text_cut_anywhere_is_an_error_of_its_own() -> None:
+    text = SMALL + PLAN
+    for end in range(0, len(text), 7):
+        try:
+            parse_ir(text[:end], "a.ir", torch=False)
+        except IRSyntaxError as error:
+            assert str(error).startswith("a.ir:")
+
+
+def test_the_moments_of_the_schedule_come_back() -> None:
+    machine = fxsplit.Machine.planned(4)
+    from fxsplit.api.plan import lay_out
+    from fxsplit.schedule.generators.catalogue import find_moments
+
+    for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera", "PipeDream"):
+        laid_out, workload = lay_out(machine, schedule, 8)
+        found, count = find_moments(replace(workload, moments=None), laid_out), len(laid_out)
+        assert found is not None and workload.moments is not None
+        assert found.get(count) == workload.moments.get(count) is not None
