@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.api.toolkit.load_ir import parse_ir
-from fxsplit.errors import InputError, suggest
+from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.formats.read import parse_profile
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.graph import IR
-from fxsplit.ir.text.graph import KINDS, UNKNOWN, FunctionName, PlainGraph, PlainNode
+from fxsplit.ir.text.graph import KINDS, UNKNOWN, FunctionName, PlainGraph, PlainNode, is_plain
+from fxsplit.ir.text.records import Source
 from fxsplit.ir.text.tokens import Tokens
 from fxsplit.ir.text.values import read_value
+from fxsplit.schedule.generators.catalogue import find_moments
 from fxsplit.system.figures import show
 
 
@@ -76,7 +78,7 @@ def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatch
 
 
 def set_field(ir: IR, text: str) -> IR:
-    """Return `ir` with a field of a fact changed: `Workload.n_microbatches=8`. Raises InputError for a wrong one."""
+    """Return `ir` with a field of a fact changed: `Workload.n_microbatches=8`. Raises InputError or IRSyntaxError for a wrong one."""
     place, _, value = text.partition("=")
     kind, _, name = place.partition(".")
     fact: Any = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
@@ -85,17 +87,21 @@ def set_field(ir: IR, text: str) -> IR:
         raise InputError(
             f"--set {show(text)}: give FACT.FIELD=VALUE with a fact among {', '.join(known)}{suggest(kind, known)}"
         )
-    names = [f.name for f in fields(fact) if f.init and f.name[0] != "_"]
-    if name not in names:
-        raise InputError(f"--set {show(text)}: {kind} has {', '.join(names)}{suggest(name, names)}")
-    read = read_value(Tokens(value, "--set"))
+    tokens = Tokens(value, f"--set {place}")
+    first = tokens.next
+    read = read_value(tokens)
+    tokens.end_line("a value")
     if isinstance(fact, Workload) and name in ("schedule", "n_microbatches"):
         return _lay_out_again(ir, name, read)
+    # As if it had been written into the text, so that the same checks hold.
+    record = replace(fact.to_record(ir), tokens=tokens, at={"": first})
+    record.values[name] = read
+    record.source = Source(not is_plain(ir.gm), find_moments)
+    changed = ir.learn(type(fact).from_record(record, ir))
     try:
-        changed = ir.learn(cast(Any, replace(fact, **{name: read})))
         changed[type(fact)].verify(changed)
-    except Exception as error:
-        raise InputError(f"--set {show(text)}: {error}") from error
+    except FxsplitError as error:
+        record.fail(str(error))
     return changed
 
 

@@ -91,7 +91,8 @@ class Record:
 
     def take_rows(self, name: str) -> list[Row]:
         """Return the rows of the table `name`, which may be missing; raises IRSyntaxError if it is no table."""
-        rows = self.values.get(name, [])
+        # An empty table has no columns to name.
+        rows = [] if self.values.get(name, ()) == () else self.values[name]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             self.fail(f"{name} must be a table: {name} {{, a line of names, lines of values, }}", name)
         return rows
