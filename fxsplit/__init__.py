@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.api.profile import profile as profile
     from fxsplit.api.toolkit.capture import capture as capture
     from fxsplit.api.toolkit.load_ir import load_ir as load_ir
+    from fxsplit.api.toolkit.run import run as run
     from fxsplit.api.verify.verify import verify as verify
     from fxsplit.errors import FxsplitError as FxsplitError
     from fxsplit.errors import FxsplitWarning as FxsplitWarning
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.ir.graph import IR as IR
     from fxsplit.ir.graph import Fact as Fact
     from fxsplit.ir.graph import Pass as Pass
+    from fxsplit.ir.manager import Observer as Observer
     from fxsplit.passes.leaf import leaf as leaf
     from fxsplit.torch_internals.fake.without_weights import without_weights as without_weights
 
@@ -45,6 +47,7 @@ _HOME = {
     "verify": "api.verify.verify",
     "capture": "api.toolkit.capture",
     "load_ir": "api.toolkit.load_ir",
+    "run": "api.toolkit.run",
     "save_checkpoint": "api.checkpoint.checkpoint",
     "load_checkpoint": "api.checkpoint.checkpoint",
     "latest_checkpoint": "api.checkpoint.checkpoint",
@@ -59,6 +62,7 @@ _HOME = {
     "IR": "ir.graph",
     "Fact": "ir.graph",
     "Pass": "ir.graph",
+    "Observer": "ir.manager",
     "Pins": "ir.facts.given.pins",
     "Costs": "ir.facts.costs.costs",
     "Plan": "ir.facts.plan",

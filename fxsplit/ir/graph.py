@@ -119,6 +119,31 @@ class IR(Shown):
     fallen: Mapping[type, type] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     mode: Mode = "train"
+    # The IR before the last step, which has the facts that the step may have made the IR forget.
+    earlier: IR | None = None
+
+    def before(self, name: str) -> IR:
+        """Return the IR before the last pass called `name`; raises ChainError if that is not known."""
+        found = self._find_step(name).earlier
+        assert found is not None  # a step without an earlier IR is not found
+        return found
+
+    def after(self, name: str) -> IR:
+        """Return the IR after the last pass called `name`; raises ChainError if that is not known."""
+        return self._find_step(name)
+
+    def _find_step(self, name: str) -> IR:
+        """Return the IR after the last pass called `name`."""
+        at: IR | None = self
+        while at is not None and at.earlier is not None:
+            if at.steps[-1].text.partition("{")[0] == name:
+                return at
+            at = at.earlier
+        steps = ", ".join(step.text.partition("{")[0] for step in self.steps) or "none"
+        raise ChainError(
+            f"the IR around pass {name!r} is not known: the steps are {steps}, and an IR from a file, or from a pass that "
+            "was called by hand, keeps no earlier ones: run passes by fxsplit.run(ir, chain)"
+        )
 
     def summarise(self) -> str:
         """Return one line with the model, the mode, the size of the graph and the names of the known facts."""

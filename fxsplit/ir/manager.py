@@ -115,7 +115,7 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
             )
     # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.
     steps = (*ir.steps, Step(pass_text(step), seconds))
-    return replace(result, steps=steps, model=ir.model, mode=ir.mode)
+    return replace(result, steps=steps, model=ir.model, mode=ir.mode, earlier=ir)
 
 
 def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Observer, Exception], None]) -> None:

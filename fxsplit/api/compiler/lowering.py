@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.known import KnownCosts
 from fxsplit.ir.facts.costs.loss import Loss
 from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Detached, Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
@@ -100,7 +103,16 @@ def lower(
     # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)
     check = Rewrites(captured).check
-    return run_chain(captured.learn(*facts), options.passes, [keep, *observers], check), keep.found
+    final = run_chain(captured.learn(*facts), options.passes, [keep, *observers], check)
+    return forget_states(final), keep.found
+
+
+def forget_states(ir: IR) -> IR:
+    """Return `ir` with earlier IRs that do not know Antichains and States: a pipeline would keep a million of them."""
+    if ir.earlier is None:
+        return ir
+    facts = {kind: fact for kind, fact in ir.facts.items() if kind not in (Antichains, States)}
+    return replace(ir, facts=MappingProxyType(facts), earlier=forget_states(ir.earlier))
 
 
 def list_facts(

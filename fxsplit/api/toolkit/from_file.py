@@ -78,7 +78,10 @@ def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatch
 
 
 def set_field(ir: IR, text: str) -> IR:
-    """Return `ir` with a field of a fact changed: `Workload.n_microbatches=8`. Raises InputError or IRSyntaxError for a wrong one."""
+    """Return `ir` with a field of a fact changed, such as `Workload.n_microbatches=8`.
+
+    Raises InputError for a fact that is not there, and IRSyntaxError for a field or value that it does not take.
+    """
     place, _, value = text.partition("=")
     kind, _, name = place.partition(".")
     fact: Any = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
