@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _check_roundtrip(text: str, name: str) -> None:
     body = text[text.index("fxsplit-ir") :] if "fxsplit-ir" in text else text
     if written == body:
         return
-    pairs = zip(body.split("\n"), written.split("\n"), strict=False)
+    pairs = zip_longest(body.split("\n"), written.split("\n"), fillvalue="")
     number, (was, now) = next(((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (0, ("", "")))
     raise InputError(
         f"{name} does not read back as it is: line {number} is {was[:100]!r}, and comes out as {now[:100]!r}"

@@ -158,7 +158,9 @@ class IR(Shown):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the IR as text, which `fxsplit.load_ir` reads; raises FileError, and then leaves the file unchanged."""
-        write_whole(path, str(self))
+        from fxsplit.ir.text.write import render
+
+        write_whole(path, render(self))
 
     def __getitem__(self, kind: type[F]) -> F:
         """Return the fact of type `kind`; raises MissingFact, with the next step, if it is not known."""

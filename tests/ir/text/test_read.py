@@ -90,7 +90,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     ir = fxsplit.capture(Residual(), torch.randn(8, 3, 8, 8), devices=2)
     ir.save(tmp_path / "a.ir")
     again = fxsplit.load_ir(tmp_path / "a.ir")
-    assert str(again) == str(ir) == (tmp_path / "a.ir").read_text() and "\n" not in repr(again)
+    assert f"{again}\n" == f"{ir}\n" == (tmp_path / "a.ir").read_text() and "\n" not in repr(again)
     with pytest.raises(fxsplit.FxsplitError, match=r"cannot read .*no\.ir"):
         fxsplit.load_ir(tmp_path / "no.ir")
 
