@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: planning from a pro
     from fxsplit.ir.facts.given.machine import Machine as Machine
     from fxsplit.ir.facts.given.pins import Pins as Pins
     from fxsplit.ir.facts.plan import Plan as Plan
+    from fxsplit.ir.facts.split import cut_before as cut_before
     from fxsplit.ir.facts.stages import Stages as Stages
     from fxsplit.ir.graph import IR as IR
     from fxsplit.ir.graph import Fact as Fact
@@ -67,6 +68,7 @@ _HOME = {
     "Costs": "ir.facts.costs.costs",
     "Plan": "ir.facts.plan",
     "Stages": "ir.facts.stages",
+    "cut_before": "ir.facts.split",
     "Saving": "api.pipeline.saving",
     "Restored": "api.checkpoint.checkpoint",
     "FxsplitError": "errors",

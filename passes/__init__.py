@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # each is imported when it is first used: passes that only plan need no torch
     from fxsplit.passes.augment import Augment
+    from fxsplit.passes.baselines import Even, Greedy
     from fxsplit.passes.batch_norm import BatchNorm
     from fxsplit.passes.carry_tensors import CarryTensors
+    from fxsplit.passes.constraints import Pin, Together
     from fxsplit.passes.cut import Cut
+    from fxsplit.passes.debug import Print, Stop
     from fxsplit.passes.emit import Emit
     from fxsplit.passes.leaf import Leaf
     from fxsplit.passes.order import Order
     from fxsplit.passes.partition import Partition
     from fxsplit.passes.profile.profile import Profile
+    from fxsplit.passes.read_plan import ReadPlan
 
     DEFAULT: tuple[Profile | Augment | Order | Partition | Emit | BatchNorm, ...]
 
@@ -39,6 +43,13 @@ _HOME = {
     "emit": ("emit", "Emit"),
     "batch-norm": ("batch_norm", "BatchNorm"),
     "carry-tensors": ("carry_tensors", "CarryTensors"),
+    "pin": ("constraints", "Pin"),
+    "together": ("constraints", "Together"),
+    "plan": ("read_plan", "ReadPlan"),
+    "even": ("baselines", "Even"),
+    "greedy": ("baselines", "Greedy"),
+    "print": ("debug", "Print"),
+    "stop": ("debug", "Stop"),
 }
 """Every pass by its name in chains: the file and the class."""
 
@@ -86,8 +97,15 @@ __all__ = [
     "CarryTensors",
     "Cut",
     "Emit",
+    "Even",
+    "Greedy",
     "Leaf",
     "Order",
     "Partition",
+    "Pin",
+    "Print",
     "Profile",
+    "ReadPlan",
+    "Stop",
+    "Together",
 ]

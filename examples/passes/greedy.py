@@ -14,8 +14,6 @@ from torch import nn
 
 import fxsplit
 from fxsplit import IR, Costs, Machine, Plan
-from fxsplit.ir.facts.given.workload import Workload
-from fxsplit.ir.facts.price import CostModel, price_split
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Greedy:
 
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from Costs."""
-        costs, machine, workload, model = ir[Costs], ir[Machine], ir[Workload], CostModel()
+        costs, machine = ir[Costs], ir[Machine]
         times = {node.name: node.forward_ms + node.backward_ms for node in costs.nodes}
         share, done = sum(times.values()) / len(machine), 0.0
         stages: list[list[str]] = [[] for _ in range(len(machine))]
@@ -35,9 +33,7 @@ class Greedy:
             # By the middle of the node's time, so that a node that crosses the end of a share goes where most of it is.
             stages[min(int((done + ms / 2) / share), len(machine) - 1)].append(name)
             done += ms
-        split = [(tuple(nodes), (device,), False) for device, nodes in enumerate(stages)]
-        priced = tuple(price_split(costs, machine, workload, split, model))
-        return ir.learn(Plan.of(priced, costs, machine, workload, model, lower_bound_ms=0.0, n_states=0))
+        return ir.learn(Plan.of(ir, stages))
 
 
 def main() -> None:

@@ -141,8 +141,8 @@ class IR(Shown):
             at = at.earlier
         steps = ", ".join(step.text.partition("{")[0] for step in self.steps) or "none"
         raise ChainError(
-            f"the IR around pass {name!r} is not known: the steps are {steps}, and an IR from a file, or from a pass that "
-            "was called by hand, keeps no earlier ones: run passes by fxsplit.run(ir, chain)"
+            f"the IR around pass {name!r} is not known: the steps are {steps}, and an IR from a file, or from a pass "
+            "that was called by hand, keeps no earlier ones: run passes by fxsplit.run(ir, chain)"
         )
 
     def summarise(self) -> str:

@@ -80,6 +80,8 @@ def run_chain(
             if isinstance(error, BrokenFact):
                 error.args = (f"after pass {name_pass(step)!r}: {error}",)
             raise
+        if getattr(step, "ends_chain", False):
+            break
     return ir
 
 

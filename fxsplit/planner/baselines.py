@@ -108,4 +108,4 @@ def plan_baseline(
     stages = [[n.name for n in costs.nodes if n.name in b - a] for a, b in itertools.pairwise(sets)]
     # Each stage gets one device, in the machine's order.
     priced = price_split(costs, machine, workload, [(names, (i,), False) for i, names in enumerate(stages)], model)
-    return Plan.of(priced, costs, machine, workload, model, lower_bound_ms=0.0, n_states=len(line))
+    return Plan.assemble(priced, costs, machine, workload, model, lower_bound_ms=0.0, n_states=len(line))

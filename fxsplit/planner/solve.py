@@ -256,7 +256,9 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: SearchClock
     lower = lower if sound else bound_by_work(costs, machine)
     proven = sound and outcome.complete and best.load - lower <= 1e-9 * reached
     bound_ms = reached if proven else min(lower, reached)
-    plan = Plan.of(priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains))
+    plan = Plan.assemble(
+        priced, costs, machine, task.workload, options.costs, lower_bound_ms=bound_ms, n_states=len(chains)
+    )
     return plan.prove("search" if proven else "bound")
 
 

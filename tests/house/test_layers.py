@@ -49,7 +49,7 @@ INNER: dict[str, list[set[str]]] = {
         {"contents"},
     ],
     "ir.text": [{"tokens"}, {"values"}, {"graph", "records"}, {"fx_graph"}, {"write"}, {"read"}],
-    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "stages"}, {"plan"}],
+    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "split", "stages"}, {"plan"}],
     "schedule": [
         {"action"},
         {"schedule"},

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf, isclose, isfinite
 from typing import ClassVar, Literal
 
-from fxsplit.errors import BrokenFact, FxsplitError
+from fxsplit.errors import BrokenFact, FxsplitError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.pins import Pins
@@ -24,6 +24,7 @@ from fxsplit.ir.facts.price import (
     price_single_device,
     price_split,
 )
+from fxsplit.ir.facts.split import Split, find_split
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.text.records import Record, Row, list_values, order_columns
 from fxsplit.system.figures import format_bytes, format_count
@@ -77,6 +78,35 @@ class Plan(Shown, Fact):
 
     @classmethod
     def of(
+        cls,
+        ir: IR,
+        split: Split,
+        *,
+        model: CostModel | None = None,
+        recompute: Collection[int] = (),
+    ) -> Plan:
+        """Return the plan of a split by hand, priced by the Costs, the Machine and the Workload of `ir`.
+
+        split: the stage of each submodule or node by its name, a list of names for each stage, or `cut_before(...)`. A
+            node that nobody names is in the stage of the latest of its inputs. Stage i runs on device i.
+        model: the cost model, by default the one of `partition`.
+        recompute: the stages that keep no activations.
+
+        The plan is not proven. Raises PlanError for names that the graph lacks, and for a split that cannot run.
+        """
+        costs, machine, model = ir[Costs], ir[Machine], model or CostModel()
+        parts = find_split(costs, split, len(machine))
+        chosen = [(names, (i,), i in recompute) for i, names in enumerate(parts)]
+        priced = tuple(price_split(costs, machine, ir[Workload], chosen, model))
+        plan = cls.assemble(priced, costs, machine, ir[Workload], model, lower_bound_ms=0.0, n_states=0)
+        try:
+            plan.verify(ir)
+        except BrokenFact as error:
+            raise PlanError(f"this split cannot run: {error}") from error
+        return plan
+
+    @classmethod
+    def assemble(
         cls,
         stages: tuple[StagePlan, ...],
         costs: Costs,
@@ -214,7 +244,7 @@ class Plan(Shown, Fact):
             said = getattr(self, figure)
             # A plan of an earlier version does not say how busy its devices are.
             if said and not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
-                raise BrokenFact(f"the plan is said to have {figure}={said} and has {true}: make it by Plan.of")
+                raise BrokenFact(f"the plan is said to have {figure}={said} and has {true}: make it by Plan.assemble")
 
     def _verify_devices(self, count: int) -> None:
         """Raise BrokenFact unless every stage has devices of its own, among the `count` existing ones."""
@@ -291,7 +321,7 @@ class Plan(Shown, Fact):
         split = [record.make_row(_Split, row, "stages") for row in rows]
         try:
             priced = price_split(costs, machine, workload, [(s.nodes, s.devices, s.recompute) for s in split], model)
-            plan = cls.of(tuple(priced), costs, machine, workload, model, **bounds)
+            plan = cls.assemble(tuple(priced), costs, machine, workload, model, **bounds)
             return replace(plan, **values).prove(proof)
         except (FxsplitError, TypeError, ValueError, KeyError, IndexError) as error:
             return record.fail(f"the stages cannot be priced ({type(error).__name__}: {error})", "stages")

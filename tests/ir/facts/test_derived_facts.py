@@ -179,7 +179,7 @@ def even(ir: IR) -> IR:
     split = [(names[:1], (0,), False), (names[1:], (1,), False)]
     priced, model = price_split(costs, machine, workload, split, CostModel()), CostModel()
     slowest = max(stage.load_ms for stage in priced)
-    return ir.learn(Plan.of(priced, costs, machine, workload, model, lower_bound_ms=slowest, n_states=1))
+    return ir.learn(Plan.assemble(priced, costs, machine, workload, model, lower_bound_ms=slowest, n_states=1))
 
 
 def test_a_partitioner_of_ones_own_is_not_called_optimal() -> None:
@@ -237,7 +237,7 @@ def part(ir: IR) -> IR:
     at = max(names.index(name) for name in costs.together[0])
     split = [(names[:at], (0,), False), (names[at:], (1,), False)]
     priced = price_split(costs, machine, workload, split, CostModel())
-    made = Plan.of(priced, costs, machine, workload, CostModel(), lower_bound_ms=0.0, n_states=0)
+    made = Plan.assemble(priced, costs, machine, workload, CostModel(), lower_bound_ms=0.0, n_states=0)
     return ir.learn(made)
 
 

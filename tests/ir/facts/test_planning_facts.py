@@ -155,7 +155,7 @@ def test_a_table_has_launches_where_there_are_some(ir: IR) -> None:
     head, first, *rest = str(costs).splitlines()
     assert head.split()[5:7] == ["launch", "ms"] and first.split()[3] == "0.250"
     assert rest[-1] == "measured on: H100, 1 GHz"
-    plan = Plan.of(ir[Plan].stages, costs, MACHINE, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
+    plan = Plan.assemble(ir[Plan].stages, costs, MACHINE, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
     assert plan.measured_on == "H100, 1 GHz" and str(plan).endswith("\nmeasured on: H100, 1 GHz")
     assert "measured on" not in str(ir[Plan])
 
@@ -176,7 +176,7 @@ def test_a_plan_tells_what_stages_that_share_a_gpu_take_at_least(
     devices = [None if name is None else torch.device(name) for name in names]
     given = [replace(d, torch_device=device) for d, device in zip(MACHINE.devices, devices, strict=True)]
     machine = replace(MACHINE, devices=tuple(given))
-    plan = Plan.of(ir[Plan].stages, ir[Costs], machine, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
+    plan = Plan.assemble(ir[Plan].stages, ir[Costs], machine, LOAD, CostModel(), lower_bound_ms=0.0, n_states=1)
     work = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     assert len(plan.stages) == 2 and plan.shared_ms == shared * work
     least = f"a step takes {LOAD.n_microbatches * work:.3f} ms at least"

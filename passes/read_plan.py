@@ -1,0 +1,62 @@
+"""plan: take the stages of a saved plan, and price them anew; learns Plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fxsplit.errors import ChainError, PlanError
+from fxsplit.formats.plan_json import read_plan
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import price_split
+from fxsplit.ir.graph import IR
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Take the stages of the plan in a file, as `fxsplit plan --json` writes it: `profile,plan{file=plan.json},emit`.
+
+    The figures are those of the present costs. The plan is called optimal only if its figures in the file are the same,
+    since its lower bound holds for the costs that it was made from.
+    """
+
+    file: str = ""
+
+    name: ClassVar[str] = "plan"
+    ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.file:
+            raise ChainError("plan{file=}: give the file of a plan, as 'fxsplit plan --json' writes it")
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Plan from Costs. Raises PlanError for a file without a plan, and for a plan of another graph."""
+        return ir.learn(price_again(ir, read_plan(self.file), self.file))
+
+
+def price_again(ir: IR, plan: Plan, name: str) -> Plan:
+    """Return `plan` with the figures that the facts of `ir` give it; `name` is its name, for messages.
+
+    Raises PlanError for a plan of other nodes, or of more devices.
+    """
+    costs, machine, workload = ir[Costs], ir[Machine], ir[Workload]
+    own = set(costs.by_name)
+    odd = sorted(own ^ set(plan.stage_of()))
+    if odd:
+        what = "lacks" if odd[0] in own else "has"
+        raise PlanError(f"{name} is a plan of another graph: it {what} node {odd[0]!r}")
+    most = max(d for stage in plan.stages for d in stage.devices)
+    if most >= len(machine):
+        raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}")
+    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
+    priced = tuple(price_split(costs, machine, workload, split, plan.model))
+    made = Plan.assemble(
+        priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
+    )
+    same = [s.load_ms for s in priced] == [s.load_ms for s in plan.stages] and made.single_ms == plan.single_ms
+    # The bound of other costs is no bound of these.
+    return made.prove(plan.proof) if same else replace(made, lower_bound_ms=0.0, n_states=0)
