@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: passes that only pl
     from fxsplit.passes.order import Order
     from fxsplit.passes.partition import Partition
     from fxsplit.passes.profile.profile import Profile
-    from fxsplit.passes.read_plan import ReadPlan
+    from fxsplit.passes.read_plan import ReadPlan, TakePlan
 
     DEFAULT: tuple[Profile | Augment | Order | Partition | Emit | BatchNorm, ...]
 
@@ -52,6 +52,10 @@ _HOME = {
     "stop": ("debug", "Stop"),
 }
 """Every pass by its name in chains: the file and the class."""
+
+
+_FILES = {cls: file for file, cls in _HOME.values()} | {"TakePlan": "read_plan"}
+"""The file of each class. TakePlan holds a plan of compile(plan=), and has no text."""
 
 
 class _Passes(Mapping[str, Any]):
@@ -81,10 +85,10 @@ def __getattr__(name: str) -> Any:
     if name == "DEFAULT":
         value: Any = tuple(PASSES[step]() for step in _DEFAULT)
     else:
-        step = next((step for step, (_, cls) in _HOME.items() if cls == name), None)
-        if step is None:
+        file = _FILES.get(name)
+        if file is None:
             raise AttributeError(f"fxsplit.passes has no {name!r}")
-        value = PASSES[step]
+        value = getattr(import_module(f"fxsplit.passes.{file}"), name)
     globals()[name] = value
     return value
 
@@ -107,5 +111,6 @@ __all__ = [
     "Profile",
     "ReadPlan",
     "Stop",
+    "TakePlan",
     "Together",
 ]

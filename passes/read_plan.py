@@ -12,6 +12,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
+from fxsplit.ir.facts.split import Split, spread_split
 from fxsplit.ir.graph import IR
 
 
@@ -38,21 +39,39 @@ class ReadPlan:
         return ir.learn(price_again(ir, read_plan(self.file), self.file))
 
 
+@dataclass(frozen=True)
+class TakePlan:
+    """Take the stages of a plan, or a split by hand (see `Plan.of`): what `compile(plan=)` puts into the chain."""
+
+    plan: Plan | Split = ()
+
+    name: ClassVar[str] = "take-plan"
+    ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Plan from Costs. Raises PlanError for a plan of another graph, and for a split that cannot run."""
+        return ir.learn(price_again(ir, self.plan, "plan=") if isinstance(self.plan, Plan) else Plan.of(ir, self.plan))
+
+
 def price_again(ir: IR, plan: Plan, name: str) -> Plan:
     """Return `plan` with the figures that the facts of `ir` give it; `name` is its name, for messages.
 
-    Raises PlanError for a plan of other nodes, or of more devices.
+    The graphs of the two modes differ in nodes without weights, such as dropouts: a node that the plan does not know is
+    in the stage of the latest of its inputs. Raises PlanError for a plan of other nodes, or of more devices.
     """
     costs, machine, workload = ir[Costs], ir[Machine], ir[Workload]
-    own = set(costs.by_name)
-    odd = sorted(own ^ set(plan.stage_of()))
-    if odd:
-        what = "lacks" if odd[0] in own else "has"
-        raise PlanError(f"{name} is a plan of another graph: it {what} node {odd[0]!r}")
+    known = plan.stage_of()
+    odd = next((n for n in costs.nodes if n.name not in known and n.parameter_bytes + n.buffer_bytes > 0), None)
+    if odd is not None or known.keys().isdisjoint(costs.by_name):
+        lacking = "none of its nodes" if odd is None else f"node {odd.name!r} is not in it"
+        raise PlanError(f"{name} is a plan of another graph: {lacking}")
     most = max(d for stage in plan.stages for d in stage.devices)
     if most >= len(machine):
         raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}")
-    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
+    stage_of = spread_split(costs, {n: stage for n, stage in known.items() if n in costs.by_name})
+    parts = [[n.name for n in costs.nodes if stage_of[n.name] == number] for number in range(len(plan.stages))]
+    split = [(names, stage.devices, stage.recompute) for names, stage in zip(parts, plan.stages, strict=True)]
     priced = tuple(price_split(costs, machine, workload, split, plan.model))
     made = Plan.assemble(
         priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states

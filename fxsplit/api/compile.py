@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
+from fxsplit.api.compiler.chain import state_in_chain
 from fxsplit.api.compiler.compile_group import GradientHook, make_compile_group
 from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.compiler.devices import Devices, read_devices
@@ -25,7 +26,10 @@ from fxsplit.ir.facts.capture.call import parse_example_inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
 from fxsplit.ir.facts.costs.compress import Compress
 from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.split import Split
 from fxsplit.ir.graph import Pass
+from fxsplit.ir.manager import Observer
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
@@ -61,6 +65,12 @@ def compile(
     gradient_hook: GradientHook | None = None,
     bucket_bytes: float | None = None,
     dump: str | os.PathLike[str] | None = None,
+    plan: Plan | Split | str | os.PathLike[str] | None = None,
+    pins: Mapping[str, int] | None = None,
+    together: Sequence[Sequence[str]] = (),
+    observers: Sequence[Observer] = (),
+    check_rewrites: bool = True,
+    reproducer: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Return `model` as a pipeline over `devices`: a module that is called, trained and saved like the model.
 
@@ -108,6 +118,14 @@ def compile(
         results: `fxsplit.verify` says by how much.
     bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
+    plan: the stages, in place of a search: a Plan, the path of one from `fxsplit plan --json`, or a split by hand, as
+        `Plan.of` takes it, such as `fxsplit.cut_before("layer3")`. Its figures are those of the costs measured here.
+    pins: submodule or node -> number of its device.
+    together: sets of submodules or nodes that no cut may separate.
+    observers: they are told of each pass (see fxsplit.Observer).
+    check_rewrites: run each graph that a pass of yours makes, and compare it with the graph before.
+    reproducer: a folder for `fxsplit-repro.ir`, which `fxsplit opt` runs to the same error if a pass fails (also
+        FXSPLIT_REPRODUCER).
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """
@@ -122,7 +140,7 @@ def compile(
     machine, world = read_devices(devices, model)
     options = CompileOptions(
         machine=machine,
-        chain=to_chain(passes, standard.PASSES),
+        chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
         schedule=schedule,
         stages_per_device=stages_per_device,
         n_microbatches=n_microbatches,
@@ -137,6 +155,9 @@ def compile(
         gradient_hook=gradient_hook,
         bucket_bytes=bucket_bytes,
         dump=dump,
+        observers=tuple(observers),
+        check_rewrites=check_rewrites,
+        reproducer=reproducer or os.environ.get("FXSPLIT_REPRODUCER"),
         side_by_side=world is not None and len(world.rows) > 1,
     )
     if not (dtype is None or isinstance(dtype, torch.dtype)):

@@ -50,7 +50,7 @@ def plan(
     compress: Compress | None = None,
     options: Options | None = None,
     pins: Mapping[str, int] | None = None,
-    keep: Sequence[Sequence[str]] = (),
+    together: Sequence[Sequence[str]] = (),
 ) -> Plan:
     """Return the plan whose slowest stage is fastest on `machine`, with its lower bound and gap.
 
@@ -66,12 +66,12 @@ def plan(
     compress: count values and gradients with the bytes that compile(compress=) sends: "bf16" or "int8".
     options: the cost model, and the freedoms of the planner.
     pins: submodule or node -> number of its stage.
-    keep: sets of submodules or nodes that no cut may separate.
+    together: sets of submodules or nodes that no cut may separate.
 
     Raises PlanError if no plan exists (NoFit if memory is too small), ScheduleError for numbers that the schedule is
     not made for, ProfileError or InputError for bad input.
     """
-    _check_arguments(machine, options, pins, keep)
+    _check_arguments(machine, options, pins, together)
     check_flag("inference", inference)
     options = options or Options()
     if inference:
@@ -91,11 +91,11 @@ def plan(
     # The costs of a pipeline with compressed cuts count the compressed bytes already.
     costs = costs if compress is None else compress_cuts(costs, compress)
     with show_progress():
-        found = Planner(costs, pins or {}, keep).plan(*lay_out(where, name, n_microbatches), options)
+        found = Planner(costs, pins or {}, together).plan(*lay_out(where, name, n_microbatches), options)
     return check_can_run(found)
 
 
-def _check_arguments(machine: object, options: object, pins: object, keep: object) -> None:
+def _check_arguments(machine: object, options: object, pins: object, together: object) -> None:
     """Raise InputError for an argument of plan() that is of another type."""
     if not isinstance(machine, (int, Machine)):
         raise InputError(
@@ -112,12 +112,14 @@ def _check_arguments(machine: object, options: object, pins: object, keep: objec
                 f"pins={{{show(name)}: {show(stage)}}}: give the name of a submodule or node, and a number"
             )
     several = (list, tuple, set, frozenset)
-    if not isinstance(keep, several):
-        raise InputError(f"keep={show(keep)}: give a list of sets of names that stay together, such as [('a', 'b')]")
-    for names in keep:
+    if not isinstance(together, several):
+        raise InputError(
+            f"together={show(together)}: give a list of sets of names that stay together, such as [('a', 'b')]"
+        )
+    for names in together:
         # The planner says more about a name that is no set of names.
         if not (isinstance(names, str) or (isinstance(names, several) and all(isinstance(n, str) for n in names))):
-            raise InputError(f"keep has {show(names)}: give sets of names that stay together, such as ('a', 'b')")
+            raise InputError(f"together has {show(names)}: give sets of names that stay together, such as ('a', 'b')")
 
 
 def choose_passes(costs: Costs, schedule: str, *, inference: bool) -> tuple[Costs, str]:

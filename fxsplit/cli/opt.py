@@ -15,11 +15,10 @@ from fxsplit.errors import ChainError, InputError, NoFit
 from fxsplit.ir.chain import Chain, parse_chain
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import Observer, run_chain, verify_ir
-from fxsplit.ir.observers import Differ, Printer, Reproducer, Timer, find_chain
+from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, find_chain
 from fxsplit.ir.text.write import render
 
 FAILED = 1
-REPRODUCER = "fxsplit-repro.ir"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -123,7 +123,7 @@ class PlanArguments:
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
         pins = _parse_pins(arguments.pin)
-        keep: list[Sequence[str]] = [text.split(",") for text in arguments.together]
+        together: list[Sequence[str]] = [text.split(",") for text in arguments.together]
         place = arguments.cut_at or ANYWHERE
         try:
             check_place(place)
@@ -137,8 +137,8 @@ class PlanArguments:
                     "profile that fxsplit has measured"
                 )
             raise InputError(f"--cut-at {place[:SHOWN]}: the profile names no modules, so leave it out")
-        keep += wholes.values()
-        self.planner = Planner(self.profile.costs, pins, keep, arguments.max_states)
+        together += wholes.values()
+        self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:
             print(f"note: {self.profile.costs.noise}", file=sys.stderr)

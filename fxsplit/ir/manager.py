@@ -21,6 +21,11 @@ Check = Callable[[Pass, IR, IR], IR]
 """A check of a pass, given the IR before and after it; returns the IR to continue with, or raises BrokenFact."""
 
 
+def accept(step: Pass, before: IR, after: IR) -> IR:
+    """Check nothing, and return the IR after the pass."""
+    return after
+
+
 class Observer:
     """Base of observers of a chain, such as `dump.DumpTo`; the base does nothing."""
 
@@ -44,7 +49,7 @@ def run_chain(
     ir: IR,
     chain: Iterable[Pass],
     observers: Sequence[Observer] = (),
-    check: Check = lambda step, before, after: after,
+    check: Check = accept,
     *,
     verify: bool = True,
 ) -> IR:

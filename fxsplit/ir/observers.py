@@ -18,7 +18,7 @@ from fxsplit.ir.chain import Chain, pass_text
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.text.write import render
-from fxsplit.system.files import write_whole
+from fxsplit.system.files import make_folder, write_whole
 from fxsplit.system.shown import Table
 from fxsplit.system.shown import render as render_parts
 
@@ -126,6 +126,8 @@ def _join(names: object) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) and names else "-"
 
 
+REPRODUCER = "fxsplit-repro.ir"
+"""The name of the file that is written when a pass fails."""
 CHAIN = "; chain: "
 """Begins the line of a reproducer with the passes that are still to run."""
 
@@ -143,6 +145,7 @@ class Reproducer(Observer):
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
         """Write the reproducer, and add a note to the error that tells of it."""
         first = "".join(f"; {line}\n" for line in _describe(rest, error))
+        make_folder(self.path.parent)
         write_whole(self.path, first + render(ir))
         self.written = True
         error.add_note(f"reproducer: fxsplit opt {self.path}")

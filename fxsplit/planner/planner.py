@@ -94,14 +94,14 @@ class Planner:
     """Plans one profile for any number of machines. It enumerates the states once for each amount of memory.
 
     - `pins` maps submodules or nodes to the number of their device
-    - `keep` are sets of submodules or nodes that stay in one stage, in addition to the profile's own
+    - `together` are sets of submodules or nodes that stay in one stage, in addition to the profile's own
     - `never` are sets of nodes after which no stage boundary may lie
     - `seconds` adds up the time for enumerating states and for solving
     """
 
     costs: Costs
     pins: Mapping[str, int] = field(default_factory=dict)
-    keep: Sequence[Sequence[str]] = ()
+    together: Sequence[Sequence[str]] = ()
     max_states: int = MAX_STATES
     never: tuple[frozenset[str], ...] = ()
     seconds: dict[str, float] = field(default_factory=lambda: {"states": 0.0, "solve": 0.0})
@@ -109,16 +109,20 @@ class Planner:
 
     @cached_property
     def _constrained(self) -> Costs:
-        """The costs, with the user's `keep` added to the sets that stay together."""
+        """The costs, with the user's `together` added to the sets that stay together."""
         self.costs.check()
-        text = next((names for names in self.keep if isinstance(names, str)), None)
+        text = next((names for names in self.together if isinstance(names, str)), None)
         if text is not None:
-            raise PlanError(f"keep has {text!r}: give sets of names that stay together, such as keep=[('a', 'b')]")
-        for name in (name for names in self.keep for name in names):
+            raise PlanError(
+                f"together has {text!r}: give sets of names that stay together, such as together=[('a', 'b')]"
+            )
+        for name in (name for names in self.together for name in names):
             if not find_nodes(self.costs, name):
                 raise PlanError(f"cannot keep {name!r} together with others: {suggest_names(self.costs, name)}")
         # As in pins, the path of a submodule stands for all its nodes.
-        sets = [tuple(dict.fromkeys(n for path in names for n in find_nodes(self.costs, path))) for names in self.keep]
+        sets = [
+            tuple(dict.fromkeys(n for path in names for n in find_nodes(self.costs, path))) for names in self.together
+        ]
         return replace(self.costs, together=(*self.costs.together, *(s for s in sets if len(s) > 1)))
 
     def _pin(self, machine: Machine) -> dict[str, int]:

@@ -185,8 +185,11 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
         ({"pins": {"b": "1"}}, "pins={'b': '1'}: give the name of a submodule or node, and a number"),
         ({"pins": {"b": True}}, "pins={'b': True}: give"),
         ({"pins": {1: 1}}, "pins={1: 1}: give"),
-        ({"keep": None}, r"keep=None: give a list of sets of names that stay together, such as \[\('a', 'b'\)\]"),
-        ({"keep": [["a", 2]]}, r"keep has \['a', 2\]: give sets of names"),
+        (
+            {"together": None},
+            r"together=None: give a list of sets of names that stay together, such as \[\('a', 'b'\)\]",
+        ),
+        ({"together": [["a", 2]]}, r"together has \['a', 2\]: give sets of names"),
     ],
 )
 def test_an_argument_of_another_type_or_without_effect_is_named(arguments: dict[str, Any], message: str) -> None:

@@ -208,7 +208,7 @@ def test_plan_from_python(tmp_path: Path) -> None:
     for given in (costs, tmp_path / "profile.json"):
         plan = fxsplit.plan(given, 2)
         assert plan.optimal and plan.bottleneck_ms == 6.0
-    plan = fxsplit.plan(costs, 2, pins={"n2": 0}, keep=[["n0", "n1"]], options=Options(optimizer_factor=0.0))
+    plan = fxsplit.plan(costs, 2, pins={"n2": 0}, together=[["n0", "n1"]], options=Options(optimizer_factor=0.0))
     assert [s.nodes for s in plan.stages] == [("n0", "n1", "n2"), ("n3",)]
     with pytest.raises(NoFit):
         fxsplit.plan(costs, fxsplit.Machine.planned(2, memory_bytes=50))

@@ -351,7 +351,7 @@ def test_pins_may_name_two_devices_of_one_replicated_stage() -> None:
     """Once such pins were called a contradiction."""
     two = costs(node("a"), node("b", ("a",)), outputs=("b",))
     machine = Machine.planned(2)
-    planner = Planner(two, pins={"a": 0, "b": 1}, keep=[["a", "b"]])
+    planner = Planner(two, pins={"a": 0, "b": 1}, together=[["a", "b"]])
     plan = planner.plan(machine, workload(machine), Options(model="replicated"))
     assert [s.devices for s in plan.stages] == [(0, 1)]
     with pytest.raises(Exception, match="pin both to one device"):
@@ -391,8 +391,8 @@ def test_options_of_another_type_are_named() -> None:
     for option, said in (("time_limit", "a number"), ("optimizer_factor", "a number"), ("use_all", "True or False")):
         with pytest.raises(ChainError, match=rf"partition\{{{option}='5'\}}: give {said}"):
             Options(**{option: wrong})
-    with pytest.raises(PlanError, match=r"keep has 'n0': give sets of names"):
-        fxsplit.plan(chain_of(4), 2, keep=["n0"])
+    with pytest.raises(PlanError, match=r"together has 'n0': give sets of names"):
+        fxsplit.plan(chain_of(4), 2, together=["n0"])
 
 
 @pytest.mark.parametrize(("stated", "advice"), [("plan", "partition{recompute=auto}"), ("never", "compile(recompute=")])

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from fxsplit.ir.facts.capture.numbers import name_candidates
 from fxsplit.ir.facts.capture.scope import Scope, Shapes
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.ir.manager import Observer
+from fxsplit.ir.observers import REPRODUCER, Reproducer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
@@ -461,13 +463,16 @@ class Compiler:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
-        """Return the observers that write the IR after each pass to files, for the present mode and these inputs."""
+        """Return the observers of the passes for the present mode and these inputs: the user's, and those for files."""
         if not self.options.observed:
             return []
         self._folder = self._folder or DumpFolder(self.options.dump)
         shapes = inputs.drop_rows(t.shape for t in tensors)
         folder = self._folder.choose(type(self.model).__name__, get_mode(self.model), shapes)
-        return make_observers(folder, self.options.passes)
+        made = [*make_observers(folder, self.options.passes), *self.options.observers]
+        if self.options.reproducer is not None:
+            made.append(Reproducer(Path(self.options.reproducer) / REPRODUCER))
+        return made
 
     def _is_outdated(self, compiled: Compiled, call: Call) -> bool:
         """Return whether Python values, or the weights that a pass made its own weights from, have changed.

@@ -34,7 +34,7 @@ from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Detached, Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.ir.manager import Observer, accept, run_chain
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.compiled_stage import Compiling
 from fxsplit.system.progress_bar import show_phase
@@ -102,7 +102,7 @@ def lower(
     keep = KeepCosts()
     # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)
-    check = Rewrites(captured).check
+    check = Rewrites(captured).check if options.check_rewrites else accept
     final = run_chain(captured.learn(*facts), options.passes, [keep, *observers], check)
     return forget_states(final), keep.found
 
@@ -174,8 +174,8 @@ class KeepCosts(Observer):
 
     def after(self, name: str, ir: IR) -> None:
         """Keep the latest costs, but no costs with the constraints of one plan."""
-        # After the pass `cut` the costs also have constraints of this plan, which were not measured.
-        self._constrained |= name == standard.Cut.name
+        # After the passes `cut` and `together` the costs also have constraints of this plan, which were not measured.
+        self._constrained |= name in (standard.Cut.name, standard.Together.name)
         if not self._constrained:
             self.found = ir.get(Costs) or self.found
 

@@ -26,6 +26,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
+from fxsplit.ir.manager import Observer
 from fxsplit.passes import BatchNorm, Cut
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
@@ -75,6 +76,9 @@ class CompileOptions:
     gradient_hook: object = None
     bucket_bytes: float | None = None
     dump: str | os.PathLike[str] | None = None
+    observers: tuple[Observer, ...] = ()
+    check_rewrites: bool = True
+    reproducer: str | os.PathLike[str] | None = None
     # Not an argument of compile(). False for a pipeline that verify() compiles: it is neither dumped nor printed.
     observed: bool = True
     # Not an argument either: whether `costs` are of the model that this one is a copy of, in other dtypes.
@@ -97,6 +101,12 @@ class CompileOptions:
             )
         if not (self.dump is None or isinstance(self.dump, (str, os.PathLike))):
             raise InputError(f"dump={self.dump!r}: give the path of a folder")
+        if not (self.reproducer is None or isinstance(self.reproducer, (str, os.PathLike))):
+            raise InputError(f"reproducer={self.reproducer!r}: give the path of a folder")
+        odd = next((o for o in self.observers if not isinstance(o, Observer)), None)
+        if odd is not None:
+            raise InputError(f"observers has {show(odd)}: give objects of a subclass of fxsplit.Observer")
+        check_flag("check_rewrites", self.check_rewrites)
         check_chunks(self.chunks)
         check_compress(self.compress)
         if not (self.stages_per_device is None or is_count(self.stages_per_device, least=1)):

@@ -36,7 +36,7 @@ def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
     without nodes.
     """
     named = _find_stages(costs, split)
-    stage_of = _count_cuts(costs, split) if isinstance(split, CutBefore) else _spread(costs, named)
+    stage_of = _count_cuts(costs, split) if isinstance(split, CutBefore) else spread_split(costs, named)
     count = max(stage_of.values(), default=0) + 1
     if count > n_devices:
         raise PlanError(f"the split has {format_count(count, 'stage')} for {format_count(n_devices, 'device')}")
@@ -84,7 +84,7 @@ def _count_cuts(costs: Costs, split: CutBefore) -> dict[str, int]:
     return stage_of
 
 
-def _spread(costs: Costs, named: Mapping[str, int]) -> dict[str, int]:
+def spread_split(costs: Costs, named: Mapping[str, int]) -> dict[str, int]:
     """Return the stage of every node: that of a named one, or else the latest of its inputs or companions."""
     companions = {name: names for names in costs.together for name in names}
     stage_of: dict[str, int] = {}
