@@ -12,6 +12,7 @@ from fxsplit.errors import ChainError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.pins import Pins
+from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.graph import IR
 from fxsplit.planner.lattice.lattice import enumerate_ideals
 
@@ -31,6 +32,8 @@ class Augment:
 
     name: ClassVar[str] = "augment"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs,)
+    learns: ClassVar[tuple[type, ...]] = (Antichains,)
     ignores_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 
@@ -25,6 +26,8 @@ class Even:
 
     name: ClassVar[str] = "even"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
@@ -56,6 +59,8 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:

@@ -41,6 +41,8 @@ class Emit:
 
     name: ClassVar[str] = "emit"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Plan, Machine)
+    learns: ClassVar[tuple[type, ...]] = (Stages,)
 
     def __call__(self, ir: IR) -> IR:
         """Rewrite the graph into calls of its stages; keep Plan and learn Stages.

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.graph import IR
 from fxsplit.planner.lattice.sequence import sequence_states
 
@@ -20,6 +21,8 @@ class Order:
 
     name: ClassVar[str] = "order"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Antichains)
+    learns: ClassVar[tuple[type, ...]] = (States,)
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:

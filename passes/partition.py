@@ -17,6 +17,7 @@ from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
@@ -32,6 +33,8 @@ class Partition(Options):
 
     name: ClassVar[str] = "partition"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Antichains, States)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:

@@ -28,6 +28,8 @@ class ReadPlan:
 
     name: ClassVar[str] = "plan"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
     ignores_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -47,6 +49,8 @@ class TakePlan:
 
     name: ClassVar[str] = "take-plan"
     ignores_mode: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:

@@ -7,7 +7,6 @@ the graphs before and after the pass, and `verify` compares the pipeline with th
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,20 +31,14 @@ class FuseBatchNorm:
         """Return the IR with the batch norms folded; the same IR in training mode."""
         if ir.mode == "train":
             return ir
-        # A copy: the IR before the pass must not change. Modules and weights stay those of the model.
-        gm = fx.GraphModule(ir.gm, copy.deepcopy(ir.gm.graph))
-        for node in list(gm.graph.nodes):
-            pair = find_pair(gm, node)
-            if pair is None:
-                continue
-            convolution, (conv, norm) = node.args[0], pair
-            name = f"{convolution.name}_fused"
-            gm.add_submodule(name, fuse_conv_bn_eval(conv, norm))
-            convolution.target = name
-            node.replace_all_uses_with(convolution)
-            gm.graph.erase_node(node)
-        gm.recompile()
-        return ir.rewrite(gm)
+        with ir.edited() as edit:
+            for node in list(edit.graph.nodes):
+                pair = find_pair(ir.gm, node)
+                if pair is not None:
+                    convolution = node.args[0]
+                    convolution.target = edit.add_module(f"{convolution.name}_fused", fuse_conv_bn_eval(*pair))
+                    node.replace_all_uses_with(convolution)
+        return edit.ir
 
 
 def find_pair(gm: fx.GraphModule, node: fx.Node) -> tuple[nn.Conv2d, nn.BatchNorm2d] | None:

@@ -65,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import explain, opt, plan, simulate, verify
+    from fxsplit.cli import explain, opt, passes, plan, simulate, verify
     from fxsplit.cli.words import Parser
 
     parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
@@ -78,7 +78,8 @@ def make_parser() -> Parser:
         return command
 
     add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
-    add("passes", _list_passes, "list the passes, their options and the default chain")
+    listed = "list the passes, their options and the default chain, or show one pass"
+    passes.add_arguments(add("passes", passes.main, listed))
     plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
     plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
@@ -100,23 +101,6 @@ def _run_demo(arguments: argparse.Namespace) -> int:
         from fxsplit.cli import demo
 
     return demo.main(Console())
-
-
-def _list_passes(arguments: argparse.Namespace) -> int:
-    """Print each pass with its options and their defaults, in the syntax of a chain."""
-    import dataclasses
-
-    from fxsplit.api.compile import DEFAULT
-    from fxsplit.cli.output import print_parts
-    from fxsplit.passes import PASSES
-    from fxsplit.system.shown import Table
-
-    rows = []
-    for name, kind in PASSES.items():
-        options = [f"{f.name}={str(f.default).lower()}" for f in dataclasses.fields(kind)]
-        rows.append((name, "\n".join(options), (kind.__doc__ or "").splitlines()[0]))
-    print_parts([Table(("pass", "options", "what it does"), rows), f"\ndefault chain: {DEFAULT}"])
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from fxsplit.system.files import write_whole
 from fxsplit.system.shown import Parts, Shown
 
 if TYPE_CHECKING:  # torch takes a second to load, and planning from a profile needs none of it
+    from contextlib import AbstractContextManager
+
     from torch import fx
+
+    from fxsplit.ir.edit import Edit
 
 
 Mode = Literal["train", "eval"]
@@ -219,6 +223,16 @@ class IR(Shown):
         fallen = {k: cause for k, cause in {**self.fallen, **anew}.items() if k not in learnt}
         kept = {k: f for k, f in self.facts.items() if k not in fallen and not _is_replaced(f, names)}
         return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
+
+    def edited(self) -> AbstractContextManager[Edit[IR]]:
+        """Return a block in which a copy of the graph may be changed: `with ir.edited() as edit:`, then `edit.ir`.
+
+        `edit.graph` is the copy, a graph of torch.fx, and `edit.add_module(path, module)` gives it a module of yours.
+        Nodes that nothing reads any more are dropped, and facts of the old graph are forgotten.
+        """
+        from fxsplit.ir.edit import edit_graph  # it needs torch
+
+        return edit_graph(self)
 
     def rewrite(self, gm: fx.GraphModule, *keep: type) -> IR:
         """Return an IR of another graph that keeps the given facts and the facts of the types in `keep`.

@@ -12,6 +12,7 @@ from typing import cast
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import Chain, pass_text
+from fxsplit.ir.contract import check_kept, check_needs
 from fxsplit.ir.graph import IR, Pass, Step, ignores_graph, is_own, name_pass
 from fxsplit.ir.text.graph import PlainGraph, is_plain
 from fxsplit.system.interrupts import raise_lost_interrupt
@@ -68,10 +69,13 @@ def run_chain(
         try:
             for observer in observers:
                 observer.before(name_pass(step), ir)
+            if verify:
+                check_needs(step, ir)
             result = _run_pass(step, ir, first, verify=verify)
             try:
                 if verify:
                     verify_ir(result)
+                    check_kept(step, given, result)
                 ir = check(step, ir, result)
             except Exception as error:
                 _tell(observers, error, lambda o, e: o.failed(name_pass(step), result, e))  # noqa: B023

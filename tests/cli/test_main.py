@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fxsplit.cli import main as cli
+from fxsplit.cli import passes
 
 
 def default_interrupts() -> None:
@@ -77,10 +78,10 @@ def test_ctrl_c_behind_a_command_that_is_over() -> None:
 def test_an_interrupt_of_the_command_called_from_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(arguments: object) -> int:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_list_passes", interrupt)
+    monkeypatch.setattr(passes, "list_passes", interrupt)
     assert cli.main(["passes"]) == 130
     assert capsys.readouterr().err == "fxsplit passes: interrupted\n"
 
