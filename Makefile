@@ -68,6 +68,9 @@ types: .venv/ready
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict --site-dir build/docs
 
+golden: .venv/ready
+	$(BIN)/python -m tests.proof.golden.run
+
 outputs: .venv/ready
 	$(BIN)/python -m tests.docs.run_page $(PAGE)
 

@@ -52,8 +52,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(arguments.run(arguments))
     # fxsplit's own errors say what to do next. Any other error is a bug, and its traceback helps.
     except FxsplitError as error:
-        # `verify` takes passes in their text form, so keep their Python names in its errors.
-        text = str(error) if arguments.command == "verify" else speak_command(str(error))
+        # `verify` and `opt` take passes in their text form, so keep the names of their options in errors.
+        text = str(error) if arguments.command in ("verify", "opt") else speak_command(str(error))
         print_error(f"fxsplit {arguments.command}: {text}")
         return NO_FIT if isinstance(error, NoFit) else BAD_INPUT
     # Only if Python code calls the command: in a shell, `fxsplit.__main__` handles Ctrl-C first.
