@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Tests start many hundred processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-newest quick room lint types docs outputs check bench dist clean
+.PHONY: help demo test test-long test-newest quick room lint types docs outputs golden check bench dist clean
 
 help:
 	@echo "make demo       train ResNet-18 as a pipeline on real images"
@@ -17,6 +17,7 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make docs       the pages as a site in build/docs"
 	@echo "make outputs    rewrite the outputs that a page shows: make outputs PAGE=docs/tour.md"
+	@echo "make golden     rewrite what the golden files of passes demand"
 	@echo "make check      all that CI runs"
 	@echo "make bench      the tables of bench/README.md"
 	@echo "make dist       wheel and sdist in dist/"

@@ -141,12 +141,17 @@ class Reproducer(Observer):
 
     path: Path
     written: bool = field(default=False, init=False)
+    _text: str = field(default="", init=False, repr=False)
+
+    def before(self, name: str, ir: IR) -> None:
+        """Take the text of the IR now, since a pass that fails may have edited its graph in place."""
+        self._text = render(ir)
 
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
         """Write the reproducer, and add a note to the error that tells of it."""
         first = "".join(f"; {line}\n" for line in _describe(rest, error))
         make_folder(self.path.parent)
-        write_whole(self.path, first + render(ir))
+        write_whole(self.path, first + (self._text or render(ir)))
         self.written = True
         error.add_note(f"reproducer: fxsplit opt {self.path}")
 

@@ -6,6 +6,7 @@
     fxsplit-ir 1
     ...
 
-`%s` is the file. `not` before a command says that it fails, and then its exit code is printed. The CHECK lines are those of the package filecheck, the
-Python version of LLVM's FileCheck. `make golden` writes them anew; read the difference before you commit it.
+`%s` is the file. `not` before a command says that it fails, and then its exit code is printed. The CHECK lines are
+those of the package filecheck, the Python version of LLVM's FileCheck. `make golden` writes them anew; read the
+difference before you commit it.
 """
