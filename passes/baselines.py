@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
@@ -83,6 +84,11 @@ def list_places(costs: Costs) -> list[int]:
 
 
 def cut_at(ir: IR, cuts: Sequence[int]) -> Plan:
-    """Return the plan of the stages between positions in the order of the graph."""
+    """Return the plan of the stages between positions in the order of the graph.
+
+    Raises PlanError if there are pins, which these splits do not look at.
+    """
+    if ir.get(Pins) is not None:
+        raise PlanError("even and greedy do not look at pins: leave the pins out, or take 'augment,order,partition'")
     names = [node.name for node in ir[Costs].nodes]
     return Plan.of(ir, [names[begin:end] for begin, end in pairwise(cuts)])

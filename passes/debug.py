@@ -12,7 +12,7 @@ from fxsplit.ir.graph import IR
 
 @dataclass(frozen=True)
 class Print:
-    """Print the IR, or the fact `what` if it is named: `profile,print{what=Costs},augment,...`."""
+    """Print the IR, or only the fact that `what` names: `profile,print{what=Costs},augment,...`."""
 
     what: str = ""
 

@@ -9,6 +9,7 @@ from fxsplit.errors import ChainError, PlanError
 from fxsplit.formats.plan_json import read_plan
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
@@ -61,15 +62,16 @@ class TakePlan:
 def price_again(ir: IR, plan: Plan, name: str) -> Plan:
     """Return `plan` with the figures that the facts of `ir` give it; `name` is its name, for messages.
 
-    The graphs of the two modes differ in nodes without weights, such as dropouts: a node that the plan does not know is
-    in the stage of the latest of its inputs. Raises PlanError for a plan of other nodes, or of more devices.
+    The graphs of the two modes differ in nodes without weights, such as dropouts. If the other mode has been compiled
+    before, its weights are pinned, and a node that the plan does not know is in the stage of the latest of its inputs.
+    Raises PlanError for a plan of other nodes, or of more devices.
     """
     costs, machine, workload = ir[Costs], ir[Machine], ir[Workload]
     known = plan.stage_of()
-    odd = next((n for n in costs.nodes if n.name not in known and n.parameter_bytes + n.buffer_bytes > 0), None)
-    if odd is not None or known.keys().isdisjoint(costs.by_name):
-        lacking = "none of its nodes" if odd is None else f"node {odd.name!r} is not in it"
-        raise PlanError(f"{name} is a plan of another graph: {lacking}")
+    odd = [n.name for n in costs.nodes if n.name not in known] + [n for n in known if n not in costs.by_name]
+    if odd and ir.get(Pins) is None:
+        where = "the plan" if odd[0] in known else "the graph"
+        raise PlanError(f"{name} is a plan of another graph: only {where} has node {odd[0]!r}")
     most = max(d for stage in plan.stages for d in stage.devices)
     if most >= len(machine):
         raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}")

@@ -11,10 +11,10 @@ from typing import Any
 
 from fxsplit.cli.output import print_error, print_json
 from fxsplit.cli.words import add_json, take_text
-from fxsplit.errors import ChainError, InputError, NoFit
+from fxsplit.errors import ChainError, InputError, NoFit, suggest
 from fxsplit.ir.chain import Chain, parse_chain
-from fxsplit.ir.graph import IR
-from fxsplit.ir.manager import Observer, run_chain, verify_ir
+from fxsplit.ir.graph import IR, name_pass
+from fxsplit.ir.manager import Observer, accept, run_chain, verify_ir
 from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, find_chain
 from fxsplit.ir.text.write import render
 
@@ -97,6 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
     NoFit if no plan fits.
     """
     begin = time.perf_counter()
+    from fxsplit.api.toolkit.run import choose_check
+
     text, ir = _read(arguments)
     load_s = time.perf_counter() - begin
     for change in arguments.set:
@@ -111,7 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if not arguments.no_verify:
             verify_ir(ir)
-        final = run_chain(ir, chain, observers, verify=not arguments.no_verify)
+        check = accept if arguments.no_verify else choose_check(ir)
+        final = run_chain(ir, chain, observers, check, verify=not arguments.no_verify)
     except NoFit:
         raise
     except Exception as error:
@@ -210,6 +213,10 @@ def _make_observers(arguments: argparse.Namespace, chain: Chain) -> list[Observe
     """Return the observers that the options ask for."""
     found: list[Observer] = []
     before, after = (_split(names) for names in (arguments.print_before, arguments.print_after))
+    names = ["all", "trace", "changed", "failed", *map(name_pass, chain)]
+    odd = next((name for name in (*before, *after) if name not in names), None)
+    if odd is not None:
+        raise InputError(f"nothing is printed for {odd!r}: there are {', '.join(names)}{suggest(odd, names)}")
     if before or after:
         found.append(Printer(before, after))
     if arguments.diff:
@@ -237,7 +244,7 @@ def _report(error: Exception, arguments: argparse.Namespace, chain: Chain, done:
 
 
 def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> None:
-    """Print the IR, or what is asked for instead of it, or write it to the file of -o."""
+    """Print the IR or one of its facts, or write the IR to the file of -o, as the options say."""
     if arguments.emit_json == "plan":
         from fxsplit.formats.plan_json import plan_to_dict
         from fxsplit.ir.facts.plan import Plan
@@ -253,7 +260,7 @@ def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: f
         sys.stdout.write(_find(ir, Costs).to_text())
     elif arguments.json:
         print_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
-    elif arguments.output is not None:
+    elif arguments.output not in (None, "-"):
         ir.save(arguments.output)
     elif not (arguments.diff or arguments.verify_roundtrip):
         sys.stdout.write(render(ir))

@@ -55,8 +55,9 @@ def list_passes() -> list[dict[str, Any]]:
             continue
         try:
             found.append(describe(name, load_installed(point), package))
-        except ChainError as error:
-            print_error(f"fxsplit passes: {error}")
+        except Exception as error:  # whatever the package does, the others are listed
+            what = str(error) if isinstance(error, ChainError) else f"{name!r} of {package} is no pass: {error!r}"
+            print_error(f"fxsplit passes: {what}")
     return found
 
 

@@ -14,7 +14,17 @@ from typing import Any
 from fxsplit.api.plan import build_machine, check_can_run, check_without_backwards, choose_passes, lay_out
 from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import add_json, add_machine, add_planned_file, add_schedule, read_bandwidth, take_text
+from fxsplit.cli.words import (
+    add_constraints,
+    add_json,
+    add_machine,
+    add_planned_file,
+    add_schedule,
+    parse_pins,
+    read_bandwidth,
+    split_together,
+    take_text,
+)
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
@@ -66,10 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the optimizer's bytes per parameter byte",
     )
-    parser.add_argument(
-        "--pin", action="append", default=[], metavar="NAME=DEVICE", help="put a submodule or node on a device"
-    )
-    parser.add_argument("--together", action="append", default=[], metavar="A,B", help="never cut between these")
+    add_constraints(parser)
     parser.add_argument(
         "--compress",
         choices=HOW,
@@ -122,8 +129,8 @@ class PlanArguments:
         costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
-        pins = _parse_pins(arguments.pin)
-        together: list[Sequence[str]] = [text.split(",") for text in arguments.together]
+        pins = parse_pins(arguments.pins)
+        together: list[Sequence[str]] = split_together(arguments.together)
         place = arguments.cut_at or ANYWHERE
         try:
             check_place(place)
@@ -184,9 +191,9 @@ class PlanArguments:
         """Return the machine with one device for each stage, and the schedule's workload."""
         machine = self.machine(count)
         laid_out, workload = lay_out(machine, self.schedule, self.arguments.n_microbatches)
-        if self.arguments.pin and len(laid_out) != len(machine):
+        if self.arguments.pins and len(laid_out) != len(machine):
             raise InputError(
-                f"--pin {self.arguments.pin[0][:SHOWN]}: under {self.schedule} a device has several stages, and a "
+                f"--pin {self.arguments.pins[0][:SHOWN]}: under {self.schedule} a device has several stages, and a "
                 "device does not say which: in Python, fxsplit.plan(pins={'layer1': 3}) takes the number of a stage"
             )
         return laid_out, workload
@@ -345,22 +352,3 @@ def _price_baselines(question: PlanArguments, count: int | None, plan: Plan) -> 
         note = "" if fits else "does not fit in memory"
         rows.append((name, f"{other.bottleneck_ms:.4f}", f"{ratio:.2f}", note))
     return Table(("split", ">bottleneck ms", ">x plan", "note"), rows)
-
-
-def _parse_pins(texts: Sequence[str]) -> dict[str, int]:
-    """Return the device of each name in --pin. Raises InputError for another form, or a name on two devices."""
-    pins: dict[str, int] = {}
-    for text in texts:
-        name, device = _parse_pin(text)
-        if pins.setdefault(name, device) != device:
-            raise InputError(f"--pin {text[:SHOWN]}: {name[:SHOWN]} is pinned to device {pins[name]} already")
-    return pins
-
-
-def _parse_pin(text: str) -> tuple[str, int]:
-    """Parse `name=device`. Raises InputError for any other text."""
-    # Split at the last equals sign, since a node's name may contain one.
-    name, _, stage = text.rpartition("=")
-    if not name or not stage.isdecimal() or len(stage) > SHOWN:
-        raise InputError(f"--pin {text[:SHOWN]}: give a submodule or node and the number of a device, such as layer1=0")
-    return name, int(stage)

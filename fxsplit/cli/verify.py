@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxsplit.cli.factory import FactoryResult, call_factory, describe_error, import_object
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import add_json, add_schedule, take_text
+from fxsplit.cli.words import (
+    add_constraints,
+    add_json,
+    add_schedule,
+    parse_pins,
+    split_together,
+    take_text,
+)
 from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
@@ -38,6 +45,8 @@ AS_TYPED = (
     "compress",
     "gradient_hook",
     "dump",
+    "plan",
+    "reproducer",
 )
 """Options of compile() that it is given as they were typed."""
 
@@ -105,6 +114,11 @@ def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", type=take_text, metavar="FILE", help="a saved profile (default: costs are measured)")
     parser.add_argument("--passes", type=take_text, default=CHAIN, metavar="CHAIN", help="the chain of passes")
     parser.add_argument("--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass")
+    add_constraints(parser)
+    parser.add_argument("--plan", type=take_text, metavar="PLAN", help="the stages of a saved plan (default: search)")
+    parser.add_argument(
+        "--reproducer", type=take_text, metavar="FOLDER", help="where a failing pass leaves one (default: nowhere)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -161,6 +175,8 @@ def _verify(arguments: argparse.Namespace, devices: Any, made: FactoryResult, *,
                 chunks=_read_chunks(arguments.chunks),
                 dtype=None if arguments.dtype is None else _read_dtype(arguments.dtype),
                 bucket_bytes=_read_size(arguments.bucket_bytes),
+                pins=parse_pins(arguments.pins),
+                together=split_together(arguments.together),
                 **{name: getattr(arguments, name) for name in AS_TYPED},
             ) as pipe:
                 # With data-parallel pipelines some have fewer rows, and ranks compile for one shape.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any, NoReturn
 
@@ -95,6 +95,45 @@ def add_schedule(parser: argparse._ActionsContainer, names: Iterable[str], defau
     """Add --schedule, one of `names`; `default` says which one is taken without it (default: 1F1B)."""
     text = f"one of {', '.join(names)} (default: {default or '%(default)s'})"
     parser.add_argument("--schedule", type=take_text, metavar="NAME", default=None if default else "1F1B", help=text)
+
+
+def add_constraints(parser: argparse.ArgumentParser) -> None:
+    """Add --pin and --together."""
+    parser.add_argument(
+        "--pin",
+        dest="pins",
+        action="append",
+        default=[],
+        metavar="NAME=DEVICE",
+        help="put a submodule or node on a device (default: none)",
+    )
+    parser.add_argument(
+        "--together", action="append", default=[], metavar="A,B", help="never cut between these (default: none)"
+    )
+
+
+def split_together(texts: Sequence[str]) -> list[Sequence[str]]:
+    """Return the names in each --together."""
+    return [text.split(",") for text in texts]
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, int]:
+    """Return the device of each name in --pin. Raises InputError for another form, or a name on two devices."""
+    pins: dict[str, int] = {}
+    for text in texts:
+        name, device = _parse_pin(text)
+        if pins.setdefault(name, device) != device:
+            raise InputError(f"--pin {text[:SHOWN]}: {name[:SHOWN]} is pinned to device {pins[name]} already")
+    return pins
+
+
+def _parse_pin(text: str) -> tuple[str, int]:
+    """Parse `name=device`. Raises InputError for any other text."""
+    # Split at the last equals sign, since a node's name may contain one.
+    name, _, stage = text.rpartition("=")
+    if not name or not stage.isdecimal() or len(stage) > SHOWN:
+        raise InputError(f"--pin {text[:SHOWN]}: give a submodule or node and the number of a device, such as layer1=0")
+    return name, int(stage)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

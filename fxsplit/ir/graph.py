@@ -64,7 +64,7 @@ class GivenFact(Fact):
 class Unread(Fact):
     """A fact in a text that stands there as a comment: the `lines` are kept, and their values are not known.
 
-    - `kind` is the name of its class, and `sources` those of the facts that it follows from
+    - `kind` is the name of its class, and `sources` are the names of the facts that it follows from
     - `stays` is true for a fact about the run, which survives a rewrite of the graph
     - `step` is the pass that makes the fact again if it is asked for; None if the text does not suffice for that
     """
@@ -174,8 +174,9 @@ class IR(Shown):
         known = ", ".join(k.__name__ for k in self.facts) or "nothing"
         if self._find_unread(kind) is not None:
             raise MissingFact(
-                f"{kind.__name__} is only a comment in the text that this IR was read from, and nothing there makes it "
-                f"again: run {kind.made_by!r}, with the model if the pass runs it"
+                f"{kind.__name__} is only a comment in the text that this IR was read from: give the model and its "
+                "inputs (fxsplit.load_ir(path, model, example_inputs), or fxsplit opt --model), and then run "
+                f"{kind.made_by!r} if that is a pass"
             )
         if kind in self.fallen:
             # In the order in which they were learnt, so that the passes in between come first.

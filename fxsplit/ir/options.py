@@ -50,7 +50,7 @@ def write_option(value: Any, hint: Any = None) -> str:
         return f"[{','.join(write_option(item, inner) for item in value)}]"
     text = str(value)
     bare = _BARE.fullmatch(text) and text == text.strip() and "\n" not in text
-    # A plain text takes all; only where another type is possible too do quotes tell them apart.
+    # An option of type str takes every text. If another type is possible too, quotes mark a text.
     if bare and (hint is str or not _OTHERS.fullmatch(text)):
         return text
     return json.dumps(text)

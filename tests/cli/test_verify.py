@@ -109,8 +109,9 @@ def test_every_option_of_compile_is_one_of_the_command() -> None:
     commands = next(action.choices for action in make_parser()._actions if action.dest == "command")
     assert isinstance(commands, dict)
     known = {action.dest for action in commands["verify"]._actions}
-    # The factory makes these two.
-    assert set(inspect.signature(fxsplit.compile).parameters) - {"model", "example_inputs"} <= known
+    # The factory makes the first two. Observers are objects, and without checks there would be nothing to verify.
+    others = {"model", "example_inputs", "observers", "check_rewrites"}
+    assert set(inspect.signature(fxsplit.compile).parameters) - others <= known
 
 
 def test_options_count_as_in_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -50,10 +50,7 @@ def test_a_saved_plan_is_taken_up_and_priced_anew(tmp_path: Path) -> None:
     other = fxsplit.run(make_ir(fxsplit.Costs.parse(data, "x")), f"plan{{file={tmp_path / 'plan.json'}}}")[Plan]
     assert [s.nodes for s in other.stages] == [s.nodes for s in found.stages] and other.standing == "not proven"
     data["nodes"][0]["name"], data["nodes"][1]["inputs"], data["nodes"][2]["inputs"] = "z", ["z"], ["z"]
-    without = fxsplit.run(make_ir(fxsplit.Costs.parse(data, "x")), f"plan{{file={tmp_path / 'plan.json'}}}")[Plan]
-    assert without.stage_of()["z"] == 0  # a node without weights may differ, as between the modes of a model
-    data["nodes"][0]["parameter_bytes"] = 8
-    with pytest.raises(PlanError, match=r"plan\.json is a plan of another graph: node 'z' is not in it"):
+    with pytest.raises(PlanError, match=r"plan\.json is a plan of another graph: only the graph has node 'z'"):
         fxsplit.run(make_ir(fxsplit.Costs.parse(data, "x")), f"plan{{file={tmp_path / 'plan.json'}}}")
     with pytest.raises(PlanError, match=r"plan\.json is a plan for 2 devices or more, and there are 1"):
         fxsplit.run(make_ir(make_costs(), 1), f"plan{{file={tmp_path / 'plan.json'}}}")

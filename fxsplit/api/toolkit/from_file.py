@@ -30,11 +30,20 @@ def read_planned(text: str, name: str, *, torch: bool = False) -> IR:
     first = next((line for line in text.split("\n") if line.strip() and not line.startswith(";")), "")
     if first.startswith("fxsplit-ir"):
         return parse_ir(text, name, torch=torch)
-    profile = parse_profile(text, name)
+    profile = _name_operators(parse_profile(text, name))
     ir = IR(
         cast(Any, make_graph(profile.costs)), model=profile.format, mode="eval" if profile.costs.inference else "train"
     )
     return ir.learn(*lay_out(choose_machine(profile)), profile.costs)
+
+
+def _name_operators(profile: ProfileFile) -> ProfileFile:
+    """Return a profile in which every node is an operator of torch.fx; other tools describe their nodes in words."""
+    nodes = tuple(
+        node if node.op.partition(":")[0] in KINDS.values() else replace(node, op=f"call_function:{node.op or 'node'}")
+        for node in profile.costs.nodes
+    )
+    return replace(profile, costs=replace(profile.costs, nodes=nodes))
 
 
 def choose_machine(profile: ProfileFile) -> Machine:
@@ -50,19 +59,17 @@ def make_graph(costs: Costs) -> PlainGraph:
         made[given.name] = PlainNode(given.name, "placeholder", given.name, (), {}, made=given.made)
     for node in costs.nodes:
         kind, _, target = node.op.partition(":")
-        function = kind in ("", "call_function") or kind not in KINDS.values()
         # The profile tells only the last part of a function's name.
-        named = FunctionName(f"{UNKNOWN}.{target if kind == 'call_function' else node.op or 'node'}")
-        op = "call_function" if function else kind
+        called = FunctionName(f"{UNKNOWN}.{target}") if kind == "call_function" else target
         inputs = tuple(made[name] for name in node.inputs)
-        made[node.name] = PlainNode(node.name, op, named if function else target, inputs, {}, made=node.made)
+        made[node.name] = PlainNode(node.name, kind, called, inputs, {}, made=node.made)
     graph.nodes = [*made.values()]
     graph.nodes.append(PlainNode("output", "output", "output", (tuple(made[name] for name in costs.outputs),), {}))
     return graph
 
 
 def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatches: int | None = None) -> IR:
-    """Return `ir` for another machine, schedule or number of microbatches; what followed from the others is forgotten.
+    """Return `ir` for another machine, schedule or number of microbatches, without the facts that follow from these.
 
     By default the schedule and the number of microbatches stay as they are. Raises ScheduleError for numbers that the
     schedule is not made for.
@@ -70,7 +77,7 @@ def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatch
     workload = ir.get(Workload)
     known = None if workload is None else workload.n_microbatches
     name = schedule or ("1F1B" if workload is None else workload.schedule)
-    count = n_microbatches or known
+    count = known if n_microbatches is None else n_microbatches
     laid_out, made = lay_out(machine, name, count)
     if workload is not None:
         made = replace(made, recompute=workload.recompute, may_idle=workload.may_idle)

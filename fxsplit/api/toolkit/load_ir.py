@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxsplit.errors import InputError
 from fxsplit.ir.graph import IR
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # planning from a file needs no torch
     from torch import nn
 
 
-def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None) -> IR:
+def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Any = None) -> IR:
     """Return the IR in a file that `ir.save(path)`, a dump or a person has written.
 
     The graph calls the submodules of `model`, which must have the names and settings that the text says. Without a
@@ -26,8 +26,18 @@ def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None) -> IR:
     nothing in it is imported or evaluated; but a graph with a model runs the functions and methods of torch that the
     file names, so give a model only to files that you trust.
 
+    With `example_inputs` too, a whole batch as `compile` takes it, the model is called once, and passes that run the
+    graph can follow, such as `profile` and `emit`.
+
     Raises IRSyntaxError, with file, line and column, for a text that is no IR, and InputError for an unreadable file.
     """
+    if example_inputs is not None:
+        if model is None:
+            raise InputError("example_inputs= is for the model: give that too")
+        from fxsplit.api.toolkit.capture import attach
+        from fxsplit.ir.facts.capture.call import parse_example_inputs
+
+        return attach(read_text(path), os.fspath(path), model, *parse_example_inputs(example_inputs))
     return parse_ir(read_text(path), os.fspath(path), model, torch=True)
 
 

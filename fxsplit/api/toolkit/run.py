@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fxsplit.ir.chain import Chain, to_chain
-from fxsplit.ir.graph import IR, Pass
-from fxsplit.ir.manager import Observer, run_chain
+from fxsplit.ir.graph import IR, Pass, Unread
+from fxsplit.ir.manager import Check, Observer, accept, run_chain
 from fxsplit.passes import PASSES
 
 
@@ -17,15 +17,30 @@ def run(
     until: str | None = None,
     observers: Sequence[Observer] = (),
     verify: bool = True,
+    check_rewrites: bool = True,
 ) -> IR:
     """Return the IR after all passes, or after the pass called `until`.
 
     passes: a chain, a list of passes, or text such as "augment,order,partition".
     observers: they are told of each pass, as `fxsplit.Observer` says.
     verify: check the graph and every fact after each pass.
+    check_rewrites: run each graph that a pass of yours makes, and compare it with the graph before. This needs the
+        Example of a captured model; a graph from a file has none.
 
     `before(name)` and `after(name)` of the result return the IRs on the way. Raises the errors of the passes, and
     ChainError for passes that cannot be read. BrokenFact names a pass after which a fact does not hold.
     """
     chain = to_chain(passes, PASSES)
-    return run_chain(ir, chain if until is None else chain.until(until), observers, verify=verify)
+    check = choose_check(ir) if verify and check_rewrites else accept
+    return run_chain(ir, chain if until is None else chain.until(until), observers, check, verify=verify)
+
+
+def choose_check(ir: IR) -> Check:
+    """Return the check of passes that rewrite the graph of `ir`; none for a graph that does not run here."""
+    # A fact from a file is known by its class only if it is stored, and Example is not.
+    known = {kind.__name__: fact for kind, fact in ir.facts.items() if not isinstance(fact, Unread)}
+    if "Example" not in known or "Stages" in known:
+        return accept
+    from fxsplit.frontend.check.rewrites import Rewrites  # it needs torch, and planning from a file does not
+
+    return Rewrites(ir).check

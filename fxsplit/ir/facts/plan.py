@@ -5,6 +5,7 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf, isclose, isfinite
@@ -26,7 +27,7 @@ from fxsplit.ir.facts.price import (
 )
 from fxsplit.ir.facts.split import Split, find_split
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.ir.text.records import Record, Row, list_values, order_columns
+from fxsplit.ir.text.records import Record, Row, list_values, order_columns, write_record
 from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.shown import Parts, Shown, Table
 
@@ -96,6 +97,9 @@ class Plan(Shown, Fact):
         """
         costs, machine, model = ir[Costs], ir[Machine], model or CostModel()
         parts = find_split(costs, split, len(machine))
+        odd = next((stage for stage in recompute if stage not in range(len(parts))), None)
+        if odd is not None:
+            raise PlanError(f"recompute has {odd!r}, and the split has stages 0 to {len(parts) - 1}")
         chosen = [(names, (i,), i in recompute) for i, names in enumerate(parts)]
         priced = tuple(price_split(costs, machine, ir[Workload], chosen, model))
         plan = cls.assemble(priced, costs, machine, ir[Workload], model, lower_bound_ms=0.0, n_states=0)
@@ -277,6 +281,7 @@ class Plan(Shown, Fact):
         values: Row = {**model, "lower_bound_ms": self.lower_bound_ms, "n_states": self.n_states, "proof": self.proof}
         if all(ir.get(kind) is not None for kind in (Costs, Machine, Workload)):
             stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
+            values |= {"bound_for": _take_digest(ir)}
         else:
             values |= list_values(self, leave_out=("stages", *values))
             stages = order_columns(StagePlan, self.stages)
@@ -318,7 +323,15 @@ class Plan(Shown, Fact):
             stages = tuple(record.make_row(StagePlan, row, "stages") for row in rows)
             return record.make_row(cls, values | {"stages": stages, "model": model}, "").prove(proof)
         bounds = {"lower_bound_ms": values.pop("lower_bound_ms", 0.0), "n_states": values.pop("n_states", 0)}
+        if values.pop("bound_for", None) != _take_digest(ir):
+            # Costs, machine or workload were edited: the bound says nothing of the new ones.
+            bounds, proof = {"lower_bound_ms": 0.0, "n_states": 0}, None
         split = [record.make_row(_Split, row, "stages") for row in rows]
+        lacking = sorted(set(costs.by_name) ^ {name for s in split for name in s.nodes})
+        if lacking:
+            record.fail(
+                f"node {lacking[0]!r} is only in the stages, or only in the costs: a stage has each node", "stages"
+            )
         try:
             priced = price_split(costs, machine, workload, [(s.nodes, s.devices, s.recompute) for s in split], model)
             plan = cls.assemble(tuple(priced), costs, machine, workload, model, **bounds)
@@ -372,6 +385,13 @@ class Plan(Shown, Fact):
             names = "+".join(self.device_names[d] for d in s.devices)
             rows.append([str(i), names, *(f"{ms:.3f}" for ms in times), *sizes])
         return [*heads, ">in", ">out", ">memory"], rows
+
+
+def _take_digest(ir: IR) -> str:
+    """Return a number that changes with the costs, the machine and the workload that a lower bound holds for."""
+    facts: tuple[Costs | Machine | Workload, ...] = (ir[Costs], ir[Machine], ir[Workload])
+    texts = [write_record(fact.to_record(ir)) for fact in facts]
+    return f"crc32:{zlib.crc32(''.join(texts).encode()):08x}"
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,13 @@ def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
 
 def _find_stages(costs: Costs, split: Split) -> dict[str, int]:
     """Return the stage of each node that the split names; raises PlanError."""
+    several = (list, tuple, set, frozenset)
+    lists = isinstance(split, several) and all(isinstance(names, several) for names in split)
+    if not (lists or isinstance(split, (CutBefore, Mapping))):
+        raise PlanError(
+            f"a split of {show(split)}: give the stage of each submodule or node, a list of names for each stage, or "
+            "fxsplit.cut_before('layer3')"
+        )
     if isinstance(split, CutBefore):
         said = [(name, i + 1) for i, name in enumerate(split.names)]
     elif isinstance(split, Mapping):

@@ -58,7 +58,7 @@ class FunctionName:
 class PlainNode:
     """A node of a PlainGraph. Names are those of torch.fx.Node; `module` is the path of the innermost submodule.
 
-    `made` is the dtype and shape of the result, as text, and `comment` what is known of its module.
+    `made` is the dtype and shape of the result, as text. `comment` is the class and the settings of its module.
     """
 
     name: str

@@ -12,6 +12,7 @@ fact Machine {
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
@@ -73,7 +74,8 @@ class Record:
         for key, value in row.items():
             fits, words = _KINDS.get(str(expected[key].type), (None, ""))
             if fits is not None and not fits(value):
-                self.fail(f"{key} is {show(value)}: give {words}", name or key)
+                of = f" of {row['name']!r}" if name and key != "name" and isinstance(row.get("name"), str) else ""
+                self.fail(f"{key}{of} is {show(value)}: give {words}", name or key)
         try:
             return cls(**row)
         except (FxsplitError, TypeError, ValueError, AttributeError) as error:
@@ -232,9 +234,12 @@ def read_record(tokens: Tokens) -> Record:
     return record
 
 
+_LINE_ENDS = re.compile(r"[ \t\r]*(?:;[^\n]*)?(?:\n|$)")
+
+
 def _read_field(tokens: Tokens) -> Any:
     """Return the value of a field, or the rows of a table."""
-    if tokens.next.text == "{" and tokens.text[tokens.next.end : tokens.next.end + 1] in ("\n", ""):
+    if tokens.next.text == "{" and _LINE_ENDS.match(tokens.text, tokens.next.end):
         tokens.take()
         tokens.end_line("'{'")
         return _read_table(tokens)

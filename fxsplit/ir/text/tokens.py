@@ -79,7 +79,7 @@ class Tokens:
         return token
 
     def take_word(self, what: str) -> str:
-        """Return the next word, or the content of the next string; raises IRSyntaxError, with `what`, for others."""
+        """Return the next word, or the content of the next string; raises IRSyntaxError for another token."""
         token = self._next
         if token.kind not in ("word", "string"):
             self.fail(f"{what} must be a word or a string, and not {describe(token)}")

@@ -18,7 +18,7 @@
     ; fact Antichains of Costs, Machine
     ; 2 states of 1 block: every ideal
 
-A fact that follows from others or from the model is a comment, whose first line says what it follows from.
+A fact that follows from other facts, or from the model, is a comment. Its first line names these facts.
 """
 
 from __future__ import annotations
