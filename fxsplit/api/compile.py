@@ -124,8 +124,8 @@ def compile(
     together: sets of submodules or nodes that no cut may separate.
     observers: they are told of each pass (see fxsplit.Observer).
     check_rewrites: run each graph that a pass of yours makes, and compare it with the graph before.
-    reproducer: a folder for `fxsplit-repro.ir`, which `fxsplit opt` runs to the same error if a pass fails (also
-        FXSPLIT_REPRODUCER).
+    reproducer: a file that ends with .ir, or a folder for `fxsplit-repro.ir`: if a pass fails, `fxsplit opt` runs the
+        file to the same error (also FXSPLIT_REPRODUCER).
 
     Raises a child of FxsplitError that names the value at fault and the next step.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.cli.output import print_error, print_json
-from fxsplit.cli.words import add_json, take_text
+from fxsplit.cli.words import add_json, add_reproducer, take_text
 from fxsplit.errors import ChainError, InputError, NoFit, suggest
 from fxsplit.ir.chain import Chain, parse_chain
 from fxsplit.ir.graph import IR, name_pass
@@ -81,13 +81,7 @@ def _add_observers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--diff", action="store_true", help="print what each pass changes in the text")
     parser.add_argument("--timing", action="store_true", help="print the time of each pass, on standard error")
-    parser.add_argument(
-        "--reproducer",
-        type=take_text,
-        metavar="FILE",
-        default=REPRODUCER,
-        help="what is written when a pass fails (default: %(default)s)",
-    )
+    add_reproducer(parser, REPRODUCER)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -120,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if not reproducer.written:
             raise
-        return _report(error, arguments, chain, len(timer.rows))
+        return _report(error, reproducer.path, chain, len(timer.rows))
     if arguments.timing:
         print_error(str(timer))
     _print_result(arguments, final, timer, load_s)
@@ -233,13 +227,13 @@ def _split(names: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in (names or "").split(","))))
 
 
-def _report(error: Exception, arguments: argparse.Namespace, chain: Chain, done: int) -> int:
+def _report(error: Exception, path: Path, chain: Chain, done: int) -> int:
     """Print which pass has failed, the error, and where the reproducer is; return the exit code."""
     from fxsplit.ir.chain import pass_text
 
     place = f"pass {done + 1} of {len(chain)}, {pass_text(chain.passes[done])!r}"
     print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
-    print_error(f"reproducer: {arguments.reproducer}, run: fxsplit opt {arguments.reproducer}")
+    print_error(f"reproducer: {path}, run: fxsplit opt {path}")
     return FAILED
 
 

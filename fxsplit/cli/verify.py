@@ -14,6 +14,7 @@ from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import (
     add_constraints,
     add_json,
+    add_reproducer,
     add_schedule,
     parse_pins,
     split_together,
@@ -116,9 +117,7 @@ def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump", type=take_text, metavar="FOLDER", help="write the IR after each pass")
     add_constraints(parser)
     parser.add_argument("--plan", type=take_text, metavar="PLAN", help="the stages of a saved plan (default: search)")
-    parser.add_argument(
-        "--reproducer", type=take_text, metavar="FOLDER", help="where a failing pass leaves one (default: nowhere)"
-    )
+    add_reproducer(parser, "")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -112,6 +112,17 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_reproducer(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --reproducer; without it nothing is written if `default` is empty."""
+    parser.add_argument(
+        "--reproducer",
+        type=take_text,
+        metavar="PATH",
+        default=default or None,
+        help=f"the .ir file, or its folder, that a failing pass leaves (default: {default or 'nothing is written'})",
+    )
+
+
 def split_together(texts: Sequence[str]) -> list[Sequence[str]]:
     """Return the names in each --together."""
     return [text.split(",") for text in texts]

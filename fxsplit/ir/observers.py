@@ -22,6 +22,9 @@ from fxsplit.system.files import make_folder, write_whole
 from fxsplit.system.shown import Table
 from fxsplit.system.shown import render as render_parts
 
+REPRODUCER = "fxsplit-repro.ir"
+"""The name of the file that is written when a pass fails."""
+
 
 @dataclass
 class Printer(Observer):
@@ -126,8 +129,6 @@ def _join(names: object) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) and names else "-"
 
 
-REPRODUCER = "fxsplit-repro.ir"
-"""The name of the file that is written when a pass fails."""
 CHAIN = "; chain: "
 """Begins the line of a reproducer with the passes that are still to run."""
 
@@ -139,9 +140,12 @@ class Reproducer(Observer):
     `fxsplit opt` runs the file to the same error. It has no tensors, so it can be sent to others.
     """
 
-    path: Path
+    path: Path  # a file that ends with .ir, or a folder for fxsplit-repro.ir
     written: bool = field(default=False, init=False)
     _text: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.path = self.path if self.path.suffix == ".ir" else self.path / REPRODUCER
 
     def before(self, name: str, ir: IR) -> None:
         """Take the text of the IR now, since a pass that fails may have edited its graph in place."""

@@ -46,7 +46,7 @@ from fxsplit.ir.facts.capture.numbers import name_candidates
 from fxsplit.ir.facts.capture.scope import Scope, Shapes
 from fxsplit.ir.graph import IR, Mode
 from fxsplit.ir.manager import Observer
-from fxsplit.ir.observers import REPRODUCER, Reproducer
+from fxsplit.ir.observers import Reproducer
 from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
@@ -471,7 +471,7 @@ class Compiler:
         folder = self._folder.choose(type(self.model).__name__, get_mode(self.model), shapes)
         made = [*make_observers(folder, self.options.passes), *self.options.observers]
         if self.options.reproducer is not None:
-            made.append(Reproducer(Path(self.options.reproducer) / REPRODUCER))
+            made.append(Reproducer(Path(self.options.reproducer)))
         return made
 
     def _is_outdated(self, compiled: Compiled, call: Call) -> bool:
