@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: passes that only pl
     from fxsplit.passes.order import Order
     from fxsplit.passes.partition import Partition
     from fxsplit.passes.profile.profile import Profile
-    from fxsplit.passes.read_plan import ReadPlan, TakePlan
+    from fxsplit.passes.read_plan import ReadPlan, SplitBy, TakePlan
 
     DEFAULT: tuple[Profile | Augment | Order | Partition | Emit | BatchNorm, ...]
 
@@ -46,6 +46,7 @@ _HOME = {
     "pin": ("constraints", "Pin"),
     "together": ("constraints", "Together"),
     "plan": ("read_plan", "ReadPlan"),
+    "split": ("read_plan", "SplitBy"),
     "even": ("baselines", "Even"),
     "greedy": ("baselines", "Greedy"),
     "print": ("debug", "Print"),
@@ -110,6 +111,7 @@ __all__ = [
     "Print",
     "Profile",
     "ReadPlan",
+    "SplitBy",
     "Stop",
     "TakePlan",
     "Together",

@@ -13,7 +13,7 @@ from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
-from fxsplit.ir.facts.split import Split, spread_split
+from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
 
 
@@ -43,20 +43,41 @@ class ReadPlan:
 
 
 @dataclass(frozen=True)
-class TakePlan:
-    """Take the stages of a plan, or a split by hand (see `Plan.of`): what `compile(plan=)` puts into the chain."""
+class SplitBy:
+    """Take the stages that a person states: `profile,split{parts=[[layer1,layer2],[head]]},emit`.
 
-    plan: Plan | Split = ()
+    Each part has the submodules and nodes of a stage; a node that nobody names is in the stage of the latest of its
+    inputs.
+    """
+
+    parts: tuple[tuple[str, ...], ...] = ()
+
+    name: ClassVar[str] = "split"
+    ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
+    needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
+    learns: ClassVar[tuple[type, ...]] = (Plan,)
+
+    def __call__(self, ir: IR) -> IR:
+        """Learn Plan from Costs. Raises PlanError for names that the graph lacks, and for a split that cannot run."""
+        return ir.learn(Plan.of(ir, self.parts))
+
+
+@dataclass(frozen=True)
+class TakePlan:
+    """Take the stages of a Plan: what `compile(plan=)` puts into the chain. It has no text, as a plan has none."""
+
+    plan: Plan
 
     name: ClassVar[str] = "take-plan"
     ignores_mode: ClassVar[bool] = True
+    ignores_graph: ClassVar[bool] = True
     needs: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload)
     learns: ClassVar[tuple[type, ...]] = (Plan,)
-    ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Plan from Costs. Raises PlanError for a plan of another graph, and for a split that cannot run."""
-        return ir.learn(price_again(ir, self.plan, "plan=") if isinstance(self.plan, Plan) else Plan.of(ir, self.plan))
+        """Learn Plan from Costs. Raises PlanError for a plan of another graph."""
+        return ir.learn(price_again(ir, self.plan, "plan="))
 
 
 def price_again(ir: IR, plan: Plan, name: str) -> Plan:

@@ -15,8 +15,9 @@ from fxsplit.errors import ChainError, InputError, NoFit, suggest
 from fxsplit.ir.chain import Chain, parse_chain
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer, accept, run_chain, verify_ir
-from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, find_chain
+from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, describe_run, find_chain
 from fxsplit.ir.text.write import render
+from fxsplit.system.figures import show
 
 FAILED = 1
 
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="begin", type=take_text, metavar="PASS", help="leave out the passes before PASS (default: none)"
     )
     parser.add_argument("--until", type=take_text, metavar="PASS", help="stop after PASS (default: the last)")
+    parser.add_argument("--trust", action="store_true", help="import the passes that a reproducer names")
     _add_observers(parser)
     parser.add_argument("--verify-roundtrip", action="store_true", help="check that the text reads back as it is")
     parser.add_argument("--no-verify", action="store_true", help="do not verify the facts after each pass")
@@ -198,6 +200,10 @@ def _choose_passes(arguments: argparse.Namespace, text: str) -> Chain:
     from fxsplit.passes import PASSES
 
     said = arguments.passes or find_chain(text)
+    if arguments.passes is None and said is not None and ":" in said and not arguments.trust:
+        raise InputError(
+            f"{arguments.file} runs passes that it would import: {show(said, 200)}; give --trust if you know the file"
+        )
     chain = Chain(()) if said is None else parse_chain(said, PASSES)
     chain = chain if arguments.begin is None else chain.from_(arguments.begin)
     return chain if arguments.until is None else chain.until(arguments.until)
@@ -233,7 +239,7 @@ def _report(error: Exception, path: Path, chain: Chain, done: int) -> int:
 
     place = f"pass {done + 1} of {len(chain)}, {pass_text(chain.passes[done])!r}"
     print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
-    print_error(f"reproducer: {path}, run: fxsplit opt {path}")
+    print_error(f"reproducer: {path}, run: {describe_run(path, chain[done:])}")
     return FAILED
 
 

@@ -115,6 +115,11 @@ def pass_text(step: Pass, *, importable: bool = False) -> str:
     return name + (f"{{{','.join(options)}}}" if options else "")
 
 
+def can_be_named(step: Pass) -> bool:
+    """Return whether the text of a pass can be read in another process: the pass is fxsplit's, or can be imported."""
+    return (is_own(step) and name_pass(step) != "take-plan") or (not is_own(step) and _find_import(step) is not None)
+
+
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     """Return whether an option has its default, in value and type."""
     default = field.default
@@ -132,10 +137,11 @@ def _find_import(step: Any) -> str | None:
     return f"{module}:{name}" if importable else None
 
 
-def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
+def parse_chain(text: str, known: Mapping[str, Callable[..., Any]], *, imports: bool = True) -> Chain:
     """Return the chain that `text` describes; `known` maps the names of fxsplit's own passes to them.
 
-    A name is one of `known`, an installed entry point of the group `fxsplit.passes`, or `package.module:attribute`.
+    A name is one of `known`, and with `imports` also an installed entry point of the group `fxsplit.passes`, or
+    `package.module:attribute`.
     Raises ChainError that names the pass, the option or the piece of text that could not be read.
     """
     passes = []
@@ -154,6 +160,8 @@ def parse_chain(text: str, known: Mapping[str, Callable[..., Any]]) -> Chain:
             raise ChainError(
                 f"cannot read the chain {text!r} from {text[begin:]!r}: write name{{option=value}},name,..."
             )
+        if not imports and name[1] not in known:
+            raise ChainError(f"{name[1]!r} is no pass of fxsplit, and nothing is imported here")
         passes.append(_create_pass(name[1], options, known))
         at = end.end()
     if not passes:
@@ -221,8 +229,11 @@ def find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
             found: Any = importlib.import_module(module)
             for part in attribute.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise ChainError(f"cannot import the pass {name!r}: {error}") from error
+        except Exception as error:  # the module is the user's code
+            what = (
+                str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+            )
+            raise ChainError(f"cannot import the pass {name!r}: {what}") from error
         return found
     # Entry points come last: reading the installed packages takes time, and the user's own files have priority.
     outside = list_installed()

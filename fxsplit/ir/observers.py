@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from fxsplit.ir.chain import Chain, pass_text
-from fxsplit.ir.graph import IR
+from fxsplit.ir.chain import Chain, can_be_named, pass_text
+from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.text.write import render
 from fxsplit.system.files import make_folder, write_whole
@@ -157,7 +157,16 @@ class Reproducer(Observer):
         make_folder(self.path.parent)
         write_whole(self.path, first + (self._text or render(ir)))
         self.written = True
-        error.add_note(f"reproducer: fxsplit opt {self.path}")
+        error.add_note(f"reproducer: {describe_run(self.path, rest)}")
+
+
+def describe_run(path: Path, rest: Chain) -> str:
+    """Return the command that runs a reproducer, or why it does not run elsewhere."""
+    odd = next((name_pass(step) for step in rest if not can_be_named(step)), None)
+    if odd is not None:
+        return f"{path}; pass {odd!r} cannot be imported elsewhere: put it into a module, and give -p"
+    # Passes that are none of fxsplit's have the names of their modules.
+    return f"fxsplit opt {path}{' --trust' * (':' in str(rest))}"
 
 
 def _describe(rest: Chain, error: Exception) -> list[str]:

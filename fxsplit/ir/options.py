@@ -21,8 +21,11 @@ _KEY = re.compile(r"\s*(\w+)\s*=\s*")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BARE = re.compile(r'[^,{}\[\]"]+')
 _SPACE = re.compile(r"\s*")
-_OTHERS = re.compile(r"true|false|none|[+-]?(?:inf|nan|[\d.].*)")
+_OTHERS = re.compile(r"true|false|none|[+-]?(?:inf|infinity|nan|[\d.].*)", re.IGNORECASE)
 """Bare texts that may be read as something other than a text."""
+
+DEEPEST = 20
+"""More lists inside each other are refused."""
 
 Read = Callable[[Any], Any]
 """Returns the value of an option for the type of the option; it raises ChainError for a value of another type."""
@@ -89,7 +92,7 @@ class _Bare(str):
     """A value without quotes, which may be a number."""
 
 
-def _read_value(text: str, at: int, what: str) -> tuple[Any, int]:
+def _read_value(text: str, at: int, what: str, depth: int = 0) -> tuple[Any, int]:
     """Return the value at a position, a text or a list, and the position after it; raises ChainError."""
     quoted = _QUOTED.match(text, at)
     if quoted is not None:
@@ -98,11 +101,13 @@ def _read_value(text: str, at: int, what: str) -> tuple[Any, int]:
         except ValueError as error:
             raise ChainError(f"{what}: {quoted[0]} is no text ({error}): escape characters as in JSON") from error
     if text[at : at + 1] == "[":
+        if depth > DEEPEST:
+            raise ChainError(f"{what} has more than {DEEPEST} lists inside each other")
         items = []
         at += 1
         while not _skip(text, at, "]"):
             space = _SPACE.match(text, at)
-            item, at = _read_value(text, space.end() if space else at, what)
+            item, at = _read_value(text, space.end() if space else at, what, depth + 1)
             items.append(item)
             if not _skip(text, at, "]"):
                 at = _expect_comma(text, at, what)

@@ -86,6 +86,6 @@ def test_a_reproducer_has_the_passes_that_are_left(tmp_path: Path) -> None:
     text = path.read_text()
     assert find_chain(text) == "order,tests.ir.test_observers:keep"
     assert "; error: MissingFact: no Costs yet" in text and "step keep" in text and "fxsplit-ir 1\nmodel Net\n" in text
-    assert f"reproducer: fxsplit opt {path}" in raised.value.__notes__
+    assert f"reproducer: fxsplit opt {path} --trust" in raised.value.__notes__
     assert find_chain("fxsplit-ir 1\n; chain: order\n") is None and find_chain("; a remark\n") is None
     assert str(Chain((Order(),))) == "order"

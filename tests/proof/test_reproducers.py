@@ -22,7 +22,7 @@ found = {}
 for path in sys.argv[1:]:
     said = io.StringIO()
     with redirect_stderr(said), redirect_stdout(io.StringIO()):
-        code = main(["opt", path, "--reproducer", path + ".again"])
+        code = main(["opt", path, "--trust", "--reproducer", path + ".again.ir"])
     found[path] = [code, said.getvalue()]
 print(json.dumps(found))
 """

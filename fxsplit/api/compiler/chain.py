@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from fxsplit.errors import InputError
 from fxsplit.ir.chain import Chain
+from fxsplit.ir.facts.given.machine import MAX_DEVICES
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.split import Split
-from fxsplit.ir.graph import name_pass
-from fxsplit.passes import Pin, ReadPlan, TakePlan, Together
+from fxsplit.ir.facts.split import CutBefore, Split
+from fxsplit.ir.graph import Pass, name_pass
+from fxsplit.passes import Cut, Pin, ReadPlan, SplitBy, TakePlan, Together
 from fxsplit.system.figures import show
 
 SEARCH = ("augment", "order", "partition")
@@ -26,7 +27,7 @@ def state_in_chain(
     """Return `chain` with passes for what the user states; raises InputError for statements of another form."""
     if not isinstance(pins, Mapping) or not all(isinstance(n, str) and type(d) is int for n, d in pins.items()):
         raise InputError(f"pins={show(pins)}: give the number of a device by submodule or node, such as {{'head': 1}}")
-    if isinstance(together, str) or not all(_is_set(names) for names in together):
+    if not isinstance(together, (list, tuple, set, frozenset)) or not all(_is_set(names) for names in together):
         raise InputError(f"together={show(together)}: give sets of names that stay together, such as [('a', 'b')]")
     if plan is not None and (pins or together):
         raise InputError("plan= states all stages: leave out pins= and together=, or the plan")
@@ -36,13 +37,32 @@ def state_in_chain(
             raise InputError("together= needs the pass 'profile' in the chain, or put together{nodes=...} into it")
         chain = chain.after("profile", *(Together(tuple(group)) for group in together))
     if plan is not None:
-        taken = ReadPlan(os.fspath(plan)) if isinstance(plan, (str, os.PathLike)) else TakePlan(plan)
+        taken = _choose_pass(plan)
         at = next((i for i, name in enumerate(names) if name in SEARCH), None)
         if at is None:
             raise InputError(f"plan= takes the place of {', '.join(SEARCH)}, and the chain has none of them")
         kept = [step for step in chain if name_pass(step) not in SEARCH]
         chain = Chain((*chain.passes[:at], taken, *kept[at:]))
     return Chain((*(Pin(name, device) for name, device in pins.items()), *chain.passes))
+
+
+def _choose_pass(plan: Plan | Split | str | os.PathLike[str]) -> Pass:
+    """Return the pass that takes the stages of a plan, of its file, or of a split by hand; raises InputError."""
+    if isinstance(plan, (str, os.PathLike)):
+        return ReadPlan(os.fspath(plan))
+    if isinstance(plan, Plan):
+        return TakePlan(plan)
+    if isinstance(plan, CutBefore):
+        return Cut(before=plan.names)
+    if isinstance(plan, Mapping) and all(type(stage) is int and 0 <= stage < MAX_DEVICES for stage in plan.values()):
+        count = max(plan.values(), default=0) + 1
+        return SplitBy(tuple(tuple(n for n, s in plan.items() if s == i) for i in range(count)))
+    if isinstance(plan, (list, tuple)) and all(map(_is_set, plan)):
+        return SplitBy(tuple(map(tuple, plan)))
+    raise InputError(
+        f"plan={show(plan)}: give a Plan, the path of one, the stage of each submodule, a list of names for each "
+        "stage, or fxsplit.cut_before('layer3')"
+    )
 
 
 def _is_set(names: object) -> bool:

@@ -55,8 +55,8 @@ def make_graph(costs: Costs) -> PlainGraph:
     """Return a graph of the nodes of a profile: it can be planned, and computes nothing."""
     graph = PlainGraph("Profile")
     made: dict[str, PlainNode] = {}
-    for given in costs.inputs:
-        made[given.name] = PlainNode(given.name, "placeholder", given.name, (), {}, made=given.made)
+    for number, given in enumerate(costs.inputs):
+        made[given.name] = PlainNode(given.name, "placeholder", f"input_{number}", (), {}, made=given.made)
     for node in costs.nodes:
         kind, _, target = node.op.partition(":")
         # The profile tells only the last part of a function's name.
@@ -107,7 +107,11 @@ def set_field(ir: IR, text: str) -> IR:
     record = replace(fact.to_record(ir), tokens=tokens, at={"": first})
     record.values[name] = read
     record.source = Source(not is_plain(ir.gm), find_moments)
-    changed = ir.learn(type(fact).from_record(record, ir))
+    made = type(fact).from_record(record, ir)
+    changed = ir.learn(made)
+    workload = changed.get(Workload)
+    if isinstance(made, Machine) and workload is not None:
+        changed = ir.learn(made, replace(workload, moments=find_moments(workload, made)))
     try:
         changed[type(fact)].verify(changed)
     except FxsplitError as error:

@@ -195,11 +195,12 @@ class Plan(Shown, Fact):
         The cost is computed again from the definition, on the graph and not on the lattice that was searched.
         """
         costs = ir.get(Costs)
+        if ir.get(Machine) is not None:
+            self._verify_devices(len(ir[Machine]))
         # `emit` rewrites the graph into stages and forgets the costs; the plan describes the graph before.
         if costs is None:
             return
         machine = ir[Machine]
-        self._verify_devices(len(machine))
         stage_of = self.stage_of()
         if set(stage_of) != set(costs.by_name) or len(stage_of) != sum(len(s.nodes) for s in self.stages):
             raise BrokenFact("the stages of the plan do not partition the nodes")

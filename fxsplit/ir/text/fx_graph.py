@@ -12,9 +12,12 @@ from torch import fx, nn
 from fxsplit.errors import IRSyntaxError
 from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
 from fxsplit.ir.text.values import DeviceName, TorchName
+from fxsplit.system.figures import show
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
 
+ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "T", "mT", "H", "mH", "data", "real", "imag", "itemsize")
+"""The attributes of a tensor that a graph from a file may read."""
 SHAPE, COMMENT = "fxsplit_shape", "fxsplit_comment"
 """The entries of a node's `meta`: dtype and shape of the result as text, and the comment that was read from text."""
 
@@ -88,6 +91,16 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
 
 
 def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
+    """Return `_to_fx(plain, model)`; raises IRSyntaxError, whatever torch.fx finds wrong with the graph."""
+    try:
+        return _to_fx(plain, model)
+    except IRSyntaxError:
+        raise
+    except Exception as error:  # the graph is data from a file, and torch.fx has no errors of its own
+        raise IRSyntaxError(f"torch.fx cannot hold this graph ({type(error).__name__}: {show(str(error))})") from error
+
+
+def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
     """Return the graph as a GraphModule that calls the submodules of `model`.
 
     Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph
@@ -103,7 +116,7 @@ def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
             continue
         if node.op in ("call_module", "get_attr"):
             _attach(node, root, model)
-        target = node.target if isinstance(node.target, str) else _find_target(node.target)
+        target = node.target if isinstance(node.target, str) else _find_target(node.target, arguments)
         created = graph.create_node(node.op, target, arguments, options, name=node.name)
         if created.name != node.name:
             raise IRSyntaxError(f"torch.fx has no node called {node.name!r}: give it an unused name of Python")
@@ -125,8 +138,11 @@ def _note(created: fx.Node, node: PlainNode, *, comment: str | None) -> None:
         created.meta["nn_module_stack"] = {p: (p, nn.Module) for p in paths}
 
 
-def _find_target(name: FunctionName) -> Any:
+def _find_target(name: FunctionName, arguments: tuple[Any, ...]) -> Any:
     """Return a function of torch by its name, or a placeholder."""
+    # x.shape is a call of getattr; of other attributes more than the values of a tensor could be reached.
+    if name.qualified == "builtins.getattr" and len(arguments) == 2 and arguments[1] in ATTRIBUTES:
+        return getattr
     return find_function(name.qualified) or UnknownFunction(name.qualified, name.__name__)
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 from fxsplit.errors import suggest
 from fxsplit.ir.text.tokens import Token, Tokens, describe
-from fxsplit.ir.text.values import read_name, read_value, write_name, write_value
+from fxsplit.ir.text.values import DEEPEST, read_name, read_value, write_name, write_value
 from fxsplit.system.figures import show
 
 KINDS = {
@@ -51,6 +52,8 @@ class FunctionName:
         parts = self.qualified.split(".")
         if parts[0] == UNKNOWN:
             return ".".join(parts[1:])
+        if len(parts) == 3 and parts[0] == "torch" and parts[1] in ("fft", "linalg", "special"):
+            return "_".join(parts[1:])  # as torch.fft.rfft calls itself
         return ".".join(parts[-2:] if parts[:2] == ["torch", "ops"] else parts[-1:])
 
 
@@ -191,10 +194,32 @@ def _read_node(tokens: Tokens, known: dict[str, PlainNode]) -> PlainNode:
     target: str | FunctionName = tokens.take_word("what the node calls")
     if kind.text == "function":
         target = FunctionName(str(target))
+    _check_target(tokens, kind, str(target) if kind.text != "function" else "")
     arguments, options = _read_arguments(tokens, find)
+    if kind.text == "method" and not arguments:
+        tokens.fail("a method needs the value that it is called on as its first argument", kind)
     module = tokens.take_word("the submodule of a node") if tokens.accept("in") else ""
     made = _read_rest(tokens) if tokens.accept(":") else ""
     return PlainNode(name, KINDS[kind.text], target, arguments, options, module, made, tokens.end_line("a node"))
+
+
+def _check_target(tokens: Tokens, kind: Token, target: str) -> None:
+    """Raise IRSyntaxError unless the target of a node is a name: torch.fx writes it into code that then runs."""
+    parts = target.split(".")
+    if kind.text in ("module", "attribute"):
+        # The elements of a list of modules have numbers.
+        sound = len(parts) <= DEEPEST and all(part.isdecimal() or _is_name(part) for part in parts)
+        if not sound:
+            tokens.fail(f"{show(target)} is no path of a module or weight, such as encoder.layers.0", kind)
+    elif kind.text in ("input", "method") and (not _is_name(target) or (kind.text == "method" and target[0] == "_")):
+        tokens.fail(
+            f"{show(target)} is no name of an {'input' if kind.text == 'input' else 'operation of tensors'}", kind
+        )
+
+
+def _is_name(text: str) -> bool:
+    """Return whether a text is a name of Python, and no keyword."""
+    return text.isidentifier() and text.isascii() and not iskeyword(text)
 
 
 def _read_arguments(tokens: Tokens, find: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -206,7 +231,7 @@ def _read_arguments(tokens: Tokens, find: Any) -> tuple[tuple[Any, ...], dict[st
         token = tokens.next
         value = read_value(tokens, find)
         if tokens.accept("="):
-            if token.kind != "word" or not isinstance(value, str) or value in options:
+            if token.kind != "word" or not isinstance(value, str) or not _is_name(value) or value in options:
                 tokens.fail(f"{describe(token)} is no name of an argument, or appears twice", token)
             options[value] = read_value(tokens, find)
         elif options:

@@ -133,7 +133,7 @@ class IRReader:
         """Return the last pass called `name` among the steps of an IR, or None."""
         text = next((step.text for step in reversed(ir.steps) if step.text.partition("{")[0] == name), None)
         try:
-            return None if text is None or name not in self.passes else parse_chain(text, self.passes).passes[0]
+            return None if text is None or name not in self.passes else parse_chain(text, self.passes, imports=False)[0]
         except FxsplitError:
             return None  # the pass had an option that it no longer has: it must be asked for by hand
 

@@ -164,7 +164,11 @@ def _read_word(tokens: Tokens, token: Token) -> Any:
 
 def _read_call(tokens: Tokens, head: Token, find_node: FindNode | None) -> Any:
     """Return the value of `device("cpu")`, `slice(1, 2, none)` or `opaque("...")`, from its bracket on."""
+    tokens.depth += 1
+    if tokens.depth > DEEPEST:
+        tokens.fail(f"more than {DEEPEST} brackets inside each other")
     given = _read_list(tokens, find_node)
+    tokens.depth -= 1
     if head.text == "slice" and len(given) == 3:
         return slice(*given)
     if head.text != "slice" and len(given) == 1 and isinstance(given[0], str):
@@ -192,7 +196,7 @@ def _read_dict(tokens: Tokens, find_node: FindNode | None) -> dict[Any, Any]:
     while not tokens.accept("}"):
         at = tokens.next
         key = read_value(tokens, find_node)
-        if isinstance(key, (list, dict, slice)):
+        if not isinstance(key, (str, int, float, type(None))):
             tokens.fail("a key must be a word, a string or a number", at)
         if key in values:
             tokens.fail(f"{show(key)} appears twice", at)

@@ -28,8 +28,23 @@ _ROOMS: dict[str, Any] = {
 }
 """The places in which a function is looked up."""
 
-_REFUSED = ("from_file", "load", "save", "compile", "call", "methodcaller", "attrgetter")
-"""Functions in these places that read or write files, or call any other function."""
+_REFUSED = ("from_file", "call", "methodcaller", "attrgetter", "itemgetter", "apply_", "map_", "map2_")
+"""Functions in these places that read files, or call any other function."""
+_FACTORIES: tuple[str, ...] = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+)
+_FACTORIES += ("scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros")
+"""Functions of torch that make tensors of numbers only, which torch's overrides leave out."""
 
 
 def name_function(target: Any) -> str:
@@ -67,6 +82,8 @@ def _find_operator(parts: list[str]) -> Callable[..., Any] | None:
     namespace = getattr(torch.ops, parts[0], None)
     # torch.ops has methods too, and one of them loads libraries.
     found = getattr(namespace, parts[1], None) if isinstance(namespace, torch._ops._OpNamespace) else None
+    if parts[1] in _REFUSED:
+        return None
     found = getattr(found, parts[2], None) if len(parts) == 3 and isinstance(found, OpOverloadPacket) else found
     return found if isinstance(found, (OpOverload, OpOverloadPacket)) else None
 
@@ -81,10 +98,10 @@ def _computes(room: str, found: Any) -> bool:
     """Return whether a function computes with tensors or numbers, and is no class or module."""
     if not callable(found) or isinstance(found, (type, types.ModuleType)):
         return False
-    # C functions of torch, such as torch.zeros, are operators too, though they take no tensors.
-    return (
-        room in ("operator", "math") or isinstance(found, types.BuiltinFunctionType) or id(found) in _list_overridable()
-    )
+    if room in ("operator", "math", "torch._C._nn"):
+        return True
+    own = room == "torch.nn.functional" and getattr(found, "__module__", None) == room
+    return own or id(found) in _list_overridable() or (room == "torch" and found.__name__ in _FACTORIES)
 
 
 class UnknownFunction:

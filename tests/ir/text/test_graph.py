@@ -50,9 +50,10 @@ def graphs(draw: st.DrawFn) -> PlainGraph:
         op = draw(st.sampled_from(["placeholder", "get_attr", "call_module", "call_function", "call_method"]))
         known: Any = st.sampled_from(graph.nodes) if graph.nodes else st.none()
         inner = st.one_of(values, known, st.lists(known, max_size=2), st.tuples(known, values))
-        target = draw(names)
+        words = {"get_attr": "layers.0.weight", "call_module": "layers.0", "placeholder": "x", "call_method": "sum"}
+        target = draw(names) if op == "call_function" else words[op]
         node = PlainNode(name, op, FunctionName(target) if op == "call_function" else target, (), {})
-        node.args = tuple(draw(st.lists(inner, max_size=3)))
+        node.args = tuple(draw(st.lists(inner, min_size=1, max_size=3)))
         node.kwargs = draw(st.dictionaries(st.sampled_from(["dim", "keepdim", "dtype"]), inner, max_size=2))
         node.module = draw(st.sampled_from(["", "layer.0", "a b"]))
         node.made = draw(st.sampled_from(["", "float32[2, 3]", "tuple"]))

@@ -67,14 +67,17 @@ class Workload(GivenFact):
     def from_record(cls, record: Record, ir: IR) -> Workload:
         """Return the workload of a record; raises IRSyntaxError. The machine must be known."""
         workload, machine = record.make(cls), ir.get(Machine)
+        if machine is None:
+            record.fail("fact Machine must stand before it, since what stages hold follows from both")
+        record.choose("recompute", workload.recompute, ("always", "never", "plan"))
         if workload.n_microbatches < 1:
             record.fail(f"n_microbatches is {workload.n_microbatches}: give at least 1", "n_microbatches")
-        counts = range(1, 1 if machine is None else len(machine) + 1)
+        counts = range(1, len(machine) + 1)
         if any(len(workload.in_flight.get(count, ())) != count for count in counts):
             record.fail(
                 f"in_flight needs a list for 1 to {counts[-1]} stages, with a number for each stage", "in_flight"
             )
-        return workload if machine is None else replace(workload, moments=record.source.find_moments(workload, machine))
+        return replace(workload, moments=record.source.find_moments(workload, machine))
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())
