@@ -25,7 +25,7 @@ import fxsplit
 from bench.coverage import SUITES
 from fxsplit.api.plan import lay_out
 from fxsplit.api.toolkit.capture import capture_call
-from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.graph import IR

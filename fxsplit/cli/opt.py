@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace) -> tuple[str, IR]:
     """Return the text of the file and its IR; a model is captured, and its text is that of the captured IR."""
     from fxsplit.api.toolkit.from_file import place_on, read_planned
-    from fxsplit.api.toolkit.load_ir import read_text
+    from fxsplit.api.toolkit.parse_ir import read_text
 
     name = arguments.file
     if arguments.machine is not None and arguments.devices is not None:
@@ -182,7 +182,7 @@ def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:
 
 def _check_roundtrip(text: str, name: str) -> None:
     """Raise InputError, with the first line that differs, unless the text of an IR reads back as it is."""
-    from fxsplit.api.toolkit.load_ir import parse_ir
+    from fxsplit.api.toolkit.parse_ir import parse_ir
 
     written = render(parse_ir(text, name, torch=False))
     body = text[text.index("fxsplit-ir") :] if "fxsplit-ir" in text else text

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.api.plan import lay_out
-from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.frontend.capture import capture as capture_graph
 from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs

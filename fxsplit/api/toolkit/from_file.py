@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from fxsplit.api.plan import build_machine, lay_out
-from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.formats.read import parse_profile

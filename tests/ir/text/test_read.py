@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.errors import IRSyntaxError, MissingFact
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.api.toolkit.load_ir import parse_ir
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.cli.main import main
 from fxsplit.errors import IRSyntaxError
 
@@ -81,7 +81,8 @@ def test_attributes_of_tensors_run_and_others_do_not() -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows, columns = x.shape
-            return x.data.reshape(rows, columns) * 2
+            made: torch.Tensor = x.data.reshape(rows, columns) * 2
+            return made
 
     ir = fxsplit.capture(Net(), torch.randn(4, 4), n_microbatches=1)
     read = parse_ir(str(ir), "a.ir", ir.gm)
@@ -100,7 +101,8 @@ def test_functions_of_fft_and_linalg_have_their_own_names(tmp_path: Path) -> Non
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             made: torch.Tensor = torch.special.expit(torch.fft.rfft(self.one(x)).real)
-            return made + torch.linalg.norm(x, dim=1, keepdim=True)
+            norm: torch.Tensor = torch.linalg.norm(x, dim=1, keepdim=True)
+            return made + norm
 
     ir = fxsplit.run(fxsplit.capture(Net(), torch.randn(4, 4), n_microbatches=1), "profile{repeats=1},augment")
     for with_torch in (False, True):
