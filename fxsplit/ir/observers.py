@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
+from fxsplit.errors import NoFit
 from fxsplit.ir.chain import Chain, can_be_named, pass_text
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
@@ -153,6 +154,9 @@ class Reproducer(Observer):
 
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
         """Write the reproducer, and add a note to the error that tells of it."""
+        # That no plan fits is an answer, and no failure.
+        if isinstance(error, NoFit):
+            return
         first = "".join(f"; {line}\n" for line in _describe(rest, error))
         make_folder(self.path.parent)
         write_whole(self.path, first + (self._text or render(ir)))

@@ -170,6 +170,7 @@ def test_nothing_fits(profile: Path, capsys: pytest.CaptureFixture[str]) -> None
     heavy.save(profile.parent / "heavy.json")
     code, _, said = run(capsys, profile.parent / "heavy.json", "-p", PLAN, "--machine", profile.parent / "m.toml")
     assert code == 3, said
+    assert not (Path.cwd() / "fxsplit-repro.ir").exists()
 
 
 def test_a_model_is_captured_and_a_file_runs_on_its_model(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
