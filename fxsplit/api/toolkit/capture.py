@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.api.toolkit.parse_ir import parse_ir
+from fxsplit.errors import IRSyntaxError
 from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.frontend.capture import capture as capture_graph
 from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
@@ -72,8 +74,17 @@ def attach(text: str, name: str, model: nn.Module, args: Sequence[Any], kwargs: 
 
     Raises IRSyntaxError if the graph names submodules or settings that the model lacks.
     """
-    ir = parse_ir(text, name, model)
-    workload = ir.get(Workload)
-    model.train(ir.mode == "train")
+    read = parse_ir(text, name, torch=False)
+    workload = read.get(Workload)
+    model.train(read.mode == "train")
     known = capture_call(model, args, kwargs, CaptureOptions(), 1 if workload is None else workload.n_microbatches)
+    try:
+        # The captured graph also has the constants that capturing makes, and functions of other packages.
+        ir = parse_ir(text, name, known.gm)
+    except IRSyntaxError:
+        # A graph that a person has edited may call modules that the captured one does not.
+        with suppress(IRSyntaxError):
+            ir = parse_ir(text, name, model)
+            return replace(ir.learn(*known.facts.values()), model=known.model)
+        raise
     return replace(ir.learn(*known.facts.values()), model=known.model)

@@ -91,7 +91,12 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
 
 
 def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
-    """Return `_to_fx(plain, model)`; raises IRSyntaxError, whatever torch.fx finds wrong with the graph."""
+    """Return the graph as a GraphModule that calls the submodules of `model`.
+
+    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph
+    can be planned, and does not run. If the model is a captured graph itself, its functions are known too. Raises
+    IRSyntaxError, with the node, if the graph does not fit the model, or if torch.fx cannot hold it.
+    """
     try:
         return _to_fx(plain, model)
     except IRSyntaxError:
@@ -101,12 +106,10 @@ def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
 
 
 def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
-    """Return the graph as a GraphModule that calls the submodules of `model`.
-
-    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph
-    can be planned, and does not run. Raises IRSyntaxError, with the node, if the graph does not fit the model.
-    """
+    """Return the graph as a GraphModule; raises any error of torch.fx."""
     graph, root = fx.Graph(), nn.Module()
+    captured = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
+    functions = {name_function(n.target): n.target for n in captured if n.op == "call_function"}
     made: dict[PlainNode, fx.Node] = {}
     for node in plain.nodes:
         arguments = tuple(_to_fx_value(a, made) for a in node.args)
@@ -116,7 +119,9 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
             continue
         if node.op in ("call_module", "get_attr"):
             _attach(node, root, model)
-        target = node.target if isinstance(node.target, str) else _find_target(node.target, arguments)
+        target = node.target
+        if isinstance(target, FunctionName):
+            target = functions.get(target.qualified) or _find_target(target, arguments)
         created = graph.create_node(node.op, target, arguments, options, name=node.name)
         if created.name != node.name:
             raise IRSyntaxError(f"torch.fx has no node called {node.name!r}: give it an unused name of Python")

@@ -13,6 +13,7 @@ A PlainGraph has the part of torch.fx's interface that planning uses, so facts a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from keyword import iskeyword
@@ -207,14 +208,16 @@ def _check_target(tokens: Tokens, kind: Token, target: str) -> None:
     """Raise IRSyntaxError unless the target of a node is a name: torch.fx writes it into code that then runs."""
     parts = target.split(".")
     if kind.text in ("module", "attribute"):
-        # The elements of a list of modules have numbers.
-        sound = len(parts) <= DEEPEST and all(part.isdecimal() or _is_name(part) for part in parts)
-        if not sound:
+        # A module in a dict has any name. torch.fx writes it between double quotes, if it is no name of Python.
+        if len(parts) > DEEPEST or not all(_PART.fullmatch(part) and part.isprintable() for part in parts):
             tokens.fail(f"{show(target)} is no path of a module or weight, such as encoder.layers.0", kind)
     elif kind.text in ("input", "method") and (not _is_name(target) or (kind.text == "method" and target[0] == "_")):
         tokens.fail(
             f"{show(target)} is no name of an {'input' if kind.text == 'input' else 'operation of tensors'}", kind
         )
+
+
+_PART = re.compile(r'[^"\\]+')
 
 
 def _is_name(text: str) -> bool:

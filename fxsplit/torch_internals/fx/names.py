@@ -60,8 +60,7 @@ def name_function(target: Any) -> str:
         for own in (name, name.removeprefix(f"{room.rpartition('.')[2]}_")):
             if getattr(held, own, None) is target:
                 return f"{room}.{own}"
-    # Functions of builtin modules give their module with an underscore, where nobody would look for them.
-    module = (getattr(target, "__module__", None) or "").removeprefix("_")
+    module = getattr(target, "__module__", None) or ""
     qualified = str(getattr(target, "__qualname__", type(target).__name__))
     return f"{module}.{qualified}" if module else qualified
 

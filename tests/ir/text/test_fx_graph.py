@@ -31,7 +31,7 @@ HEAD = "fxsplit-ir 1\nmode eval\n\ngraph M {\n"
         "%x = input x()\n  %y = method relu(%x, a.b=1)",
         "%x = input x()\n  %y = module a..b(%x)",
         '%x = input x()\n  %y = module ""(%x)',
-        '%x = input x()\n  %y = attribute "w; import os"()',
+        '%x = input x()\n  %y = attribute "w\\"); print(1); (\\""()',
         "%x = input x()\n  %y = attribute " + ".".join("a" * 5000) + "()",
         "%x = input x()\n  %y = method f(%x, " + "slice(" * 1500 + ")",
         "%x = input x()\n  %y = method f(%x, {([1],): 1})",
@@ -88,9 +88,31 @@ def test_attributes_of_tensors_run_and_others_do_not() -> None:
     read = parse_ir(str(ir), "a.ir", ir.gm)
     x = torch.randn(4, 4)
     torch.testing.assert_close(read.gm(x), ir.gm(x), rtol=0, atol=0)
-    other = parse_ir(str(ir).replace('"shape"', '"__class__"'), "a.ir", ir.gm)
+    other = parse_ir(str(ir).replace('"shape"', '"__class__"'), "a.ir", Net())
     with pytest.raises(NotImplementedError, match=r"'builtins.getattr' was read from a file"):
         other.gm(x)
+
+
+def test_modules_may_have_any_name() -> None:
+    parts = nn.ModuleDict({"block-0": nn.Linear(4, 4), "a b": nn.Linear(4, 4), "7": nn.ReLU()})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts.values():
+                x = part(x)
+            return x
+
+    model, x = Net(), torch.randn(4, 4)
+    ir = fxsplit.capture(model, x, n_microbatches=1)
+    for with_torch in (False, True):
+        assert str(parse_ir(f"{ir}\n", "a.ir", torch=with_torch)) == str(ir)
+    torch.testing.assert_close(parse_ir(str(ir), "a.ir", model).gm(x), model(x), rtol=0, atol=0)
+    with pytest.raises(IRSyntaxError, match="is no path of a module or weight"):
+        parse_ir(str(ir).replace("parts.block-0", '"parts.b\\"+print(1)+\\""'), "a.ir", torch=True)
 
 
 def test_functions_of_fft_and_linalg_have_their_own_names(tmp_path: Path) -> None:
