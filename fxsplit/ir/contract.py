@@ -1,4 +1,4 @@
-"""Contracts of passes: what a pass says that it needs, learns and keeps, checked before and after it."""
+"""Contracts of passes: the facts that a pass states to need, learn and keep, checked before and after the pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_needs(step: Pass, ir: IR) -> None:
 
 
 def check_kept(step: Pass, before: IR, after: IR) -> None:
-    """Raise BrokenFact, with the pass and its line, unless a pass has learnt and kept what it says."""
+    """Raise BrokenFact, with the line of the pass, unless the pass has kept its contract."""
     line = _find_line(step)
     for kind in list_kinds(step, "learns"):
         if after.facts.get(kind) is None or after.facts.get(kind) is before.facts.get(kind):

@@ -191,10 +191,10 @@ def write_record(record: Record) -> str:
 
 def _write_table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table: the names of the columns, and a line for each row."""
-    # A column that a row lacks has its default there, so the rows with it come first in no order of their own.
+    # A row may lack a column: `-` stands there, and the field has its default.
     heads = list(dict.fromkeys(key for row in rows for key in row))
     cells = [heads, *([_wrap(row[head], 6) if head in row else "-" for head in heads] for row in rows)]
-    # A list over several lines is the last column, or it would break the others.
+    # A list that takes several lines can only be in the last column.
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
