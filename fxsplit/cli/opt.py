@@ -12,7 +12,7 @@ from typing import Any
 from fxsplit.cli.output import print_error, print_json
 from fxsplit.cli.words import add_json, add_reproducer, take_text
 from fxsplit.errors import ChainError, InputError, NoFit, suggest
-from fxsplit.ir.chain import Chain, parse_chain
+from fxsplit.ir.chain import Chain, parse_chain, pass_text
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer, accept, run_chain, verify_ir
 from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, describe_run, find_chain
@@ -235,9 +235,7 @@ def _split(names: str | None) -> tuple[str, ...]:
 
 def _report(error: Exception, path: Path, chain: Chain, done: int) -> int:
     """Print which pass has failed, the error, and where the reproducer is; return the exit code."""
-    from fxsplit.ir.chain import pass_text
-
-    place = f"pass {done + 1} of {len(chain)}, {pass_text(chain.passes[done])!r}"
+    place = f"pass {done + 1} of {len(chain)}, {pass_text(chain[done])!r}"
     print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
     print_error(f"reproducer: {path}, run: {describe_run(path, chain[done:])}")
     return FAILED

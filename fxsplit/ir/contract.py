@@ -9,9 +9,6 @@ from typing import Any
 from fxsplit.errors import BrokenFact, MissingFact
 from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
-FIELDS = ("needs", "learns", "keeps", "keeps_nodes", "keeps_draws")
-"""The attributes of a pass that state its contract."""
-
 
 def list_kinds(step: Any, field: str) -> tuple[type, ...]:
     """Return the types of facts that a pass states in one field of its contract."""

@@ -284,9 +284,14 @@ def ignores_mode(step: Any) -> bool:
 
     Only the class itself counts, since a subclass may look at the mode. A function declares it as an attribute.
     """
-    return any(bool(held.get("ignores_mode")) for held in (vars(type(step)), getattr(step, "__dict__", {})))
+    return _declares(step, "ignores_mode")
 
 
 def ignores_graph(step: Any) -> bool:
     """Return whether a pass declares `ignores_graph = True`: it reads only facts, and needs no graph of torch.fx."""
-    return any(bool(held.get("ignores_graph")) for held in (vars(type(step)), getattr(step, "__dict__", {})))
+    return _declares(step, "ignores_graph")
+
+
+def _declares(step: Any, name: str) -> bool:
+    """Return whether the class of a pass itself, or a function, has the attribute `name`, and it is true."""
+    return any(bool(held.get(name)) for held in (vars(type(step)), getattr(step, "__dict__", {})))

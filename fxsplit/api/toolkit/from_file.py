@@ -34,7 +34,7 @@ def read_planned(text: str, name: str, *, torch: bool = False) -> IR:
     ir = IR(
         cast(Any, make_graph(profile.costs)), model=profile.format, mode="eval" if profile.costs.inference else "train"
     )
-    return ir.learn(*lay_out(choose_machine(profile)), profile.costs)
+    return ir.learn(*lay_out(build_machine(profile, None, None)), profile.costs)
 
 
 def _name_operators(profile: ProfileFile) -> ProfileFile:
@@ -44,11 +44,6 @@ def _name_operators(profile: ProfileFile) -> ProfileFile:
         for node in profile.costs.nodes
     )
     return replace(profile, costs=replace(profile.costs, nodes=nodes))
-
-
-def choose_machine(profile: ProfileFile) -> Machine:
-    """Return the machine that a profile states, or one of two devices."""
-    return build_machine(profile, None, None)
 
 
 def make_graph(costs: Costs) -> PlainGraph:
@@ -123,10 +118,9 @@ def _lay_out_again(ir: IR, name: str, value: Any) -> IR:
     """Return `ir` for another schedule or number of microbatches, on the machine that it was laid out for."""
     machine = ir[Machine]
     real = Machine(machine.real, _list_links(machine)) if machine.real else machine
-    given = {name: value}
     if name == "n_microbatches" and type(value) is not int:
         raise InputError(f"--set Workload.n_microbatches={show(value)}: give a whole number")
-    return place_on(ir, real, given.get("schedule"), given.get("n_microbatches"))
+    return place_on(ir, real, **{name: value})
 
 
 def _list_links(machine: Machine) -> tuple[float, ...]:

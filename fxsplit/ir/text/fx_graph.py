@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -79,14 +80,19 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
         return TorchName(str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
         return DeviceName(str(value))
+    return _map_inside(value, lambda inner: _to_plain_value(inner, made))
+
+
+def _map_inside(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a slice, a list, a tuple or a dict with `convert` applied to its values; any other value as it is."""
     if isinstance(value, slice):
-        return slice(*(_to_plain_value(v, made) for v in (value.start, value.stop, value.step)))
+        return slice(*map(convert, (value.start, value.stop, value.step)))
     if isinstance(value, list):
-        return [_to_plain_value(v, made) for v in value]
+        return [convert(v) for v in value]
     if isinstance(value, tuple):
-        return tuple(_to_plain_value(v, made) for v in value)
+        return tuple(map(convert, value))
     if isinstance(value, dict):
-        return {k: _to_plain_value(v, made) for k, v in value.items()}
+        return {k: convert(v) for k, v in value.items()}
     return value
 
 
@@ -196,12 +202,4 @@ def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:
             return torch.device(value.name)
         except RuntimeError:
             return value  # a kind of device that this torch does not have
-    if isinstance(value, slice):
-        return slice(*(_to_fx_value(v, made) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, list):
-        return [_to_fx_value(v, made) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_to_fx_value(v, made) for v in value)
-    if isinstance(value, dict):
-        return {k: _to_fx_value(v, made) for k, v in value.items()}
-    return value
+    return _map_inside(value, lambda inner: _to_fx_value(inner, made))
