@@ -44,7 +44,7 @@ class Even:
         for stage in range(1, count):
             share = sums[-1] * stage / count
             # Each later stage needs a place of its own.
-            left = [p for p in places if p > cuts[-1]][: len(places) - (count - 1 - stage)]
+            left = [place for place in places if place > cuts[-1]]
             free = left[: max(0, len(left) - (count - 1 - stage))]
             if not free:
                 raise PlanError(

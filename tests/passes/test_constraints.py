@@ -35,6 +35,8 @@ def test_baselines() -> None:
     assert stages("even") == ["ab", "ecd"] and stages("even{by=time}") == ["abe", "cd"]
     assert stages("greedy") == ["abec", "d"] and stages("greedy", 3) == ["abe", "cd"]
     assert stages("even{by=parameters}", 3) == ["a", "b", "ecd"]
+    # As many stages as nodes: every place is taken.
+    assert stages("even", 5) == ["a", "b", "e", "c", "d"]
     with pytest.raises(PlanError, match="the graph can be cut at 4 places in its order, too few for 6 stages"):
         stages("even", 6)
 
