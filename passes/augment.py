@@ -46,4 +46,6 @@ class Augment:
         pinned = pins.nodes(costs, machine) if pins else {}
         # Joining may empty a stage and so move later stages up one device: devices must be interchangeable.
         join = machine is not None and (self.free or (machine.uniform and not pinned))
-        return ir.learn(enumerate_ideals(costs, machine, pinned, self.max_states, join=join))
+        found = enumerate_ideals(costs, machine, pinned, self.max_states, join=join)
+        sizes = {"states": len(found), "edges": len(found.child), "blocks": len(found.blocks)}
+        return ir.learn(found).note(**sizes, nodes=len(costs.nodes), joined=len(found.joined))

@@ -53,7 +53,9 @@ class BatchNorm:
             )
         made = Stages(tuple(stages), ir[Stages].result)
         # The graph calls the stages' modules, so rebuild it with the new ones. All other facts still hold.
-        return ir.rewrite(made.call_in_turn(type(ir.gm).__name__), *ir.facts).learn(made)
+        deferring = sum(new is not old for new, old in zip(stages, ir[Stages].stages, strict=True))
+        made_ir = ir.rewrite(made.call_in_turn(type(ir.gm).__name__), *ir.facts).learn(made)
+        return made_ir.note(deferring_stages=deferring)
 
 
 def _list_replicated(ir: IR) -> list[bool]:

@@ -86,7 +86,8 @@ class Emit:
             ir.gm.graph.output_node().args[0], lambda v: Ref(takes.index(v.name)) if isinstance(v, fx.Node) else v
         )
         made = Stages(tuple(stages), result)
-        return ir.rewrite(made.call_in_turn(f"{type(ir.gm).__name__}Stages"), Plan).learn(made)
+        cut = ir.rewrite(made.call_in_turn(f"{type(ir.gm).__name__}Stages"), Plan).learn(made)
+        return cut.note(stages=len(stages), values_sent=sum(map(len, leaving[:-1])), drawing=len(effects.drawing))
 
 
 def _list_leaving_values(graph: fx.Graph, plan: Plan) -> list[tuple[str, ...]]:

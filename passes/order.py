@@ -28,4 +28,5 @@ class Order:
     def __call__(self, ir: IR) -> IR:
         """Learn States from Costs and Antichains."""
         # An ideal has a larger number than its subsets, so the numbers already form a state sequence.
-        return ir.learn(sequence_states(ir[Costs], ir[Antichains]))
+        made = sequence_states(ir[Costs], ir[Antichains])
+        return ir.learn(made).note(states=len(made))

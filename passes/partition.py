@@ -57,7 +57,9 @@ class Partition(Options):
         clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
-            return ir.learn(plan_stages(task, chains, ir[States], enumerate_again, clock))
+            plan = plan_stages(task, chains, ir[States], enumerate_again, clock)
+            figures = {"stages": len(plan.stages), "states": plan.n_states, "proof": plan.proof or "none"}
+            return ir.learn(plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
 
         try:
             return learn_plan(task)

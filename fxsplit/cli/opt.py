@@ -83,7 +83,9 @@ def _add_observers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--diff", action="store_true", help="print what each pass changes in the text")
     parser.add_argument("--timing", action="store_true", help="print the time of each pass, on standard error")
+    parser.add_argument("--stats", action="store_true", help="print the figures of each pass, on standard error")
     add_reproducer(parser, REPRODUCER)
+    parser.add_argument("--local", action="store_true", help="make the reproducer as small as its failure allows")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -116,9 +118,15 @@ def main(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if not reproducer.written:
             raise
-        return _report(error, reproducer.path, chain, len(timer.rows))
+        rest = chain[len(timer.rows) :]
+        _report(error, reproducer.path, len(chain), rest)
+        if arguments.local:
+            _shrink(reproducer, error, rest, verify=not arguments.no_verify)
+        return FAILED
     if arguments.timing:
         print_error(str(timer))
+    if arguments.stats:
+        print_error(timer.show_noted())
     _print_result(arguments, final, timer, load_s)
     return 0
 
@@ -177,7 +185,7 @@ def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:
     from fxsplit.cli.factory import call_factory
 
     made = call_factory(arguments.model)
-    return attach(text, name, made.model, made.args, made.kwargs)
+    return attach(text, name, made.model, made.args, made.kwargs, sets_mode=True)
 
 
 def _check_roundtrip(text: str, name: str) -> None:
@@ -233,12 +241,27 @@ def _split(names: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in (names or "").split(","))))
 
 
-def _report(error: Exception, path: Path, chain: Chain, done: int) -> int:
-    """Print which pass has failed, the error, and where the reproducer is; return the exit code."""
-    place = f"pass {done + 1} of {len(chain)}, {pass_text(chain[done])!r}"
+def _report(error: Exception, path: Path, count: int, rest: Chain) -> None:
+    """Print which pass of `count` has failed, the first of `rest`; the error, and where the reproducer is."""
+    place = f"pass {count - len(rest) + 1} of {count}, {pass_text(rest[0])!r}"
     print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
-    print_error(f"reproducer: {path}, run: {describe_run(path, chain[done:])}")
-    return FAILED
+    print_error(f"reproducer: {path}, run: {describe_run(path, rest)}")
+
+
+def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bool) -> None:
+    """Leave out of a reproducer what its failure does not need, and print what is left."""
+    from fxsplit.api.toolkit.parse_ir import parse_ir, read_text
+    from fxsplit.api.toolkit.shrink import shrink
+
+    whole = parse_ir(read_text(reproducer.path), str(reproducer.path), torch=False)
+    small = shrink(whole, rest[0], error, verify=verify)
+    if small is whole:
+        print_error("--local: the pass does not fail in this way without the model, or needs all that is there")
+        return
+    reproducer.write(rest[:1], error, render(small))
+    nodes = (len(ir.gm.graph.nodes) for ir in (whole, small))
+    facts = (len(ir.facts) for ir in (whole, small))
+    print_error("--local: {} nodes became {}, and {} facts {}".format(*nodes, *facts))
 
 
 def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from fxsplit.errors import FileError
 from fxsplit.ir.chain import Chain
-from fxsplit.ir.dump_folder import RUN, begin_dump, is_of, mark_folder
+from fxsplit.ir.dump_folder import RUN, begin_dump, clear_folder, is_of, mark_folder
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.observers import Printer
@@ -26,14 +27,26 @@ class DumpTo(Observer):
     """Writes `00-trace.ir` before the first pass, then `01-profile.ir` and so on after each pass.
 
     If a fact or the graph does not hold after a pass, the file is `04-partition.failed.ir`, and begins with the error.
-    `chain.json` says which model, mode and chain the dump is of, and how long each pass took. `chain` is the chain as
-    text.
+    `chain.json` says which model, mode and chain the dump is of, what each pass took and noted, and the error if a pass
+    has failed. `chain` is the chain as text.
     """
 
     folder: Path
     chain: str = ""
     _count: int = field(default=0, init=False)
     _run: str = field(default="", init=False, compare=False)
+    _failed: bool = field(default=False, init=False)
+
+    def of_candidate(self, name: str) -> DumpTo:
+        """Return an observer that writes to `candidates/name` in the folder, for a plan that is only tried."""
+        candidates = self.folder / "candidates"
+        if not candidates.exists():
+            clear_folder(candidates)
+        return DumpTo(candidates / _name_file(name), self.chain)
+
+    def compare_candidates(self, step_ms: Mapping[str, float], refused: Mapping[str, str]) -> None:
+        """Write the step of each candidate, and why the others have no plan, to `candidates/chain.json`."""
+        mark_folder(self.folder / "candidates", {"step_ms": dict(step_ms), "refused": dict(refused)})
 
     def start(self, ir: IR) -> None:
         """Write the traced IR, and replace an earlier dump.
@@ -43,7 +56,7 @@ class DumpTo(Observer):
         self._run = secrets.token_hex(8)
         begin_dump(self.folder, self._run)
         # Each run of a chain numbers its files from 0, even if one observer watches several runs.
-        self._count = 0
+        self._count, self._failed = 0, False
         self.after("trace", ir)
 
     def after(self, name: str, ir: IR) -> None:
@@ -70,6 +83,12 @@ class DumpTo(Observer):
         lines = "".join(f"; {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         self._write(f"{name}.failed", lines + render(ir))
         self._mark(ir, failed=f"after {name}: {type(error).__name__}: {error}")
+        self._failed = True
+
+    def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
+        """Write the error of a pass, such as that no plan fits, to `chain.json`."""
+        if not self._failed and not self._is_lost(ir):
+            self._mark(ir, failed=f"in {name_pass(rest[0])}: {type(error).__name__}: {error}")
 
     def _is_lost(self, ir: IR) -> bool:
         """Return whether another compile has taken over the folder, and warn once: files of two dumps must not mix."""
@@ -90,16 +109,19 @@ class DumpTo(Observer):
             "mode": ir.mode,
             "shapes": example.describe() if hasattr(example, "describe") else {},
         }
-        passes = [{"pass": step.text, "seconds": round(step.seconds, 6)} for step in ir.steps]
+        passes = [{"pass": s.text, "seconds": round(s.seconds, 6), "noted": dict(s.noted)} for s in ir.steps]
         versions = {"fxsplit": version("fxsplit"), "torch": version("torch")}
         entries[RUN] = self._run
         mark_folder(self.folder, {**entries, "chain": self.chain, "passes": passes, "versions": versions, **more})
 
     def _write(self, name: str, text: str) -> None:
         """Write the next numbered file."""
-        # A pass may have any name, and a slash in a name would mean a folder.
-        name = re.sub(r"[^\w.<>-]", "_", name)
-        write_whole(self.folder / f"{self._count:02d}-{name}.ir", text)
+        write_whole(self.folder / f"{self._count:02d}-{_name_file(name)}.ir", text)
+
+
+def _name_file(name: str) -> str:
+    """Return a name for a file: a pass may have any name, and a slash in it would mean a folder."""
+    return re.sub(r"[^\w.<>-]", "_", name)
 
 
 _unmatched: set[str] = set()

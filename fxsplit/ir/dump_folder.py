@@ -3,6 +3,7 @@
     ir/chain.json   ir/00-trace.ir    ir/01-profile.ir    ...   the first graph that is compiled
     ir/eval/                                                    the same for the other mode
     ir/train-16x8/                                              the same for another shape (without rows)
+    ir/candidates/1F1B-4/                                       the same for a schedule that was only tried ("auto")
 
 `chain.json` marks a folder as one of fxsplit's. Before a new dump, the files of an earlier dump are removed from it. A
 folder with other files is refused, and nothing in it is touched.

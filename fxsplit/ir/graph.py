@@ -101,10 +101,15 @@ F = TypeVar("F", bound=Fact)
 
 @dataclass(frozen=True)
 class Step:
-    """One applied pass: its text, and its time in seconds."""
+    """One applied pass: its text, its time in seconds, and the figures that it has noted (see `IR.note`).
+
+    `run` is the pass itself; None for a step that was read from a file.
+    """
 
     text: str
     seconds: float
+    noted: Mapping[str, object] = field(default_factory=dict)
+    run: Pass | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,8 +128,10 @@ class IR(Shown):
     fallen: Mapping[type, type] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     mode: Mode = "train"
-    # The IR before the last step, which has the facts that the step may have made the IR forget.
+    # The IR before the last step or rewrite, which has the facts that these may have made the IR forget.
     earlier: IR | None = None
+    # Figures of the pass that runs now, by name; the manager moves them to its step.
+    noted: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def before(self, name: str) -> IR:
         """Return the IR before the last pass called `name`; raises ChainError if that is not known."""
@@ -140,7 +147,8 @@ class IR(Shown):
         """Return the IR after the last pass called `name`."""
         at: IR | None = self
         while at is not None and at.earlier is not None:
-            if at.steps[-1].text.partition("{")[0] == name:
+            # An IR from a file follows the captured one without a step.
+            if len(at.steps) == len(at.earlier.steps) + 1 and at.steps[-1].text.partition("{")[0] == name:
                 return at
             at = at.earlier
         steps = ", ".join(step.text.partition("{")[0] for step in self.steps) or "none"
@@ -225,6 +233,19 @@ class IR(Shown):
         kept = {k: f for k, f in self.facts.items() if k not in fallen and not _is_replaced(f, names)}
         return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
 
+    def note(self, **figures: object) -> IR:
+        """Return an IR with figures of the pass that makes it, such as `ir.note(fused=3)`.
+
+        They are in its `Step` afterwards, and `fxsplit opt --stats` prints them. No pass reads them. Raises ChainError
+        for a figure that is no number, flag or text.
+        """
+        # A number of numpy or torch has `item`.
+        plain = {name: getattr(value, "item", lambda value=value: value)() for name, value in figures.items()}
+        odd = next((name for name, value in plain.items() if not isinstance(value, (int, float, str))), None)
+        if odd is not None:
+            raise ChainError(f"note({odd}=...) has a {type(plain[odd]).__name__}: give a number, a flag or text")
+        return replace(self, noted=MappingProxyType({**self.noted, **plain}))
+
     def edited(self) -> AbstractContextManager[Edit[IR]]:
         """Return a block in which a copy of the graph may be changed: `with ir.edited() as edit:`, then `edit.ir`.
 
@@ -245,7 +266,7 @@ class IR(Shown):
         kept = {
             k: f for k, f in self.facts.items() if f.given or k in keep or (isinstance(f, Unread) and _stays(f, names))
         }
-        return replace(self, gm=gm, facts=MappingProxyType(kept))
+        return replace(self, gm=gm, facts=MappingProxyType(kept), earlier=self)
 
 
 def _is_replaced(fact: Fact, learnt: set[str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import cast
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
@@ -125,8 +126,8 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
                 "build the model again if one of them has changed"
             )
     # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.
-    steps = (*ir.steps, Step(pass_text(step), seconds))
-    return replace(result, steps=steps, model=ir.model, mode=ir.mode, earlier=ir)
+    steps = (*ir.steps, Step(pass_text(step), seconds, result.noted, step))
+    return replace(result, steps=steps, model=ir.model, mode=ir.mode, earlier=ir, noted=MappingProxyType({}))
 
 
 def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Observer, Exception], None]) -> None:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from fxsplit.errors import NoFit
 from fxsplit.ir.chain import Chain, can_be_named, pass_text
@@ -97,9 +97,9 @@ class Differ(Observer):
 
 @dataclass
 class Timer(Observer):
-    """Takes the time of each pass, and the numbers of nodes before and after it."""
+    """Takes the time of each pass, the numbers of nodes before and after it, and the figures that it notes."""
 
-    rows: list[dict[str, object]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     _last: IR | None = field(default=None, init=False, repr=False)
 
     def start(self, ir: IR) -> None:
@@ -113,21 +113,26 @@ class Timer(Observer):
         forgot = [kind.__name__ for kind in self._last.facts if kind not in ir.facts]
         row = {"pass": ir.steps[-1].text, "ms": 1000 * ir.steps[-1].seconds}
         row |= {"nodes_before": len(self._last.gm.graph.nodes), "nodes_after": len(ir.gm.graph.nodes)}
-        self.rows.append({**row, "learnt": learnt, "forgot": forgot})
+        self.rows.append({**row, "learnt": learnt, "forgot": forgot, "noted": dict(ir.steps[-1].noted)})
         self._last = ir
 
     def __str__(self) -> str:
         heads = ("pass", ">ms", ">nodes before", ">after", "learnt", "forgot")
         rows = [
-            (r["pass"], f"{r['ms']:.3f}", r["nodes_before"], r["nodes_after"], *map(_join, (r["learnt"], r["forgot"])))
+            (r["pass"], f"{r['ms']:.3f}", r["nodes_before"], r["nodes_after"], _join(r["learnt"]), _join(r["forgot"]))
             for r in self.rows
         ]
         return render_parts([Table(heads, rows)])
 
+    def show_noted(self) -> str:
+        """Return a table of the figures that each pass has noted."""
+        noted = [(row["pass"], name, value) for row in self.rows for name, value in row["noted"].items()]
+        return render_parts([Table(("pass", "figure", ">value"), noted)])
 
-def _join(names: object) -> str:
+
+def _join(names: list[str]) -> str:
     """Return names in one text, and a dash for none."""
-    return ", ".join(map(str, names)) if isinstance(names, list) and names else "-"
+    return ", ".join(names) or "-"
 
 
 CHAIN = "; chain: "
@@ -157,11 +162,15 @@ class Reproducer(Observer):
         # That no plan fits is an answer, and no failure.
         if isinstance(error, NoFit):
             return
+        self.write(rest, error, self._text or render(ir))
+        error.add_note(f"reproducer: {describe_run(self.path, rest)}")
+
+    def write(self, rest: Chain, error: Exception, text: str) -> None:
+        """Write the text of an IR, after lines that say which passes are to run and how they fail."""
         first = "".join(f"; {line}\n" for line in _describe(rest, error))
         make_folder(self.path.parent)
-        write_whole(self.path, first + (self._text or render(ir)))
+        write_whole(self.path, first + text)
         self.written = True
-        error.add_note(f"reproducer: {describe_run(self.path, rest)}")
 
 
 def describe_run(path: Path, rest: Chain) -> str:

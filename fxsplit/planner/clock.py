@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -21,14 +21,24 @@ class OutOfTime(Exception):
 
 
 @dataclass
+class Work:
+    """The work of a search: the runs of its kernels, each of which tests one threshold, and their steps."""
+
+    tests: int = 0
+    steps: int = 0
+
+
+@dataclass
 class SearchClock:
     """Runs kernels until `deadline`, in seconds of time.monotonic.
 
-    `steps_per_s` is the speed of the last kernel, and a low guess before the first.
+    `steps_per_s` is the speed of the last kernel, and a low guess before the first. `work` counts what has been done;
+    clocks that are made from this one count there too.
     """
 
     deadline: float = inf
     steps_per_s: float = 1e6
+    work: Work = field(default_factory=Work)
 
     @classmethod
     def limited(cls, seconds: float) -> SearchClock:
@@ -62,6 +72,8 @@ class SearchClock:
             begin = time.monotonic()
             steps = 1 + int(min((self.deadline - begin) * self.steps_per_s, ANY_NUMBER))
             one, other, taken = kernel(steps)
+            self.work.tests += 1
+            self.work.steps += min(taken, steps)
             if taken <= steps:
                 return one, other
             # The guess was too low: the kernel stopped early. Its steps show how fast it is.

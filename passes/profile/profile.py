@@ -105,7 +105,7 @@ class Profile:
         effects = observe_effects(ir, visit, parameters_together=self.tied == "together")
         observed = [*_list_observed(ir, effects, signatures)]
         if known is not None and known.costs.inference is not trains and known.covers(observed):
-            return ir.learn(known.costs, effects)
+            return ir.learn(known.costs, effects).note(operators=len(signatures), measured=0)
         # A backward's allocations depend on the memory order in which its gradient arrives.
         signatures = {name: key + _describe_gradient(effects.nodes[name]) for name, key in signatures.items()}
         # Earlier measurements apply by signature, whichever node was measured.
@@ -134,7 +134,8 @@ class Profile:
         if trains and loss is not None and len(costs.outputs) == 1:
             weighed = weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text)
             costs = replace(costs, loss=weighed)
-        return ir.learn(costs if trains else keep_forwards(costs), effects)
+        learnt = ir.learn(costs if trains else keep_forwards(costs), effects)
+        return learnt.note(operators=len(signatures), measured=len(first))
 
     def _time(
         self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool

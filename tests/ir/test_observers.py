@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxsplit.errors import BrokenFact, MissingFact
+from fxsplit.errors import BrokenFact, ChainError, MissingFact
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.graph import IR
@@ -89,3 +89,25 @@ def test_a_reproducer_has_the_passes_that_are_left(tmp_path: Path) -> None:
     assert f"reproducer: fxsplit opt {path} --trust" in raised.value.__notes__
     assert find_chain("fxsplit-ir 1\n; chain: order\n") is None and find_chain("; a remark\n") is None
     assert str(Chain((Order(),))) == "order"
+
+
+def count_nodes(ir: IR) -> IR:
+    return ir.note(nodes=len(ir.gm.graph.nodes), share=torch.tensor(0.5)).note(kind="small")
+
+
+def note_list(ir: IR) -> IR:
+    return ir.note(names=["x"])
+
+
+def test_a_pass_notes_figures_for_its_step() -> None:
+    timer = Timer()
+    ir = run_chain(small_ir(), [keep, count_nodes, rename], [timer])
+    assert [dict(step.noted) for step in ir.steps] == [{}, {"nodes": 3, "share": 0.5, "kind": "small"}, {}]
+    assert [step.run for step in ir.steps] == [keep, count_nodes, rename]
+    assert [row["noted"] for row in timer.rows][1] == {"nodes": 3, "share": 0.5, "kind": "small"}
+    rows = [line.split() for line in timer.show_noted().splitlines()]
+    assert rows[1:] == [
+        ["count-nodes", name, value] for name, value in (("nodes", "3"), ("share", "0.5"), ("kind", "small"))
+    ]
+    with pytest.raises(ChainError, match=r"note\(names=...\) has a list: give a number, a flag or text"):
+        run_chain(small_ir(), [note_list])

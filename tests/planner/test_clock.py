@@ -7,6 +7,7 @@ import pytest
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner import Options
+from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.planner import Planner
 from tests.support.graphs import node, workload
 
@@ -23,3 +24,10 @@ def test_any_time_limit_will_do(seconds: float) -> None:
     for model in ("forwarded", "direct"):
         plan = Planner(long).plan(machine, workload(machine), Options(model=model, time_limit=seconds))
         assert plan.optimal and plan.bottleneck_ms == pytest.approx(1050.0)
+
+
+def test_the_work_of_kernels_is_counted_in_one_place() -> None:
+    clock = SearchClock.limited(100.0)
+    clock.run(lambda steps: (None, None, 7))
+    clock.halve().run(lambda steps: (None, None, 5))
+    assert (clock.work.tests, clock.work.steps) == (2, 12)

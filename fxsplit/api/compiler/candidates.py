@@ -8,9 +8,11 @@ from math import inf
 from fxsplit.api.compiler.lowering import lower
 from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.errors import InputError, NoFit, PlanError
+from fxsplit.ir.dump import DumpTo
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
+from fxsplit.ir.manager import Observer
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.torch_internals.scopes.log import hide_warnings
 
@@ -18,16 +20,19 @@ CaptureRows = Callable[[Sequence[int]], IR]
 """Captures the model for microbatches with these numbers of rows."""
 
 
-def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRows) -> tuple[Candidate, Costs | None]:
+def choose_candidate(
+    options: CompileOptions, rows: int, capture_rows: CaptureRows, observers: Sequence[Observer] = ()
+) -> tuple[Candidate, Costs | None]:
     """Return the only candidate for a batch of `rows`, or the one with the shortest simulated step, with its costs.
 
-    The costs were measured for the candidate, or else are the user's own. The search ends at microbatches that are
-    too small for the model to run on. Raises NoFit if no candidate's plan fits in memory; the error names the candidate
-    that lacks least.
+    The costs were measured for the candidate, or else are the user's own. If one of the observers is a dump, the
+    candidates are dumped beside it. The search ends at microbatches that are too small for the model to run on. Raises
+    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks least.
     """
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
         return candidates[0], options.costs
+    dumps = [observer for observer in observers if isinstance(observer, DumpTo)]
     # The bytes of memory that a candidate lacks, for the error if none fits.
     refused: list[tuple[float, Candidate, PlanError]] = []
     fitting: list[tuple[float, Candidate, Costs | None]] = []
@@ -46,13 +51,17 @@ def choose_candidate(options: CompileOptions, rows: int, capture_rows: CaptureRo
             try:
                 # The candidate that is taken is lowered again, and warns then.
                 with hide_warnings():
-                    final, costs = lower(options, captured, candidate, known)
+                    beside = [observer.of_candidate(candidate.name) for observer in dumps]
+                    final, costs = lower(options, captured, candidate, known, observers=beside)
                 known = costs or known
             except PlanError as error:
                 # GPipe, for example, holds all microbatches at once, and 1F1B may still fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 continue
             fitting.append((candidate.predict_step_ms(final[Plan]), candidate, known))
+    for observer in dumps:
+        steps = {candidate.name: step_ms for step_ms, candidate, _ in fitting}
+        observer.compare_candidates(steps, {candidate.name: str(error) for _, candidate, error in refused})
     if not fitting:
         tried = ", ".join(str(candidate) for candidate in candidates)
         short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])

@@ -439,6 +439,13 @@ class Compiler:
             versions={} if program.detached is None else read_versions(self.model),
         )
 
+    def keep_compiled(self, compiled: Compiled) -> None:
+        """Keep a record that was made elsewhere as the first of its mode, and move the weights to its devices."""
+        with self._turn.take():
+            self._n_ways += 1
+            self._modules.find_replaced()
+            self._keep_first(compiled.captured.mode, self._n_ways, compiled)
+
     def _find_here(self) -> frozenset[int] | None:
         """Return the devices that run in this process; None for all of them."""
         return None if self.compile_group is None else frozenset([self.compile_group.world.me])

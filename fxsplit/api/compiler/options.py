@@ -44,6 +44,11 @@ class Candidate:
     scheduler: Scheduler
     n_microbatches: int
 
+    @property
+    def name(self) -> str:
+        """The schedule and the number, such as `1F1B-4`."""
+        return f"{self.scheduler.name}-{self.n_microbatches}"
+
     def predict_step_ms(self, plan: Plan) -> float:
         """Return the simulated time of a training step with a plan for this candidate, in milliseconds."""
         schedule = build_schedule(plan, self.scheduler, self.n_microbatches)

@@ -67,7 +67,7 @@ class StageSearch:
         like, options, moves_weights = self.like, self.options, self.moves_weights
         # The second mode keeps the schedule of the first, as its devices hold the weights already.
         if like is None:
-            candidate, known = choose_candidate(options, self.rows, self.capture_rows)
+            candidate, known = choose_candidate(options, self.rows, self.capture_rows, self.observers)
         else:
             candidate, known = like.adapt_candidate(options, self.rows), like.costs
         captured = self._capture(candidate)

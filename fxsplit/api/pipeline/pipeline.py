@@ -30,6 +30,7 @@ from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
 from fxsplit.api.pipeline.exports import WithExports
+from fxsplit.api.pipeline.from_ir import compile_ir
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
 from fxsplit.api.pipeline.stream import Stream, check_has_batches
 from fxsplit.errors import ClosedError, FxsplitError, InputError, NotThere
@@ -46,7 +47,7 @@ from fxsplit.runtime.backends.threads import ThreadBackend
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.job.status import Status
 from fxsplit.runtime.job.stopwatch import Stopwatch
-from fxsplit.runtime.loss.loss import BatchLoss, find_weights, take_model_loss
+from fxsplit.runtime.loss.loss import BatchLoss, LossFn, find_weights, take_model_loss
 from fxsplit.runtime.microbatches import Targets, split_target
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.runtime.ranks.backend import RankBackend
@@ -113,6 +114,21 @@ class Pipeline(Shown, WithExports):
         self._stepped = False
         self._closed = False
         self._process = os.getpid()
+
+    @classmethod
+    @lose_no_interrupt
+    @restores_all
+    def of(cls, ir: IR, *, loss_fn: LossFn | None = None, check_rewrites: bool = True) -> Pipeline:
+        """Return a pipeline that runs the stages of an IR: `Pipeline.of(fxsplit.run(captured, chain))`.
+
+        ir: an IR after `emit`, which began with `fxsplit.capture` or `fxsplit.load_ir(path, model, example_inputs)`.
+        loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
+        check_rewrites: run the stages on the example, and compare them with the model's captured graph.
+
+        Other modes and shapes are compiled by the passes of `ir.steps`, with the same plan. Raises MissingFact for an
+        IR without stages, and BrokenFact for stages that compute something else than the model.
+        """
+        return cls(compile_ir(ir, loss_fn, check_rewrites=check_rewrites))
 
     # The module
 

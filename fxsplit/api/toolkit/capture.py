@@ -12,7 +12,7 @@ from torch import nn
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.api.plan import lay_out
 from fxsplit.api.toolkit.parse_ir import parse_ir
-from fxsplit.errors import IRSyntaxError
+from fxsplit.errors import InputError, IRSyntaxError
 from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.frontend.capture import capture as capture_graph
 from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
@@ -69,14 +69,20 @@ def capture_call(
         return capture_graph(model, args, kwargs, rows, stated)
 
 
-def attach(text: str, name: str, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> IR:
+def attach(
+    text: str, name: str, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, sets_mode: bool = False
+) -> IR:
     """Return the IR in a text with its graph on `model`, which is called once to know its example and its effects.
 
-    Raises IRSyntaxError if the graph names submodules or settings that the model lacks.
+    `sets_mode` puts the model into the mode of the text. Raises InputError for a model in the other mode, and
+    IRSyntaxError if the graph names submodules or settings that the model lacks.
     """
     read = parse_ir(text, name, torch=False)
     workload = read.get(Workload)
-    model.train(read.mode == "train")
+    if sets_mode:
+        model.train(read.mode == "train")
+    if model.training != (read.mode == "train"):
+        raise InputError(f"{name} is the IR of a model in {read.mode} mode: call model.{read.mode}() first")
     known = capture_call(model, args, kwargs, CaptureOptions(), 1 if workload is None else workload.n_microbatches)
     try:
         # The captured graph also has the constants that capturing makes, and functions of other packages.
@@ -85,6 +91,6 @@ def attach(text: str, name: str, model: nn.Module, args: Sequence[Any], kwargs: 
         # A graph that a person has edited may call modules that the captured one does not.
         with suppress(IRSyntaxError):
             ir = parse_ir(text, name, model)
-            return replace(ir.learn(*known.facts.values()), model=known.model)
+            return replace(ir.learn(*known.facts.values()), model=known.model, earlier=known)
         raise
-    return replace(ir.learn(*known.facts.values()), model=known.model)
+    return replace(ir.learn(*known.facts.values()), model=known.model, earlier=known)

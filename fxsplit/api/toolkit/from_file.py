@@ -89,9 +89,8 @@ def set_field(ir: IR, text: str) -> IR:
     fact: Any = next((fact for known, fact in ir.facts.items() if known.__name__ == kind), None)
     if fact is None or not hasattr(fact, "to_record") or not value:
         known = [kind.__name__ for kind, fact in ir.facts.items() if hasattr(fact, "to_record")]
-        raise InputError(
-            f"--set {show(text)}: give FACT.FIELD=VALUE with a fact among {', '.join(known)}{suggest(kind, known)}"
-        )
+        hint = "" if kind in known else suggest(kind, known)
+        raise InputError(f"--set {show(text)}: give FACT.FIELD=VALUE with a fact among {', '.join(known)}{hint}")
     tokens = Tokens(value, f"--set {place}")
     first = tokens.next
     read = read_value(tokens)
@@ -116,18 +115,6 @@ def set_field(ir: IR, text: str) -> IR:
 
 def _lay_out_again(ir: IR, name: str, value: Any) -> IR:
     """Return `ir` for another schedule or number of microbatches, on the machine that it was laid out for."""
-    machine = ir[Machine]
-    real = Machine(machine.real, _list_links(machine)) if machine.real else machine
     if name == "n_microbatches" and type(value) is not int:
         raise InputError(f"--set Workload.n_microbatches={show(value)}: give a whole number")
-    return place_on(ir, real, **{name: value})
-
-
-def _list_links(machine: Machine) -> tuple[float, ...]:
-    """Return the links of the real devices of an unrolled machine: those between the first stages of neighbours."""
-    first = {home[0]: stage for stage, home in reversed(list(enumerate(machine.homes)))}
-    found = []
-    for device in range(len(machine.real) - 1):
-        stages = first.get(device, 0), first.get(device + 1, 0)
-        found.append(min(machine.links[min(stages) : max(stages)] or (float("inf"),)))
-    return tuple(found)
+    return place_on(ir, ir[Machine].rolled(), **{name: value})

@@ -37,7 +37,8 @@ def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
     """
     named = _find_stages(costs, split)
     stage_of = _count_cuts(costs, split) if isinstance(split, CutBefore) else spread_split(costs, named)
-    count = max(stage_of.values(), default=0) + 1
+    listed = 0 if isinstance(split, (CutBefore, Mapping)) else len(split)
+    count = max([listed, *(stage + 1 for stage in stage_of.values())])
     if count > n_devices:
         raise PlanError(f"the split has {format_count(count, 'stage')} for {format_count(n_devices, 'device')}")
     parts: list[list[str]] = [[] for _ in range(count)]

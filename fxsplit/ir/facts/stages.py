@@ -19,7 +19,9 @@ from fxsplit.ir.graph import IR, Fact, GivenFact
 from fxsplit.system.figures import format_count
 from fxsplit.system.shown import Parts, Shown, Table
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.fx.names import name_function
 from fxsplit.torch_internals.nn.containers import rebuild
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,9 +57,19 @@ class Stage(Shown):
         return f"{self.index} on {self.device_name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})"
 
     def show(self) -> Parts:
-        """Yield the summary, and the code."""
+        """Yield the summary, the code, and what each call that draws random numbers calls."""
         yield f"stage {self.summarise()}"
         yield "\n".join(f"  {line}" for line in self.code.strip().splitlines())
+        for path, call in self.module.named_children():
+            if isinstance(call, SeededCall):
+                yield f"  {path} calls {_describe(call.call)}, with random numbers of its own for each microbatch"
+
+
+def _describe(call: Any) -> str:
+    """Return a module, function or method in a line, such as `torch.nn.functional.dropout`."""
+    if isinstance(call, nn.Module):
+        return " ".join(str(call).split())
+    return f"torch.Tensor.{call}" if isinstance(call, str) else name_function(call)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxsplit.errors import IRSyntaxError
-from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode
+from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode, map_inside
 from fxsplit.ir.text.values import DeviceName, TorchName
 from fxsplit.system.figures import show
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
@@ -80,20 +79,7 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
         return TorchName(str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
         return DeviceName(str(value))
-    return _map_inside(value, lambda inner: _to_plain_value(inner, made))
-
-
-def _map_inside(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a slice, a list, a tuple or a dict with `convert` applied to its values; any other value as it is."""
-    if isinstance(value, slice):
-        return slice(*map(convert, (value.start, value.stop, value.step)))
-    if isinstance(value, list):
-        return [convert(v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(map(convert, value))
-    if isinstance(value, dict):
-        return {k: convert(v) for k, v in value.items()}
-    return value
+    return map_inside(value, lambda inner: _to_plain_value(inner, made))
 
 
 def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
@@ -202,4 +188,4 @@ def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:
             return torch.device(value.name)
         except RuntimeError:
             return value  # a kind of device that this torch does not have
-    return _map_inside(value, lambda inner: _to_fx_value(inner, made))
+    return map_inside(value, lambda inner: _to_fx_value(inner, made))

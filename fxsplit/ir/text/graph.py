@@ -14,7 +14,7 @@ A PlainGraph has the part of torch.fx's interface that planning uses, so facts a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any
@@ -94,6 +94,19 @@ def _find_nodes(value: Any) -> Iterator[PlainNode]:
         yield from _find_nodes(list(value.values()))
     elif isinstance(value, slice):
         yield from _find_nodes((value.start, value.stop, value.step))
+
+
+def map_inside(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a slice, a list, a tuple or a dict with `convert` applied to its values; any other value as it is."""
+    if isinstance(value, slice):
+        return slice(*map(convert, (value.start, value.stop, value.step)))
+    if isinstance(value, list):
+        return [convert(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(map(convert, value))
+    if isinstance(value, dict):
+        return {k: convert(v) for k, v in value.items()}
+    return value
 
 
 @dataclass(eq=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,23 @@ def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
     captured.clear()
     only = choose_candidate(replace(options, n_microbatches=4), 16, capture_rows)
     assert only == (Candidate(Scheduler("1F1B", 2), 4), None) and captured == []
+
+
+def test_candidates_are_dumped_beside_the_plan_that_runs(tmp_path: Path) -> None:
+    """A second compile replaces them, and chain.json says how they compare."""
+    tight = fxsplit.Machine.of(["cpu"] * 2, memory_bytes=95_000)
+    for options in ({"schedule": "auto", "n_microbatches": 16}, {"schedule": "1F1B", "n_microbatches": "auto"}):
+        given: Any = {"passes": FAST, "example_inputs": torch.randn(32, 32), **options}
+        with fxsplit.compile(model(), tight, dump=tmp_path, **given) as pipe:
+            found = json.loads((tmp_path / "candidates" / "chain.json").read_text())
+            folders = {path.name for path in (tmp_path / "candidates").iterdir() if path.is_dir()}
+            assert folders == {*found["step_ms"], *found["refused"]} and (tmp_path / "05-emit.ir").exists()
+            # Its own costs were measured again, or another candidate took the same time.
+            fastest = min(found["step_ms"], key=found["step_ms"].__getitem__)
+            assert fastest.startswith(pipe.plan.schedule)
+            for name in found["step_ms"]:
+                assert (tmp_path / "candidates" / name / "04-partition.ir").exists()
+            for name, why in found["refused"].items():
+                mark = json.loads((tmp_path / "candidates" / name / "chain.json").read_text())
+                assert mark["failed"] == f"in partition: NoFit: {why}" and "bytes" in why
+        assert bool(found["refused"]) == (options["schedule"] == "auto")

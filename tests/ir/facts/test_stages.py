@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxsplit import IR
 from fxsplit.errors import BrokenFact
 from fxsplit.ir.facts.stages import Ref, Stage, Stages, list_weights
+from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 
 def stage(index: int, takes: str, gives: str, layer: nn.Module) -> Stage:
@@ -100,3 +101,20 @@ def test_a_stage_is_one_line_or_its_code() -> None:
     assert repr(first) == "Stage(0 on cpu:0: (x, kept) -> (h, kept))"
     assert str(first).splitlines()[0] == "stage 0 on cpu:0: (x, kept) -> (h, kept)" and "self.layer(x)" in str(first)
     assert "stage 0 on cpu:0" in first._repr_html_()
+
+
+def test_what_draws_is_named_below_the_code() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    calls = {"draw_d": nn.Dropout(0.2), "draw_f": nn.functional.dropout, "draw_m": "bernoulli"}
+    for path in calls:
+        x = graph.call_module(path, (x,))
+    graph.output((x,))
+    held = {path: SeededCall(path, call) for path, call in calls.items()}
+    shown = str(Stage(0, "cpu:0", torch.device("cpu"), fx.GraphModule(held, graph), ("x",), ("y",)))
+    own = "with random numbers of its own for each microbatch"
+    assert shown.splitlines()[-3:] == [
+        f"  draw_d calls Dropout(p=0.2, inplace=False), {own}",
+        f"  draw_f calls torch.nn.functional.dropout, {own}",
+        f"  draw_m calls torch.Tensor.bernoulli, {own}",
+    ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.graph import GivenFact
@@ -15,13 +15,15 @@ from fxsplit.ir.graph import GivenFact
 class Example(GivenFact):
     """One microbatch: `tensors` are its tensor arguments in the order of `inputs.specs`, copies of the user's.
 
-    `from_shapes`: the graph was captured from shapes only, and nothing was computed. It is then observed with fake
-    tensors, and its operators are timed one by one.
+    - `from_shapes`: the graph was captured from shapes only, and nothing was computed. It is then observed with fake
+      tensors, and its operators are timed one by one
+    - `model` is the model that was called
     """
 
     inputs: Inputs
     tensors: tuple[Tensor, ...]
     from_shapes: bool = False
+    model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     made_by: ClassVar[str] = "trace"
 

@@ -6,11 +6,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from fxsplit.errors import ProfileError
-from fxsplit.system.figures import check_record, show
+from fxsplit.system.figures import check_record, is_count, show
 
 
 def check_costs(costs: Any) -> None:
     """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are sane."""
+    if not is_count(costs.rows, least=0):
+        raise ProfileError(f"the profile is of microbatches of {show(costs.rows)} rows: give a number of at least 0")
     known: set[str] = set()
     # `known` grows node by node, so an input that is made later is found too: the order must be topological.
     for kind, record in (*(("input", i) for i in costs.inputs), *(("node", n) for n in costs.nodes)):

@@ -230,6 +230,17 @@ class Machine(Shown, GivenFact):
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
         return len(kinds) == 1 and len(set(self.links)) <= 1
 
+    def rolled(self) -> Machine:
+        """Return the real devices of an unrolled machine, with the links of the first stages of neighbours."""
+        if not self.real:
+            return self
+        first = {home[0]: stage for stage, home in reversed(list(enumerate(self.homes)))}
+        links = []
+        for device in range(len(self.real) - 1):
+            stages = first.get(device, 0), first.get(device + 1, 0)
+            links.append(min(self.links[min(stages) : max(stages)] or (inf,)))
+        return Machine(self.real, tuple(links))
+
     def lift_memory_limits(self) -> Machine:
         """Return the same devices and links, with unlimited memory."""
         return replace(self, devices=tuple(replace(d, memory_bytes=inf) for d in self.devices))
