@@ -249,7 +249,7 @@ def _report(error: Exception, path: Path, count: int, rest: Chain) -> None:
 
 
 def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bool) -> None:
-    """Leave out of a reproducer what its failure does not need, and print what is left."""
+    """Leave out nodes and facts of a reproducer that its failure does not need, and print how many are left."""
     from fxsplit.api.toolkit.parse_ir import parse_ir, read_text
     from fxsplit.api.toolkit.shrink import shrink
 

@@ -117,17 +117,21 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
         created = graph.create_node(node.op, target, arguments, options, name=node.name)
         if created.name != node.name:
             raise IRSyntaxError(f"torch.fx has no node called {node.name!r}: give it an unused name of Python")
-        _note(created, node, comment=node.comment if model is None else None)
+        _note(created, node, alone=model is None)
         made[node] = created
     return fx.GraphModule(root if model is None else model, graph, class_name=plain.name)
 
 
-def _note(created: fx.Node, node: PlainNode, *, comment: str | None) -> None:
-    """Keep the shape, the submodule and the comment of a node that was read."""
+def _note(created: fx.Node, node: PlainNode, *, alone: bool) -> None:
+    """Keep the shape, the submodule and the comment of a node that was read; `alone` means without a model."""
     if node.made:
         created.meta[SHAPE] = node.made
-    if comment is not None:
-        created.meta[COMMENT] = comment
+    if alone:
+        created.meta[COMMENT] = node.comment
+    # With a model the comment is made again, but for the user's line.
+    line = re.search(r"@ (.+):(\d+)$", node.comment)
+    if line is not None and not alone:
+        created.meta["stack_trace"] = 'File "{}", line {}, in forward'.format(*line.groups())
     path = node.module or _guess_module(node.op, node.target)
     parts = path.split(".") if path else []
     paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
