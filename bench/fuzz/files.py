@@ -1,7 +1,8 @@
 """Damage files of every format that fxsplit reads, and arguments of its commands: each is read, or refused clearly.
 
 A case is a valid file that is then damaged a little, or a command with odd arguments. A fault is an error that is not
-fxsplit's own, an exit code without a message, JSON with an infinity in it, or more than LONGEST_S seconds.
+fxsplit's own, an exit code without a message, JSON with an infinity in it, a text of an IR that is refused without its
+line and column or comes out in another way than it went in, or more than LONGEST_S seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import io
 import json
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,9 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.fuzz import Outcome
+from fxsplit import errors
 from fxsplit.api.plan import plan
+from fxsplit.api.toolkit.from_file import read_planned
+from fxsplit.api.toolkit.parse_ir import parse_ir, read_text
+from fxsplit.api.toolkit.run import run
 from fxsplit.cli.main import main
-from fxsplit.errors import FxsplitError
+from fxsplit.errors import FxsplitError, IRSyntaxError
 from fxsplit.formats import read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import plan_to_dict, read_plan
@@ -37,6 +43,26 @@ ODD: tuple[Any, ...] = (*NUMBERS_OF_JSON, *TEXTS, [], {}, [[]], [None], {"a": 1}
 MARKS = (b"1e999", b"-", b"nan", b"\xff\xfe", b"\xef\xbb\xbf", b"{", b'"', b" -- ", b"=", b"\n", b"\t", b",", b"[")
 PIECES = (*MARKS, b"[" * 3000, b"9" * 5000)
 SMALL = ("0", "1", "2", "3", "0.5", "1e9", "513")
+WORDS = (
+    b"%x",
+    b"%a",
+    b"%",
+    b"fact ",
+    b"}",
+    b"(",
+    b"inf",
+    b"none",
+    b";",
+    b"=",
+    b'"a',
+    b"(" * 500,
+    b"#float32",
+    b"-0",
+    b"slice(",
+    b" : ",
+)
+SEARCH = "augment,order,partition"
+CHAINS = ("augment", SEARCH, SEARCH + "{recompute=auto}", "even", "cut{at=modules}," + SEARCH, "greedy,print", "emit")
 NUMBERS = (*SMALL, "-1", "nan", "inf", "1e-320", "1e308", "", "x", "9" * 12, "9" * 5000, "1_0", "٣")
 
 
@@ -74,8 +100,10 @@ def make_files() -> dict[str, bytes]:
     devices = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1000.0}
     machine = 'bytes_per_s = 1.25e9\n[[devices]]\nname = "a"\ncount = 2\nmemory_bytes = 80e9\nspeed = 1.0\n'
     machine += 'link_bytes_per_s = 300e9\n[[devices]]\nname = "b"\nspeed = 2\nbytes_per_s = 25e9\nhost = false\n'
+    ir = run(read_planned(profile.decode(), "a profile"), "pin{module=a,device=0}," + SEARCH)
     return {
         "profile": profile,
+        "ir": str(ir).encode(),
         "dnn": json.dumps(devices | {"nodes": nodes, "edges": arrows}).encode(),
         "pipedream": "\n".join(lines + edges).encode(),
         "machine": machine.encode(),
@@ -111,6 +139,38 @@ def damage_json(r: random.Random, text: bytes) -> bytes:
     return json.dumps(data).encode("utf-8", "surrogatepass")
 
 
+def damage_words(r: random.Random, text: bytes) -> bytes:
+    """Return the text of an IR with words replaced, left out, doubled, moved or put in."""
+    words = re.findall(rb"\s+|[\w.%#]+|.", text)
+    for _ in range(r.choice((1, 1, 2, 4))):
+        at, how = r.randrange(len(words)), r.random()
+        if how < 0.2:
+            del words[at]
+        elif how < 0.5:
+            words[at] = words[r.randrange(len(words))]
+        elif how < 0.6:
+            words.insert(at, words[r.randrange(len(words))])
+        elif how < 0.8:
+            words[at] = r.choice((*WORDS, str(r.choice(NUMBERS_OF_JSON)).encode()[:400]))
+        else:
+            words.insert(at, r.choice(WORDS))
+    return b"".join(words)
+
+
+def read_ir(path: Path) -> None:
+    """Read the text of an IR, plan with it, and write it; raises AssertionError for a text that comes out changed."""
+    text = read_text(path)
+    try:
+        ir = parse_ir(text, path.name, torch=False)
+    except IRSyntaxError as error:
+        assert re.match(rf"{path.name}:\d+:\d+: .", str(error)), f"no line and column: {str(error)[:100]}"
+        raise
+    written = str(ir)
+    # A text by hand may be written in another way, but only once.
+    assert str(parse_ir(written, "again", torch=False)) == written, "the text does not read back as it is"
+    run(ir, SEARCH)
+
+
 def damage_bytes(r: random.Random, content: bytes) -> bytes:
     """Return a file with bytes changed, left out or put in, lines doubled or lost, or its end cut off."""
     data = bytearray(content)
@@ -142,6 +202,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "machine": lambda path: plan(make_costs(), read_machine(path)),
     "plan": read_plan,
     "schedule": read_csv,
+    "ir": read_ir,
 }
 """The way a program would use a file of each kind."""
 
@@ -153,6 +214,12 @@ def make_command(r: random.Random, kind: str, path: str) -> list[str]:
     Path(good).write_bytes(whole["profile"])
     if kind == "schedule":
         return ["simulate", "--csv", path]
+    if kind == "ir":
+        command = ["opt", path, "--reproducer", str(Path(path).with_name("r.ir"))]
+        for option in ("--verify-roundtrip", "--no-verify", "--diff", "--stats", "--devices=3", "--emit-json=plan"):
+            command += [option] * (r.random() < 0.15)
+        command += ["--set", "Workload.n_microbatches=" + r.choice(NUMBERS)] * (r.random() < 0.1)
+        return command + r.choice(([], ["-p", r.choice(CHAINS)], ["-p", r.choice(CHAINS)]))
     if kind == "plan":
         return ["simulate", "--plan", path, *r.choice(([], ["--schedule", r.choice(list(SCHEDULES))]))]
     command = [r.choice(("plan", "plan", "explain")), good if kind == "machine" else path]
@@ -195,8 +262,12 @@ def run_command(arguments: list[str]) -> tuple[int, str | None]:
             code = main(arguments)
         except SystemExit as error:  # argparse exits by itself on bad arguments
             code = int(error.code or 0)
+    # `opt` exits with 1 if a pass fails, and then says how.
+    failed = re.match(r"fxsplit opt: pass \d+ of \d+, .*?: (\w+): ", err.getvalue())
+    if code == 1 and failed is not None and hasattr(errors, failed[1]):
+        return code, None
     if code not in (0, 2, 3):
-        return code, f"exit code {code}"
+        return code, f"exit code {code}: {err.getvalue()[:200]}"
     if code and not err.getvalue().strip():
         return code, f"exit code {code} without a message"
     if code == 0 and "--json" in arguments:
@@ -221,8 +292,8 @@ def try_case(seed: int) -> Outcome:
             command = make_command(r, kind, str(path))
         else:
             whole = make_files()[kind]
-            by_value = whole.startswith(b"{") and r.random() < 0.7
-            path.write_bytes((damage_json if by_value else damage_bytes)(r, whole))
+            by_value = {b"{": damage_json, b"f": damage_words}.get(whole[:1], damage_bytes)
+            path.write_bytes((by_value if r.random() < 0.7 else damage_bytes)(r, whole))
             command = make_command(r, kind, str(path))
         if kind != "arguments" and r.random() < 0.4:
             what, fault = f"{kind} read", None
@@ -230,8 +301,11 @@ def try_case(seed: int) -> Outcome:
                 READERS[kind](path)
             except FxsplitError:
                 what = f"{kind} refused"
+            except AssertionError as error:
+                fault = str(error)
         else:
-            code, fault = run_command([*command, *r.choice(([], ["--json"]))])
+            json_too = [] if "--emit-json=plan" in command else r.choice(([], ["--json"]))
+            code, fault = run_command([*command, *json_too])
             what = f"{kind} command {'done' if code == 0 else 'refused'}"
     seconds = time.monotonic() - begin
     if seconds > LONGEST_S:
