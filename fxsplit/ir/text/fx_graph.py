@@ -178,6 +178,10 @@ def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
     said = node.comment.partition("@ ")[0].strip()
     if node.op == "call_module" and said and said != describe_module(found):
         raise IRSyntaxError(f"{path!r} is {describe_module(found)} in this model, and {said} in the text")
+    shape = re.search(r"\[.*\]$", node.made)
+    here = str([*found.shape]) if isinstance(found, torch.Tensor) else None
+    if shape is not None and here is not None and shape[0] != here:
+        raise IRSyntaxError(f"{path!r} has shape {here} in this model, and {shape[0]} in the text")
 
 
 def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:

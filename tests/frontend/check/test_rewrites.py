@@ -213,6 +213,48 @@ def test_a_pass_may_state_by_how_much_it_changes_numbers() -> None:
             compile_with(Allowed(odd))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class OwnGradient:
+    """Scale the gradient of the first linear layer's output, and no output."""
+
+    tolerance: float = 0.02
+
+    name: ClassVar[str] = "own-gradient"
+
+    def __call__(self, ir: IR) -> IR:
+        """Return the IR with a scaled gradient."""
+        with ir.edited() as edit:
+            node = edit.graph.find_nodes(op="call_module")[0]
+            with edit.graph.inserting_after(node):
+                other = edit.graph.call_function(_scale_gradient, ())
+            node.replace_all_uses_with(other)
+            other.args = (node,)
+        return edit.ir
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 1.1
+
+
+def _scale_gradient(x: Tensor) -> Tensor:
+    return _Scale.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_gradient_may_change_by_the_stated_tolerance_too() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 4)
+    with pytest.raises(
+        BrokenFact, match=r"gradient \S+ differs by 0.\d+ of its largest value, and the pass states 0.02"
+    ):
+        fxsplit.run(fxsplit.capture(model, x), [OwnGradient()])
+    fxsplit.run(fxsplit.capture(model, x), [OwnGradient(0.2)])
+
+
 def test_a_node_that_draws_may_be_moved_and_renamed() -> None:
     """Draws come in the order of nodes, and in a pipeline by the names of nodes: either may stay."""
 

@@ -129,3 +129,26 @@ def test_functions_of_fft_and_linalg_have_their_own_names(tmp_path: Path) -> Non
     ir = fxsplit.run(fxsplit.capture(Net(), torch.randn(4, 4), n_microbatches=1), "profile{repeats=1},augment")
     for with_torch in (False, True):
         assert str(parse_ir(f"{ir}\n", "a.ir", torch=with_torch)) == str(ir)
+
+
+class Shift(nn.Module):
+    """A weight that the graph reads itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the shifted input."""
+        return torch.relu(x + self.shift)
+
+
+def test_a_graph_on_a_model_keeps_the_users_lines_and_compares_weights(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    fxsplit.run(fxsplit.capture(Shift(3), x), "profile{repeats=1}").save(tmp_path / "a.ir")
+    text = (tmp_path / "a.ir").read_text()
+    assert "; @ test_fx_graph.py:" in text
+    assert text.split("\n}\n")[0] == str(fxsplit.load_ir(tmp_path / "a.ir", Shift(3))).split("\n}\n")[0]
+    assert "attribute shift() : float32[3]" in text
+    with pytest.raises(IRSyntaxError, match=r"'shift' has shape \[1\] in this model, and \[3\] in the text"):
+        fxsplit.load_ir(tmp_path / "a.ir", Shift(1))
