@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def main(arguments: argparse.Namespace) -> int:
         if not arguments.no_verify:
             verify_ir(ir)
         check = accept if arguments.no_verify else choose_check(ir)
-        final = run_chain(ir, chain, observers, check, verify=not arguments.no_verify)
+        # What passes print must not mix with a result that another program reads.
+        with redirect_stdout(sys.stderr) if _has_result(arguments) else nullcontext():
+            final = run_chain(ir, chain, observers, check, verify=not arguments.no_verify)
     except NoFit:
         raise
     except Exception as error:
@@ -264,6 +267,12 @@ def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bo
     print_error("--local: {} nodes became {}, and {} facts {}".format(*nodes, *facts))
 
 
+def _has_result(arguments: argparse.Namespace) -> bool:
+    """Return whether the standard output is for the IR, or for JSON."""
+    to_file = arguments.output not in (None, "-") or arguments.diff or arguments.verify_roundtrip
+    return arguments.json or arguments.emit_json is not None or not to_file
+
+
 def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> None:
     """Print the IR or one of its facts, or write the IR to the file of -o, as the options say."""
     if arguments.emit_json == "plan":
@@ -283,7 +292,7 @@ def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: f
         print_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
     elif arguments.output not in (None, "-"):
         ir.save(arguments.output)
-    elif not (arguments.diff or arguments.verify_roundtrip):
+    elif _has_result(arguments):
         sys.stdout.write(render(ir))
 
 

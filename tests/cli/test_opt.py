@@ -111,9 +111,9 @@ def test_standard_input_output_file_and_facts_to_set(
 
 
 def test_from_until_and_what_is_printed(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = run(capsys, profile, "-p", PLAN, "--until", "order", "--print-before", "order", "--print-after", "changed")[
-        1
-    ]
+    printed = ("--print-before", "order", "--print-after", "changed")
+    _, out, said = run(capsys, profile, "-p", PLAN, "--until", "order", *printed)
+    assert out.startswith("fxsplit-ir 1")
     told = [line for line in said.split("\n") if line.startswith(("; before", "; after"))]
     assert told == ["; after augment", "; before order", "; after order"]
     code, said, times = run(capsys, profile, "-p", PLAN, "--diff", "--timing")
@@ -197,3 +197,14 @@ def test_planning_from_text_does_not_load_torch(dump: Path) -> None:
         "sys.exit(code or ('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def test_what_passes_print_does_not_mix_with_the_result(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain = ("-p", "print{what=Workload},even", "--print-after", "even")
+    _, out, err = run(capsys, profile, *chain, "--json", "--diff")
+    assert [row["pass"] for row in json.loads(out)["passes"]] == ["print{what=Workload}", "even"]
+    assert "1F1B, " in err and "+fact Plan {" in err and "; after even" in err
+    _, out, err = run(capsys, profile, *chain)
+    assert out.startswith("fxsplit-ir 1") and "; after even" in err
+    _, out, err = run(capsys, profile, *chain, "-o", profile.with_suffix(".ir"))
+    assert out.startswith("1F1B, ") and "; after even" in out and not err
