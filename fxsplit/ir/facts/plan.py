@@ -323,6 +323,7 @@ class Plan(Shown, Fact):
         if "load_ms" in rows[0] or costs is None or machine is None or workload is None:
             stages = tuple(record.make_row(StagePlan, row, "stages") for row in rows)
             return record.make_row(cls, values | {"stages": stages, "model": model}, "").prove(proof)
+        record.check_row(cls, {name: value for name, value in values.items() if name != "bound_for"}, "")
         bounds = {"lower_bound_ms": values.pop("lower_bound_ms", 0.0), "n_states": values.pop("n_states", 0)}
         if values.pop("bound_for", None) != _take_digest(ir):
             # Costs, machine or workload were edited: the bound says nothing of the new ones.

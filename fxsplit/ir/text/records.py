@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
 from fxsplit.errors import FxsplitError, suggest
@@ -63,23 +63,28 @@ class Record:
 
     def make_row(self, cls: type[T], row: Row, name: str) -> T:
         """Return `cls(...)` of the values in a row of the table `name`; raises IRSyntaxError for a wrong one."""
-        expected = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-        odd = next((key for key in row if key not in expected), None)
-        if odd is not None:
-            self.fail(f"there is no {odd!r}: it has {', '.join(expected)}{suggest(odd, expected)}", name or odd)
+        expected = self.check_row(cls, row, name)
         missing = [key for key, f in expected.items() if f.default is MISSING and f.default_factory is MISSING]
         lacking = next((key for key in missing if key not in row), None)
         if lacking is not None:
             self.fail(f"{lacking!r} is missing", name)
+        try:
+            return cls(**row)
+        except (FxsplitError, TypeError, ValueError, AttributeError) as error:
+            return self.fail(str(error), name)
+
+    def check_row(self, cls: type[Any], row: Row, name: str) -> dict[str, Field[Any]]:
+        """Return the fields of `cls` by name; raises IRSyntaxError for a row with another name or a wrong value."""
+        expected = {f.name: f for f in fields(cls) if f.init}
+        odd = next((key for key in row if key not in expected), None)
+        if odd is not None:
+            self.fail(f"there is no {odd!r}: it has {', '.join(expected)}{suggest(odd, expected)}", name or odd)
         for key, value in row.items():
             fits, words = _KINDS.get(str(expected[key].type), (None, ""))
             if fits is not None and not fits(value):
                 of = f" of {row['name']!r}" if name and key != "name" and isinstance(row.get("name"), str) else ""
                 self.fail(f"{key}{of} is {show(value)}: give {words}", name or key)
-        try:
-            return cls(**row)
-        except (FxsplitError, TypeError, ValueError, AttributeError) as error:
-            return self.fail(str(error), name)
+        return expected
 
     def choose(self, name: str, value: Any, among: Sequence[Any]) -> Any:
         """Return a value that is one of some; raises IRSyntaxError for another one."""
