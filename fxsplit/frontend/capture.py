@@ -127,7 +127,9 @@ def capture(
     state = replace(state, stuck=state.stuck.union(*(ir[PythonState].stuck for ir in earlier)))
     inputs = inputs.freeze(but=[number.place.key[1] for number in graph.followed if number.is_argument])
     ir = IR(graph.gm, model=subject.name, mode="train" if model.training else "eval")
-    return ir.learn(Example(inputs, sample, subject.from_shapes, model), graph.scope, effects, state)
+    modules = tuple((module, type(module)) for module in model.modules())
+    example = Example(inputs, sample, subject.from_shapes, modules, tuple(stated.leaves))
+    return ir.learn(example, graph.scope, effects, state)
 
 
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:

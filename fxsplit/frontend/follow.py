@@ -6,6 +6,7 @@ graph differs for another value. So the graph is compared with the model for the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -60,15 +61,34 @@ def _attempt(
             subject.empty_caches()
             graph = front_end.attempt(replace(subject, numbers=tuple(numbers)))
             subject.empty_caches()
-            if len(list_number_nodes(graph.gm.graph)) != len(numbers):
+            inputs = list_number_nodes(graph.gm.graph)
+            if len(inputs) != len(numbers):
                 return None
+            returned = graph.gm.graph.output_node().all_input_nodes
             checked = check(graph)
+            # Stages hand on only tensors: the check has made a constant of any other output, and has taken containers
+            # apart.
+            kept = graph.gm.graph.output_node().all_input_nodes
+            kept += [node for part in kept for node in part.all_input_nodes if part.target is operator.getitem]
+            if not _list_ancestors([node for node in returned if node not in kept]).isdisjoint(inputs):
+                return None
             _check_others(subject, graph, numbers)
         except Exception as error:  # forward() may raise anything for a proxy in place of a number
             if is_out_of_memory(error):
                 raise
             return None
     return replace(checked[0], followed=tuple(numbers)), checked[1]
+
+
+def _list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return nodes, and all nodes that their values follow from."""
+    found, left = set[fx.Node](), [*nodes]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]) -> None:

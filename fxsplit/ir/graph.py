@@ -239,8 +239,8 @@ class IR(Shown):
         They are in its `Step` afterwards, and `fxsplit opt --stats` prints them. No pass reads them. Raises ChainError
         for a figure that is no number, flag or text.
         """
-        # A number of numpy or torch has `item`.
-        plain = {name: getattr(value, "item", lambda value=value: value)() for name, value in figures.items()}
+        # A number of numpy or torch has `item`, and so has an array, which is no number.
+        plain = {n: v.item() if hasattr(v, "item") and not getattr(v, "shape", ()) else v for n, v in figures.items()}
         odd = next((name for name, value in plain.items() if not isinstance(value, (int, float, str))), None)
         if odd is not None:
             raise ChainError(f"note({odd}=...) has a {type(plain[odd]).__name__}: give a number, a flag or text")

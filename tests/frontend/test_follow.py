@@ -199,3 +199,28 @@ def test_a_number_behind_a_cache_is_followed_as_a_model_with_an_empty_one_comput
             vars(model.kept).pop("doubled", None)
             found = pipe(x)
             torch.testing.assert_close(found, model(x))
+
+
+class Returns(Uses):
+    """Returns numbers beside a tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.use(self, self.a(x) * (2 if self.exported and x.shape[1] > 100 else 1))
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [lambda m, h: (h * m.rate, m.rate), lambda m, h: {"y": h * m.rate, "n": [2 * m.rate + 1]}],
+    ids=["itself", "a number made of it"],
+)
+def test_a_number_that_is_returned_stays_a_constant(use: Any, exported: bool) -> None:
+    """Stages hand on only tensors, so the number that the model returns is a constant of the graph."""
+    model = Returns(use, exported=exported)
+    x = torch.randn(8, 4)
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
+        pipe(x)
+        with pytest.warns(fxsplit.errors.FxsplitWarning, match="compiling again"):
+            for rate in (0.25, 0.5, 0.75, 0.25, 0.5):
+                model.rate = rate
+                torch.testing.assert_close(pipe(x), model(x))

@@ -34,7 +34,7 @@ from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Detached, Ref, Stages, list_weights
 from fxsplit.ir.graph import IR, Fact
-from fxsplit.ir.manager import Observer, accept, run_chain
+from fxsplit.ir.manager import Observer, run_chain
 from fxsplit.runtime.program import Program
 from fxsplit.runtime.stage.compiled_stage import Compiling
 from fxsplit.system.progress_bar import show_phase
@@ -102,7 +102,8 @@ def lower(
     keep = KeepCosts()
     # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)
-    check = Rewrites(captured).check if options.check_rewrites else accept
+    rewrites = Rewrites(captured)
+    check = rewrites.check if options.check_rewrites else rewrites.mark
     final = run_chain(captured.learn(*facts), options.passes, [keep, *observers], check)
     return forget_states(final), keep.found
 

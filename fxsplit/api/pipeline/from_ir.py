@@ -6,9 +6,8 @@ captured graph --the user's passes--> IR with Plan and Stages --check against th
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
 
 from fxsplit import passes as standard
 from fxsplit.api.compiler.compiled import Compiled, read_versions
@@ -16,7 +15,7 @@ from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.compiler.lowering import KeepCosts, build_program, forget_states
 from fxsplit.api.compiler.options import CompileOptions
 from fxsplit.api.compiler.validity import Validity
-from fxsplit.errors import ChainError
+from fxsplit.errors import ChainError, InputError
 from fxsplit.frontend.check.rewrites import Rewrites
 from fxsplit.ir.chain import Chain, parse_chain
 from fxsplit.ir.facts.capture.example import Example
@@ -27,25 +26,14 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Detached, Stages
 from fxsplit.ir.graph import IR, Pass, Step, name_pass
 from fxsplit.ir.manager import verify_ir
+from fxsplit.passes import Leaf
 from fxsplit.runtime.loss.loss import LossFn
+from fxsplit.system.figures import show
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals.thread_modes import enable_gradients
 
 SEARCH = ("augment", "order", "partition")
 """The passes that search for the plan, and need not run again."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """Stands for all that was done to a graph: `tolerance` is the largest that one of the passes states."""
-
-    tolerance: float | None = None
-
-    name: ClassVar[str] = "Pipeline.of"
-
-    def __call__(self, ir: IR) -> IR:
-        """Return the IR as it is: all has been done."""
-        return ir
 
 
 def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compiler:
@@ -54,6 +42,8 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
     Other modes and shapes are compiled by the passes of `ir`, with the same plan. Raises MissingFact for an IR that has
     no stages or was not captured from a model, and BrokenFact for stages that compute something else than the model.
     """
+    if not isinstance(ir, IR):
+        raise InputError(f"Pipeline.of takes an IR, such as fxsplit.run(captured, chain), and not {show(ir)}")
     stages, model = ir[Stages], ir[Example].model
     passed = _list_irs(ir)
     captured = passed[0]
@@ -62,13 +52,15 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
             "this IR does not know the graph that its model was captured as: capture the model by fxsplit.capture, "
             "or load a text by fxsplit.load_ir(path, model, example_inputs), and run every pass by fxsplit.run"
         )
-    options = _state_options(ir, _list_passes(ir), loss_fn)
+    if [(id(m), type(m)) for m in model.modules()] != [(id(m), cls) for m, cls in ir[Example].modules]:
+        raise InputError(
+            f"a submodule of {captured.model} was replaced, added or removed, or has another class, since the IR was "
+            "captured: capture the model again"
+        )
+    options = _state_options(ir, _list_passes(ir), loss_fn, check_rewrites=check_rewrites)
     with enable_gradients(), show_progress():
         verify_ir(ir)
-        if check_rewrites:
-            stated = (getattr(step.run, "tolerance", None) for step in ir.steps)
-            done = Written(max((t for t in stated if t is not None), default=None))
-            ir = Rewrites(captured).check(done, captured, ir)
+        ir = _check_edits(ir, passed, runs=check_rewrites)
     candidate = options.list_candidates(options.stated_count or 1)[0]
     keep = KeepCosts()
     for before, after in pairwise(passed):
@@ -88,6 +80,36 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
     return compiler
 
 
+def _check_edits(ir: IR, passed: Sequence[IR], *, runs: bool) -> IR:
+    """Return `ir`, marked as Detached if it is, after a comparison of each rewrite with the graph before.
+
+    Each rewrite may change as much as its own pass states. A graph with weights of its own is always compared, since
+    these may be of earlier weights of the model. Raises BrokenFact for a graph that computes something else.
+    """
+    rewrites = Rewrites(passed[0])
+    for before, after in pairwise(passed):
+        is_step = len(after.steps) == len(before.steps) + 1
+        done = (after.steps[-1].run if is_step else None) or edited_by_hand
+        marked = rewrites.mark(done, before, after)
+        detached = marked.get(Detached)
+        if runs or detached is not None:
+            try:
+                rewrites.check(done, before, after)
+            except RuntimeError as error:
+                raise ChainError(
+                    f"the graph does not run on its example any more ({type(error).__name__}: {error}): capture "
+                    f"{ir.model} again if it has changed since"
+                ) from error
+        if detached is not None and ir.get(Detached) is None:
+            ir = ir.learn(detached)
+    return ir
+
+
+def edited_by_hand(ir: IR) -> IR:
+    """Stand for an edit that no pass has made, in messages."""
+    return ir
+
+
 def _list_irs(ir: IR) -> list[IR]:
     """Return the IRs that led to `ir`, the captured one first."""
     found = [ir]
@@ -96,7 +118,7 @@ def _list_irs(ir: IR) -> list[IR]:
     return found[::-1]
 
 
-def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None) -> CompileOptions:
+def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None, *, check_rewrites: bool) -> CompileOptions:
     """Return the options of compile() that an IR was made with."""
     machine, workload = ir[Machine], ir[Workload]
     apart = Counter(home[0] for home in machine.homes)
@@ -111,6 +133,7 @@ def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None) -> CompileOptio
         recompute=workload.recompute,
         inference=workload.inference,
         chunks=ir[Example].inputs.chunks or None,
+        check_rewrites=check_rewrites,
     )
 
 
@@ -122,7 +145,8 @@ def _list_passes(ir: IR) -> Chain:
     first = min(planned, default=cut)
     taken: list[Pass] = [standard.TakePlan(ir[Plan])]
     kept = [[step for step in part if not _plans(step)] for part in (done[:first], done[first:])]
-    return Chain((*kept[0], *taken, *kept[1]))
+    leaves = [Leaf(path) for path in ir[Example].leaves]
+    return Chain((*(leaf for leaf in leaves if leaf not in done), *kept[0], *taken, *kept[1]))
 
 
 def _plans(step: Pass) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -70,7 +71,14 @@ def capture_call(
 
 
 def attach(
-    text: str, name: str, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, sets_mode: bool = False
+    text: str,
+    name: str,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    chunks: Chunks | None = None,
+    sets_mode: bool = False,
 ) -> IR:
     """Return the IR in a text with its graph on `model`, which is called once to know its example and its effects.
 
@@ -83,14 +91,28 @@ def attach(
         model.train(read.mode == "train")
     if model.training != (read.mode == "train"):
         raise InputError(f"{name} is the IR of a model in {read.mode} mode: call model.{read.mode}() first")
-    known = capture_call(model, args, kwargs, CaptureOptions(), 1 if workload is None else workload.n_microbatches)
+    stated = CaptureOptions(chunks, _list_whole(read, model))
+    known = capture_call(model, args, kwargs, stated, 1 if workload is None else workload.n_microbatches)
     try:
         # The captured graph also has the constants that capturing makes, and functions of other packages.
         ir = parse_ir(text, name, known.gm)
     except IRSyntaxError:
         # A graph that a person has edited may call modules that the captured one does not.
         with suppress(IRSyntaxError):
-            ir = parse_ir(text, name, model)
-            return replace(ir.learn(*known.facts.values()), model=known.model, earlier=known)
+            return _join(parse_ir(text, name, model), known)
         raise
-    return replace(ir.learn(*known.facts.values()), model=known.model, earlier=known)
+    return _join(ir, known)
+
+
+def _list_whole(read: IR, model: nn.Module) -> list[str]:
+    """Return the submodules with parts that a graph calls as a whole."""
+    called = {str(node.target) for node in read.gm.graph.nodes if node.op == "call_module"}
+    return [path for path, module in model.named_modules() if path in called and any(module.children())]
+
+
+def _join(ir: IR, known: IR) -> IR:
+    """Return the IR of a text with the facts of a capture, in the order of the text."""
+    order = {kind.__name__: at for at, kind in enumerate(ir.facts)}
+    joined = ir.learn(*known.facts.values())
+    facts = sorted(joined.facts.items(), key=lambda item: order.get(item[0].__name__, len(order)))
+    return replace(joined, facts=MappingProxyType(dict(facts)), model=known.model, earlier=known)

@@ -12,8 +12,16 @@ from fxsplit.ir.graph import IR
 if TYPE_CHECKING:  # planning from a file needs no torch
     from torch import nn
 
+    from fxsplit.ir.facts.capture.chunks import Chunks
 
-def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Any = None) -> IR:
+
+def load_ir(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    example_inputs: Any = None,
+    *,
+    chunks: Chunks | None = None,
+) -> IR:
     """Return the IR in a file that `ir.save(path)`, a dump or a person has written.
 
     The graph calls the submodules of `model`, which must have the names and settings that the text says. Without a
@@ -22,9 +30,10 @@ def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None, exampl
     file names, so give a model only to files that you trust.
 
     With `example_inputs` too, a whole batch as `compile` takes it, the model is called once, and passes that run the
-    graph can follow, such as `profile` and `emit`.
+    graph can follow, such as `profile` and `emit`. `chunks` is as for `compile`.
 
-    Raises IRSyntaxError, with file, line and column, for a text that is no IR, and InputError for an unreadable file.
+    Raises IRSyntaxError, with file, line and column, for a text that is no IR, and InputError for an unreadable file
+    and a model in the other mode.
     """
     if example_inputs is not None:
         if model is None:
@@ -32,5 +41,6 @@ def load_ir(path: str | os.PathLike[str], model: nn.Module | None = None, exampl
         from fxsplit.api.toolkit.capture import attach
         from fxsplit.ir.facts.capture.call import parse_example_inputs
 
-        return attach(read_text(path), os.fspath(path), model, *parse_example_inputs(example_inputs))
+        args, kwargs = parse_example_inputs(example_inputs)
+        return attach(read_text(path), os.fspath(path), model, args, kwargs, chunks=chunks)
     return parse_ir(read_text(path), os.fspath(path), model, torch=True)

@@ -28,7 +28,7 @@ from fxsplit.ir.text.write import render
 
 LIMIT_S = 60.0
 """The seconds after which the smallest IR so far is the result."""
-COMPARED = 60
+COMPARED = 100
 """The length of the part of an error's text that must stay the same."""
 
 Fails = Callable[[IR], bool]
@@ -64,8 +64,8 @@ def shrink(ir: IR, step: Pass, error: Exception, limit_s: float = LIMIT_S, *, ve
 
 
 def _sign(error: Exception) -> tuple[str, str]:
-    """Return the kind of an error, and the head of its text without names and numbers."""
-    return type(error).__name__, re.sub(r"'[^']*'|\d[\d.]*", "_", str(error))[:COMPARED]
+    """Return the kind of an error, and the head of its text; numbers, such as that of the nodes, may change."""
+    return type(error).__name__, re.sub(r"\b\d[\d.]*\b", "_", str(error))[:COMPARED]
 
 
 def _drop_facts(ir: IR, fails: Fails) -> IR:

@@ -27,7 +27,7 @@ class Rewrites:
         """
         if is_own(step) or after.gm is before.gm:
             return after
-        tolerance = _read_tolerance(step)
+        tolerance = read_tolerance(step)
         lost = self._find_foreign(before, after)
         for found in compare_graphs(before, after):
             if found.value <= (found.rounding if tolerance is None else tolerance):
@@ -44,6 +44,12 @@ class Rewrites:
             )
         return _detach(step, after, lost)
 
+    def mark(self, step: Pass, before: IR, after: IR) -> IR:
+        """Return `after`, marked as Detached if it has other weights than the model; nothing is run or compared."""
+        if is_own(step) or after.gm is before.gm:
+            return after
+        return _detach(step, after, self._find_foreign(before, after))
+
     def _find_foreign(self, before: IR, after: IR) -> str | None:
         """Return the path of a weight of the new graph that is not one of the model's, or None."""
         known = {id(weight) for gm in (self.captured.gm, before.gm) for weight in list_weights(gm)}
@@ -51,7 +57,7 @@ class Rewrites:
         return next((path for path, weight in named if id(weight) not in known), None)
 
 
-def _read_tolerance(step: Pass) -> float | None:
+def read_tolerance(step: Pass) -> float | None:
     """Return the `tolerance` that a pass states, or None; raises ChainError unless it is a non-negative number."""
     tolerance = getattr(step, "tolerance", None)
     if tolerance is None:

@@ -35,6 +35,8 @@ def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
     with. Raises PlanError for unknown names, for a name in two stages, for more stages than devices, and for a stage
     without nodes.
     """
+    if not costs.nodes:
+        raise PlanError("a graph without nodes has no stages")
     named = _find_stages(costs, split)
     stage_of = _count_cuts(costs, split) if isinstance(split, CutBefore) else spread_split(costs, named)
     listed = 0 if isinstance(split, (CutBefore, Mapping)) else len(split)

@@ -17,15 +17,22 @@ class Example(GivenFact):
 
     - `from_shapes`: the graph was captured from shapes only, and nothing was computed. It is then observed with fake
       tensors, and its operators are timed one by one
-    - `model` is the model that was called
+    - `modules` are the model that was called, and its submodules, each with its class at that time
+    - `leaves` are the paths of submodules that stay whole because the user says so
     """
 
     inputs: Inputs
     tensors: tuple[Tensor, ...]
     from_shapes: bool = False
-    model: nn.Module | None = field(default=None, compare=False, repr=False)
+    modules: tuple[tuple[nn.Module, type], ...] = field(default=(), compare=False, repr=False)
+    leaves: tuple[str, ...] = ()
 
     made_by: ClassVar[str] = "trace"
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was called; None if the example was made in another way."""
+        return self.modules[0][0] if self.modules else None
 
     @property
     def rows(self) -> int:

@@ -102,14 +102,15 @@ class Machine(Shown, GivenFact):
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
     between threads of one process on a CPU. An unrolled machine has a device for each stage: `homes` are the numbers of
-    the real devices of each, and `real` the real devices. Raises InputError unless names are unique and there is a link
-    for each pair of neighbours.
+    the real devices of each, `real` the real devices, and `real_links` the links between these. Raises InputError
+    unless names are unique and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
     links: tuple[float, ...]
     homes: tuple[tuple[int, ...], ...] = ()
     real: tuple[Device, ...] = ()
+    real_links: tuple[float, ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
 
@@ -124,6 +125,8 @@ class Machine(Shown, GivenFact):
                 f"{len(self.devices)} devices need {len(self.devices) - 1} links between neighbours, "
                 f"not {len(self.links)}: give one bandwidth for each pair of neighbours"
             )
+        if len(self.real_links) != max(0, len(self.real) - 1):
+            raise InputError(f"{len(self.real)} real devices need {max(0, len(self.real) - 1)} real_links between them")
         # Infinite links are allowed: they copy nothing.
         for link in self.links:
             if not _is_number(link):
@@ -219,7 +222,7 @@ class Machine(Shown, GivenFact):
             min(inf if a == b else self._find_link(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
-        return Machine(tuple(made), tuple(links), tuple(tuple(home) for home in homes), self.devices)
+        return Machine(tuple(made), tuple(links), tuple(tuple(home) for home in homes), self.devices, self.links)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -231,15 +234,8 @@ class Machine(Shown, GivenFact):
         return len(kinds) == 1 and len(set(self.links)) <= 1
 
     def rolled(self) -> Machine:
-        """Return the real devices of an unrolled machine, with the links of the first stages of neighbours."""
-        if not self.real:
-            return self
-        first = {home[0]: stage for stage, home in reversed(list(enumerate(self.homes)))}
-        links = []
-        for device in range(len(self.real) - 1):
-            stages = first.get(device, 0), first.get(device + 1, 0)
-            links.append(min(self.links[min(stages) : max(stages)] or (inf,)))
-        return Machine(self.real, tuple(links))
+        """Return the machine that an unrolled one was made from: its real devices and their links."""
+        return Machine(self.real, self.real_links) if self.real else self
 
     def lift_memory_limits(self) -> Machine:
         """Return the same devices and links, with unlimited memory."""
@@ -295,7 +291,9 @@ class Machine(Shown, GivenFact):
         """Return the machine as it is stored in text."""
         values: Row = {"devices": [_to_row(d) for d in self.devices], "links": tuple(self.links)}
         values |= {"homes": self.homes} if self.homes else {}
-        return Record("Machine", values | ({"real": [_to_row(d) for d in self.real]} if self.real else {}))
+        if self.real:
+            values |= {"real": [_to_row(d) for d in self.real], "real_links": tuple(self.real_links)}
+        return Record("Machine", values)
 
     @classmethod
     def from_record(cls, record: Record, ir: IR) -> Machine:

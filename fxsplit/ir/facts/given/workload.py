@@ -73,9 +73,10 @@ class Workload(GivenFact):
         if workload.n_microbatches < 1:
             record.fail(f"n_microbatches is {workload.n_microbatches}: give at least 1", "n_microbatches")
         counts = range(1, len(machine) + 1)
-        if any(len(workload.in_flight.get(count, ())) != count for count in counts):
+        if any(len(workload.in_flight.get(k, ())) != k or min(workload.in_flight[k]) < 1 for k in counts):
             record.fail(
-                f"in_flight needs a list for 1 to {counts[-1]} stages, with a number for each stage", "in_flight"
+                f"in_flight needs a list for 1 to {counts[-1]} stages, with a number of at least 1 for each stage",
+                "in_flight",
             )
         return replace(workload, moments=record.source.find_moments(workload, machine))
 
