@@ -178,12 +178,24 @@ def compile(
     return pipeline
 
 
+def list_rough(pipe: Pipeline) -> list[Pass]:
+    """Return the passes that change numbers on purpose: those that state a tolerance.
+
+    None for a pipeline with weights of its own, which cannot be trained without its passes.
+    """
+    made = pipe.compiler.get_compiled(get_mode(pipe.model))
+    detached = made is not None and made.program.detached is not None
+    return [] if detached else [step for step in pipe.compiler.options.chain if getattr(step, "tolerance", None)]
+
+
 def recompile_like(
     pipe: Pipeline,
     model: nn.Module,
     loss_fn: LossFn | None,
     compress: str | None = None,
     gradient_hook: GradientHook | None = None,
+    *,
+    approximate: bool = False,
 ) -> Pipeline:
     """Return a copy of the model, perhaps in other dtypes, as a pipeline with the same options, for a comparison.
 
@@ -191,7 +203,7 @@ def recompile_like(
     another graph, the copy's costs are measured.
 
     Values between stages are not compressed unless `compress` says so, and gradients are added exactly over ranks
-    unless `gradient_hook` says otherwise.
+    unless `gradient_hook` says otherwise. Passes that state a tolerance are left out unless it is `approximate`.
 
     Raises InputError for a schedule that changes the weights between microbatches.
     """
@@ -200,7 +212,8 @@ def recompile_like(
         if scheduler.name in ASYNCHRONOUS:
             raise InputError(f"{scheduler.name} does not train as the model itself does: verify a pipeline with 1F1B")
     # Deferred statistics are those of the whole batch, but the unsplit model runs microbatch by microbatch.
-    kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm))
+    rough = [] if approximate else list_rough(pipe)
+    kept = (step for step in options.chain if not isinstance(step, standard.BatchNorm) and step not in rough)
     chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))
     made = pipe.compiler.get_compiled(get_mode(model))
     costs = None if made is None else made.costs

@@ -86,7 +86,9 @@ def _add_observers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timing", action="store_true", help="print the time of each pass, on standard error")
     parser.add_argument("--stats", action="store_true", help="print the figures of each pass, on standard error")
     add_reproducer(parser, REPRODUCER)
-    parser.add_argument("--local", action="store_true", help="make the reproducer as small as its failure allows")
+    parser.add_argument(
+        "--local", action="store_true", help="also write a reproducer that is as small as the failure allows"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -107,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.verify_roundtrip:
         _check_roundtrip(text, arguments.file)
     chain = _choose_passes(arguments, text)
-    timer, reproducer = Timer(), Reproducer(Path(arguments.reproducer))
+    timer, reproducer = Timer(), Reproducer(_choose_reproducer(arguments))
     observers = [*_make_observers(arguments, chain), timer, reproducer]
     try:
         if not arguments.no_verify:
@@ -252,7 +254,7 @@ def _report(error: Exception, path: Path, count: int, rest: Chain) -> None:
 
 
 def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bool) -> None:
-    """Leave out nodes and facts of a reproducer that its failure does not need, and print how many are left."""
+    """Write a second reproducer without the nodes and facts that the failure does not need; print how many are left."""
     from fxsplit.api.toolkit.parse_ir import parse_ir, read_text
     from fxsplit.api.toolkit.shrink import shrink
 
@@ -261,10 +263,18 @@ def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bo
     if small is whole:
         print_error("--local: the pass does not fail in this way without the model, or needs all that is there")
         return
+    reproducer.path = reproducer.path.with_name(f"{reproducer.path.stem}-small.ir")
     reproducer.write(rest[:1], error, render(small))
     nodes = (len(ir.gm.graph.nodes) for ir in (whole, small))
     facts = (len(ir.facts) for ir in (whole, small))
-    print_error("--local: {} nodes became {}, and {} facts {}".format(*nodes, *facts))
+    print_error("--local: {} nodes became {}, and {} facts {}, in {}".format(*nodes, *facts, reproducer.path))
+
+
+def _choose_reproducer(arguments: argparse.Namespace) -> Path:
+    """Return the file that a failing pass leaves: never the one that is read, which may say more."""
+    path = Reproducer(Path(arguments.reproducer)).path
+    same = path.exists() and Path(arguments.file).exists() and path.samefile(arguments.file)
+    return path.with_name(f"{path.stem}-again.ir") if same else path
 
 
 def _has_result(arguments: argparse.Namespace) -> bool:
@@ -280,7 +290,7 @@ def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: f
         from fxsplit.ir.facts.plan import Plan
 
         # The keys of `fxsplit plan --json`: reading the file, enumerating states, and searching.
-        taken = {step.text.partition("{")[0]: step.seconds for step in ir.steps}
+        taken = {step.name: step.seconds for step in ir.steps}
         states = taken.get("augment", 0.0) + taken.get("order", 0.0)
         seconds = {"load": load_s, "states": states, "solve": taken.get("partition", 0.0)}
         print_json(plan_to_dict(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})

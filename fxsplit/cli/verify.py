@@ -256,5 +256,6 @@ def describe(found: Verification) -> dict[str, Any]:
         "offending": [f"{d.kind} {d.name}" for d in found.offending],
         "differs_from_whole_batch": list(found.by_nature),
         "compression": None if found.compression is None else asdict(found.compression),
+        "passes": None if found.passes is None else asdict(found.passes),
         "gradient_hook": None if found.gradient_hook is None else asdict(found.gradient_hook),
     }

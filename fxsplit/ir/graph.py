@@ -111,6 +111,11 @@ class Step:
     noted: Mapping[str, object] = field(default_factory=dict)
     run: Pass | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """The name of the pass; that of its class or function if only its text is known."""
+        return name_pass(self.run) if self.run is not None else self.text.partition("{")[0].rpartition(":")[2]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IR(Shown):
@@ -148,10 +153,10 @@ class IR(Shown):
         at: IR | None = self
         while at is not None and at.earlier is not None:
             # An IR from a file follows the captured one without a step.
-            if len(at.steps) == len(at.earlier.steps) + 1 and at.steps[-1].text.partition("{")[0] == name:
+            if len(at.steps) == len(at.earlier.steps) + 1 and at.steps[-1].name == name:
                 return at
             at = at.earlier
-        steps = ", ".join(step.text.partition("{")[0] for step in self.steps) or "none"
+        steps = ", ".join(step.name for step in self.steps) or "none"
         raise ChainError(
             f"the IR around pass {name!r} is not known: the steps are {steps}, and an IR from a file, or from a pass "
             "that was called by hand, keeps no earlier ones: run passes by fxsplit.run(ir, chain)"
@@ -186,15 +191,18 @@ class IR(Shown):
                 "inputs (fxsplit.load_ir(path, model, example_inputs), or fxsplit opt --model), and then run "
                 f"{kind.made_by!r} if that is a pass"
             )
-        if kind in self.fallen:
+        # A comment of a text has a class of its own with the name of the fact.
+        cause = next((cause.__name__ for k, cause in self.fallen.items() if k.__name__ == kind.__name__), None)
+        if cause is not None:
             # In the order in which they were learnt, so that the passes in between come first.
-            again = dict.fromkeys(cast("type[Fact]", k).made_by for k in self.fallen)
+            made = dict.fromkeys(cast("type[Fact]", k).made_by for k in self.fallen)
+            again = [step for step in made if step != Unread.made_by]
             raise MissingFact(
-                f"no {kind.__name__} any more (known: {known}): it derives from {self.fallen[kind].__name__}, which a "
-                f"pass has learnt again since: run {', '.join(again)} again after that pass"
+                f"no {kind.__name__} any more (known: {known}): it derives from {cause}, which is another one since: "
+                f"run {', '.join(again or [kind.made_by])} again"
             )
         # The chain is at fault: it lacks the pass, or a later pass rewrites the graph.
-        if any(step.text.partition("{")[0] == kind.made_by for step in self.steps):
+        if any(step.name == kind.made_by for step in self.steps):
             raise MissingFact(
                 f"no {kind.__name__} any more (known: {known}): the facts of {kind.made_by!r} were forgotten when a "
                 f"later pass rewrote the graph: rewrite it before {kind.made_by!r}, keep this fact if it still holds "
@@ -229,8 +237,15 @@ class IR(Shown):
             cause = next((anew[base] for base in list_sources(kind) if base in anew), None)
             if cause is not None and kind not in learnt:
                 anew[kind] = cause
-        fallen = {k: cause for k, cause in {**self.fallen, **anew}.items() if k not in learnt}
-        kept = {k: f for k, f in self.facts.items() if k not in fallen and not _is_replaced(f, names)}
+        # A fact that stands as a comment knows only the names of its sources.
+        gone = {kind.__name__: kind for kind in anew}
+        for kind, fact in self.facts.items():
+            sources = fact.sources if isinstance(fact, Unread) and kind.__name__ not in names else ()
+            cause = next((gone[name] for name in sources if name in gone), None)
+            if cause is not None:
+                anew[kind] = gone[kind.__name__] = cause
+        fallen = {k: cause for k, cause in {**self.fallen, **anew}.items() if k.__name__ not in names}
+        kept = {k: f for k, f in self.facts.items() if k not in fallen and k.__name__ not in names}
         return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
 
     def note(self, **figures: object) -> IR:
@@ -267,11 +282,6 @@ class IR(Shown):
             k: f for k, f in self.facts.items() if f.given or k in keep or (isinstance(f, Unread) and _stays(f, names))
         }
         return replace(self, gm=gm, facts=MappingProxyType(kept), earlier=self)
-
-
-def _is_replaced(fact: Fact, learnt: set[str]) -> bool:
-    """Return whether a fact is a comment on one that has been learnt now, or that follows from one."""
-    return isinstance(fact, Unread) and not learnt.isdisjoint((fact.kind, *fact.sources))
 
 
 def _stays(fact: Unread, keep: set[str]) -> bool:

@@ -126,7 +126,7 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
                 "build the model again if one of them has changed"
             )
     # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.
-    steps = (*ir.steps, Step(pass_text(step), seconds, result.noted, step))
+    steps = (*ir.steps, Step(pass_text(step, importable=True), seconds, result.noted, step))
     return replace(result, steps=steps, model=ir.model, mode=ir.mode, earlier=ir, noted=MappingProxyType({}))
 
 

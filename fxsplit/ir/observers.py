@@ -12,11 +12,11 @@ import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from fxsplit.errors import NoFit
 from fxsplit.ir.chain import Chain, can_be_named, pass_text
-from fxsplit.ir.graph import IR, name_pass
+from fxsplit.ir.graph import IR, Pass, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.text.write import render
 from fxsplit.system.files import make_folder, write_whole
@@ -111,7 +111,7 @@ class Timer(Observer):
         assert self._last is not None
         learnt = [kind.__name__ for kind, fact in ir.facts.items() if self._last.facts.get(kind) is not fact]
         forgot = [kind.__name__ for kind in self._last.facts if kind not in ir.facts]
-        row = {"pass": ir.steps[-1].text, "ms": 1000 * ir.steps[-1].seconds}
+        row = {"pass": pass_text(cast(Pass, ir.steps[-1].run)), "ms": 1000 * ir.steps[-1].seconds}
         row |= {"nodes_before": len(self._last.gm.graph.nodes), "nodes_after": len(ir.gm.graph.nodes)}
         self.rows.append({**row, "learnt": learnt, "forgot": forgot, "noted": dict(ir.steps[-1].noted)})
         self._last = ir

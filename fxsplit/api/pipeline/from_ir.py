@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from fxsplit import passes as standard
 from fxsplit.api.compiler.compiled import Compiled, read_versions
@@ -65,7 +67,7 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
     keep = KeepCosts()
     for before, after in pairwise(passed):
         if len(after.steps) > len(before.steps):
-            keep.after(after.steps[-1].text.partition("{")[0], after)
+            keep.after(after.steps[-1].name, after)
     compiler = Compiler(model, options)
     compiler.keep_compiled(
         Compiled(
@@ -155,12 +157,26 @@ def _plans(step: Pass) -> bool:
 
 
 def _find_pass(step: Step) -> Pass:
-    """Return the pass of a step. Raises ChainError for a pass of a user's that only a file names."""
+    """Return the pass of a step; for a pass of a user's that only a file names, one that refuses to run."""
     if step.run is not None:
         return step.run
-    if ":" in step.text:
+    try:
+        return parse_chain(step.text, standard.PASSES, imports=False)[0]
+    except ChainError:
+        return Unknown(step.text)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Stands for a pass that a file names and that would have to be imported: nothing in a file is imported."""
+
+    text: str
+
+    name: ClassVar[str] = "unknown"
+
+    def __call__(self, ir: IR) -> IR:
+        """Raise ChainError: the pass is not known here."""
         raise ChainError(
-            f"step {step.text!r} was read from a file, and the pass is one that fxsplit would have to import: run the "
-            "passes here, by fxsplit.run"
+            f"the IR is from a file, which names the pass {self.text!r}, and the {ir.mode} mode needs that again: "
+            "capture the model in this mode and run the passes here, by fxsplit.run"
         )
-    return parse_chain(step.text, standard.PASSES)[0]

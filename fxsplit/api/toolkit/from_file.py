@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.api.toolkit.parse_ir import parse_ir
-from fxsplit.errors import FxsplitError, InputError, suggest
+from fxsplit.errors import InputError, suggest
 from fxsplit.formats.profiles.foreign import ProfileFile
 from fxsplit.formats.read import parse_profile
 from fxsplit.ir.facts.costs.costs import Costs
@@ -15,6 +15,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.graph import IR
 from fxsplit.ir.text.graph import KINDS, UNKNOWN, FunctionName, PlainGraph, PlainNode, is_plain
+from fxsplit.ir.text.read import check_fact
 from fxsplit.ir.text.records import Source
 from fxsplit.ir.text.tokens import Tokens
 from fxsplit.ir.text.values import read_value
@@ -74,6 +75,8 @@ def place_on(ir: IR, machine: Machine, schedule: str | None = None, n_microbatch
     name = schedule or ("1F1B" if workload is None else workload.schedule)
     count = known if n_microbatches is None else n_microbatches
     laid_out, made = lay_out(machine, name, count)
+    # Facts that follow from the machine still hold if it is the same.
+    laid_out = laid_out if laid_out != ir.get(Machine) else ir[Machine]
     if workload is not None:
         made = replace(made, recompute=workload.recompute, may_idle=workload.may_idle)
     return ir.learn(laid_out, made)
@@ -106,10 +109,7 @@ def set_field(ir: IR, text: str) -> IR:
     workload = changed.get(Workload)
     if isinstance(made, Machine) and workload is not None:
         changed = ir.learn(made, replace(workload, moments=find_moments(workload, made)))
-    try:
-        changed[type(fact)].verify(changed)
-    except FxsplitError as error:
-        record.fail(str(error))
+    check_fact(changed[type(fact)], record, changed)
     return changed
 
 

@@ -79,6 +79,7 @@ def _name_left(pipe: Pipeline, left: Mapping[Tensor, Tensor] | None) -> dict[str
 class Compression:
     """The error of outputs and gradients: |found - exact| / |exact|, as norms over all elements.
 
+    how: the compression, or the passes that change numbers on purpose.
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
     loss: the loss of the step, in words; empty if the pipeline gives no gradients, and only outputs were compared.
     """
@@ -89,21 +90,24 @@ class Compression:
     worst: float
     worst_name: str
     loss: str = ""
+    what: str = "cuts compressed"
 
     def __str__(self) -> str:
-        outputs = f"cuts compressed ({self.how}): outputs off by {self.output:.1e}"
+        outputs = f"{self.what} ({self.how}): outputs off by {self.output:.1e}"
         if not self.loss:
             return outputs
         gradients = f"gradients by {self.gradient:.1e}, at most {self.worst:.1e} ({self.worst_name})"
         return f"{outputs}, {gradients}, for {self.loss}"
 
 
-def measure_compression(how: str, trial: Trial, found: Outcome, exact: Outcome) -> Compression:
+def measure_compression(
+    how: str, trial: Trial, found: Outcome, exact: Outcome, what: str = Compression.what
+) -> Compression:
     """Return the error of a step with compressed cuts: `found` beside the unsplit model's `exact`, over all ranks.
 
-    how: the compression, such as "int8".
+    how: the compression, such as "int8". what: what else makes the error.
     """
     ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
     gradients = ranks.merge_squares(square_differences(found.gradients, exact.gradients))
-    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients), trial.loss)
+    return Compression(how, divide_all(outputs), divide_all(gradients), *find_worst(gradients), trial.loss, what)

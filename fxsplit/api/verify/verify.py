@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase
 
-from fxsplit.api.compile import recompile_like
+from fxsplit.api.compile import list_rough, recompile_like
 from fxsplit.api.compiler.compile_group import GradientHook
 from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
@@ -33,6 +33,7 @@ from fxsplit.api.verify.tally import Tally
 from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import InputError
 from fxsplit.ir.facts.capture.call import Call, flatten_call, parse_example_inputs
+from fxsplit.ir.graph import name_pass
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.system.figures import format_count, show
 from fxsplit.system.interrupts import lose_no_interrupt
@@ -67,8 +68,9 @@ class Verification(Shown):
         divides by a count that its graph does not show. These are compared with the model on microbatches, and the rest
         with the model on the whole batch.
     dtype: the dtype of the copies; for a model that was compared in its own dtypes, the finest of them.
-    compression, gradient_hook: the errors of compressed cuts and of the gradient hook, each in one step. All other
-        results are for the same pipeline with exact cuts and sums.
+    compression, gradient_hook, passes: the errors of compressed cuts, of the gradient hook, and of passes that state a
+        tolerance, each in one step. All other results are for the same pipeline with exact cuts and sums, and without
+        these passes.
     coarse: the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
     loss: the loss that the copies were trained with, in words.
     detached: why the copies were not trained, and only outputs and buffers were compared; empty if they were trained.
@@ -86,6 +88,7 @@ class Verification(Shown):
     coarse: float = 0.0
     loss: str = ""
     detached: str = ""
+    passes: Compression | None = None
 
     @property
     def offending(self) -> tuple[Difference, ...]:
@@ -126,6 +129,8 @@ class Verification(Shown):
             yield f"{self.compression}; all else is of exact cuts"
         if self.gradient_hook is not None:
             yield f"{self.gradient_hook}; all else is of exact sums"
+        if self.passes is not None:
+            yield f"{self.passes}; all else is without them"
         if self.by_nature:
             yield (
                 f"{len(self.by_nature)} values differ from the model on the whole batch by nature, as the unsplit "
@@ -243,10 +248,12 @@ def _train_copies(
             sum(n.op not in ("placeholder", "output") for n in split.traced.gm.graph.nodes),
             len(split.stages),
             len(batch.rows),
-            *effects,
+            effects.compression,
+            effects.gradient_hook,
             tally.coarse,
             trial.loss,
             batch.program.detached or "",
+            effects.passes,
         )
 
 
@@ -255,6 +262,7 @@ class _Effects(NamedTuple):
 
     compression: Compression | None = None
     gradient_hook: HookEffect | None = None
+    passes: Compression | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,9 +273,16 @@ class _Ways:
     loss_fn: LossFn | None
     example: Call
 
-    def compile(self, model: nn.Module, *, compress: str | None = None, hook: GradientHook | None = None) -> Pipeline:
-        """Return a copy of the model as a pipeline, with exact cuts and sums unless an approximation is given."""
-        made = recompile_like(self.pipe, model, self.loss_fn, compress, hook)
+    def compile(
+        self,
+        model: nn.Module,
+        *,
+        compress: str | None = None,
+        hook: GradientHook | None = None,
+        approximate: bool = False,
+    ) -> Pipeline:
+        """Return a copy of the model as a pipeline, exact unless an approximation is given."""
+        made = recompile_like(self.pipe, model, self.loss_fn, compress, hook, approximate=approximate)
         # The first step would show nothing of a hook that begins later.
         if hook is not None and made.compiler.compile_group is not None:
             made.compiler.compile_group.reduction.choice.skip_warm_up()
@@ -275,10 +290,11 @@ class _Ways:
         return made
 
     def measure(self, model: nn.Module, trial: Trial) -> _Effects:
-        """Return the errors that compressed cuts and a gradient hook make in one step, if the options have them."""
-        compression = effect = None
+        """Return the errors that each approximation of the options makes in one step."""
+        compression = effect = passes = None
         options = self.pipe.compiler.options
-        if not options.way_to_compress and options.gradient_hook is None:
+        rough = ", ".join(map(name_pass, list_rough(self.pipe)))
+        if not options.way_to_compress and options.gradient_hook is None and not rough:
             return _Effects()
         exact = trial.run(copy_module(model), trial.batch.rows)
         if how := options.way_to_compress:
@@ -288,7 +304,11 @@ class _Ways:
             hook: Any = trial.ranks.find_reduction(self.pipe).copy_option()
             with self.compile(copy_module(model), hook=hook) as other:
                 effect = measure_hook(other, trial, trial.run_pipeline(other), exact)
-        return _Effects(compression, effect)
+        if rough:
+            with self.compile(copy_module(model), approximate=True) as other:
+                what = "passes that state a tolerance"
+                passes = measure_compression(rough, trial, trial.run_pipeline(other), exact, what)
+        return _Effects(compression, effect, passes)
 
 
 def _shake_weights(model: nn.Module) -> None:

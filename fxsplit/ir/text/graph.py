@@ -247,9 +247,10 @@ def _read_arguments(tokens: Tokens, find: Any) -> tuple[tuple[Any, ...], dict[st
         token = tokens.next
         value = read_value(tokens, find)
         if tokens.accept("="):
-            if token.kind != "word" or not isinstance(value, str) or not _is_name(value) or value in options:
+            # The name of an argument may be a word that is a value elsewhere, as in nan_to_num(x, nan=0.0).
+            if token.kind != "word" or not _is_name(token.text) or token.text in options:
                 tokens.fail(f"{describe(token)} is no name of an argument, or appears twice", token)
-            options[value] = read_value(tokens, find)
+            options[token.text] = read_value(tokens, find)
         elif options:
             tokens.fail("an argument without a name comes after one with a name", token)
         else:

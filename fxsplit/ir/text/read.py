@@ -18,7 +18,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.graph import IR, Mode, Step, Unread
+from fxsplit.ir.graph import IR, Fact, Mode, Step, Unread
 from fxsplit.ir.text.graph import PlainGraph, read_graph
 from fxsplit.ir.text.records import Record, Source, read_record
 from fxsplit.ir.text.tokens import Token, Tokens, describe
@@ -106,10 +106,7 @@ class IRReader:
         if any(kind.__name__ == record.kind for kind in ir.facts):
             record.fail("it appears twice")
         fact = _find_class(record).from_record(replace(record, source=self.source), ir)
-        try:
-            fact.verify(ir)
-        except FxsplitError as error:
-            record.fail(str(error))
+        check_fact(fact, record, ir)
         return ir.learn(fact)
 
     def _read_comments(self, tokens: Tokens, ir: IR) -> IR:
@@ -126,16 +123,28 @@ class IRReader:
         step = self._find_step(ir, made) if made is not None else None
         rest = tuple(line.removeprefix(";").removeprefix(" ") for line in lines[1:])
         # A class of its own, as facts are found by class.
-        unread = type(kind, (Unread,), {})(kind, rest, sources, found["sources"] is None, step)
+        unread = type(kind, (Unread,), {"made_by": made or Unread.made_by})(
+            kind, rest, sources, found["sources"] is None, step
+        )
         return ir.learn(unread)
 
     def _find_step(self, ir: IR, name: str) -> Any:
         """Return the last pass called `name` among the steps of an IR, or None."""
-        text = next((step.text for step in reversed(ir.steps) if step.text.partition("{")[0] == name), None)
+        text = next((step.text for step in reversed(ir.steps) if step.name == name), None)
         try:
             return None if text is None or name not in self.passes else parse_chain(text, self.passes, imports=False)[0]
         except FxsplitError:
             return None  # the pass had an option that it no longer has: it must be asked for by hand
+
+
+def check_fact(fact: Fact, record: Record, ir: IR) -> None:
+    """Raise IRSyntaxError unless a fact that was read holds; its own check may be a user's code."""
+    try:
+        fact.verify(ir)
+    except FxsplitError as error:
+        record.fail(str(error))
+    except Exception as error:
+        record.fail(f"it does not hold ({type(error).__name__}: {error})")
 
 
 def _find_class(record: Record) -> Any:
@@ -146,10 +155,14 @@ def _find_class(record: Record) -> Any:
     """
     if record.kind in STORED:
         return STORED[record.kind]
-    others = {point.name: point for point in entry_points(group="fxsplit.facts")}
+    # An entry point may have another name than its class, and a text has the name of the class.
+    others = {point.value.rpartition(":")[2]: point for point in entry_points(group="fxsplit.facts")}
     if record.kind not in others:
         known = [*STORED, *others]
-        record.fail(f"it is none of {', '.join(known)}{suggest(record.kind, known)}; others stand as comments")
+        record.fail(
+            f"it is none of {', '.join(known)}{suggest(record.kind, known)}: install the package that has it as an "
+            "entry point of the group fxsplit.facts, or make it a comment"
+        )
     try:
         return others[record.kind].load()
     except Exception as error:

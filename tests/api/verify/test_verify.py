@@ -85,8 +85,8 @@ def test_the_plan_of_the_pipeline_is_proven_and_nothing_is_measured(monkeypatch:
         measured.append(args)
         return measure(*args, **kwargs)
 
-    def keep(*args: Any) -> Any:
-        made = recompile_like(*args)
+    def keep(*args: Any, **options: Any) -> Any:
+        made = recompile_like(*args, **options)
         plans.append(made)
         return made
 

@@ -23,7 +23,7 @@ def test_pins_are_kept_or_refused() -> None:
         return lambda ir: fxsplit.Pins.add(ir, {path: stage})
 
     images = torch.randn(8, 3, 8, 8)
-    message = r"no Plan any more .* it derives from Pins, which a pass has learnt again since: run partition again"
+    message = r"no Plan any more .* it derives from Pins, which is another one since: run partition again"
     with pytest.raises(MissingFact, match=message):
         fxsplit.compile(Residual(), 2, example_inputs=images, passes=fxsplit.DEFAULT.after("partition", pin(0)))
     with pytest.raises(PlanError, match="'head' is pinned to stage 0 and to stage 1: keep one"):
