@@ -36,8 +36,9 @@ class Leaf:
         # If its operators are in the graph without its call, the submodule could be cut.
         if self.path not in called and any(path.startswith(f"{self.path}.") for path in called):
             raise TraceError(
-                f"the graph has the inside of submodule {self.path!r}, and no call of it: forward() calls its parts "
-                "directly; name those"
+                f"the graph has the inside of submodule {self.path!r}, and no call of it: if forward() calls its parts "
+                f"directly, name those; else capture it whole, by fxsplit.capture(..., leaves=[{self.path!r}]), as "
+                "compile(passes=) and 'fxsplit opt MODULE:FACTORY -p leaf{path=...}' do"
             )
         return ir
 

@@ -98,7 +98,11 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
         raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}")
     stage_of = spread_split(costs, {n: stage for n, stage in known.items() if n in costs.by_name})
     parts = [[n.name for n in costs.nodes if stage_of[n.name] == number] for number in range(len(plan.stages))]
-    split = [(names, stage.devices, stage.recompute) for names, stage in zip(parts, plan.stages, strict=True)]
+    recompute = {"always": True, "never": False}.get(workload.recompute)  # None: as the plan says
+    split = [
+        (names, stage.devices, stage.recompute if recompute is None else recompute)
+        for names, stage in zip(parts, plan.stages, strict=True)
+    ]
     priced = tuple(price_split(costs, machine, workload, split, plan.model))
     made = Plan.assemble(
         priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fxsplit.ir.manager import Observer, accept, run_chain, verify_ir
 from fxsplit.ir.observers import REPRODUCER, Differ, Printer, Reproducer, Timer, describe_run, find_chain
 from fxsplit.ir.text.write import render
 from fxsplit.system.figures import show
+from fxsplit.system.files import write_whole
 
 FAILED = 1
 
@@ -120,6 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
             final = run_chain(ir, chain, observers, check, verify=not arguments.no_verify)
     except NoFit:
         raise
+    except SystemExit as stop:
+        raise ChainError(f"a pass ended the program (SystemExit: {stop}): let it raise an error") from stop
     except Exception as error:
         if not reproducer.written:
             raise
@@ -174,14 +178,17 @@ def _read_machine(arguments: argparse.Namespace) -> Any:
 
 def _capture(arguments: argparse.Namespace, name: str) -> IR:
     """Return the IR of the model that a factory makes."""
-    from fxsplit.api.toolkit.capture import capture
+    from fxsplit.api.toolkit.capture import capture_for
     from fxsplit.cli.factory import call_factory
+    from fxsplit.ir.facts.capture.call import Call
+    from fxsplit.passes import PASSES
 
     made = call_factory(name)
     where: Any = _read_machine(arguments) if arguments.machine is not None else arguments.devices or 2
-    if made.args and made.kwargs:
-        raise InputError(f"{name} returns args and kwargs: return all arguments of the call as one of them")
-    return capture(made.model, made.kwargs or made.args, devices=where)
+    # Capturing decides whether a submodule stays whole, and comes before every pass.
+    chain = parse_chain(arguments.passes, PASSES) if arguments.passes else ()
+    leaves = [step.path for step in chain if isinstance(step, PASSES["leaf"])]
+    return capture_for(made.model, Call(made.args, made.kwargs), devices=where, leaves=leaves)
 
 
 def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:
@@ -226,10 +233,11 @@ def _make_observers(arguments: argparse.Namespace, chain: Chain) -> list[Observe
     """Return the observers that the options ask for."""
     found: list[Observer] = []
     before, after = (_split(names) for names in (arguments.print_before, arguments.print_after))
-    names = ["all", "trace", "changed", "failed", *map(name_pass, chain)]
-    odd = next((name for name in (*before, *after) if name not in names), None)
-    if odd is not None:
-        raise InputError(f"nothing is printed for {odd!r}: there are {', '.join(names)}{suggest(odd, names)}")
+    steps = ["all", *map(name_pass, chain)]
+    for asked, names in ((before, steps), (after, [*steps, "trace", "changed", "failed"])):
+        odd = next((name for name in asked if name not in names), None)
+        if odd is not None:
+            raise InputError(f"nothing is printed for {odd!r}: there are {', '.join(names)}{suggest(odd, names)}")
     if before or after:
         found.append(Printer(before, after))
     if arguments.diff:
@@ -279,12 +287,18 @@ def _choose_reproducer(arguments: argparse.Namespace) -> Path:
 
 def _has_result(arguments: argparse.Namespace) -> bool:
     """Return whether the standard output is for the IR, or for JSON."""
-    to_file = arguments.output not in (None, "-") or arguments.diff or arguments.verify_roundtrip
-    return arguments.json or arguments.emit_json is not None or not to_file
+    if arguments.output not in (None, "-"):
+        return False
+    return arguments.json or arguments.emit_json is not None or not (arguments.diff or arguments.verify_roundtrip)
 
 
 def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> None:
-    """Print the IR or one of its facts, or write the IR to the file of -o, as the options say."""
+    """Print the IR or JSON, or write it to the file of -o, as the options say."""
+    if arguments.output not in (None, "-"):
+        with StringIO() as text, redirect_stdout(text):
+            _print_result(argparse.Namespace(**{**vars(arguments), "output": None, "diff": False}), ir, timer, load_s)
+            write_whole(arguments.output, text.getvalue())
+        return
     if arguments.emit_json == "plan":
         from fxsplit.formats.plan_json import plan_to_dict
         from fxsplit.ir.facts.plan import Plan
@@ -300,8 +314,6 @@ def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: f
         sys.stdout.write(_find(ir, Costs).to_text())
     elif arguments.json:
         print_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
-    elif arguments.output not in (None, "-"):
-        ir.save(arguments.output)
     elif _has_result(arguments):
         sys.stdout.write(render(ir))
 

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 from fxsplit.errors import ChainError, suggest
 from fxsplit.ir.graph import Pass, is_own, name_pass
-from fxsplit.ir.options import find_hints, read_options, write_option
+from fxsplit.ir.options import can_be_written, find_hints, read_options, write_option
 
 # The name of a pass. Dots and colons are for package.module:attribute.
 _NAME = re.compile(r"\s*([\w.:-]+)\s*")
@@ -117,7 +117,14 @@ def pass_text(step: Pass, *, importable: bool = False) -> str:
 
 def can_be_named(step: Pass) -> bool:
     """Return whether the text of a pass can be read in another process: the pass is fxsplit's, or can be imported."""
-    return (is_own(step) and name_pass(step) != "take-plan") or (not is_own(step) and _find_import(step) is not None)
+    if not is_own(step) and _find_import(step) is None:
+        return False
+    if not dataclasses.is_dataclass(step):
+        return True
+    kind: Any = type(step)
+    hints = find_hints(kind)
+    own = [f for f in dataclasses.fields(step) if f.init and not _is_default(f, getattr(step, f.name))]
+    return all(can_be_written(hints.get(f.name, Any), getattr(step, f.name)) for f in own)
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
@@ -196,6 +203,9 @@ def check_passes(passes: Iterable[Any]) -> tuple[Pass, ...]:
 def _create_pass(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Any]]) -> Pass:
     """Return the pass called `name` with the texts of its options; raises ChainError for a wrong option."""
     found = find_pass(name, known)
+    runs = any("__call__" in vars(kind) for kind in found.__mro__) if isinstance(found, type) else callable(found)
+    if not runs:
+        raise ChainError(f"{name!r} is no pass: give a function from IR to IR, or a class with __call__(self, ir)")
     if not isinstance(found, type):
         if options:
             raise ChainError(f"pass {name!r} is a plain function and has no options, not {', '.join(options)}")

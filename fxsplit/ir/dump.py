@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class DumpTo(Observer):
 
     def compare_candidates(self, step_ms: Mapping[str, float], refused: Mapping[str, str]) -> None:
         """Write the step of each candidate, and why the others have no plan, to `candidates/chain.json`."""
-        mark_folder(self.folder / "candidates", {"step_ms": dict(step_ms), "refused": dict(refused)})
+        chosen = min(step_ms, key=lambda name: step_ms[name], default=None)
+        compared = {"chosen": chosen, "step_ms": dict(step_ms), "refused": dict(refused)}
+        mark_folder(self.folder / "candidates", compared)
 
     def start(self, ir: IR) -> None:
         """Write the traced IR, and replace an earlier dump.
@@ -109,7 +112,7 @@ class DumpTo(Observer):
             "mode": ir.mode,
             "shapes": example.describe() if hasattr(example, "describe") else {},
         }
-        passes = [{"pass": s.text, "seconds": round(s.seconds, 6), "noted": dict(s.noted)} for s in ir.steps]
+        passes = [{"pass": s.text, "seconds": round(s.seconds, 6), "noted": _write_noted(s.noted)} for s in ir.steps]
         versions = {"fxsplit": version("fxsplit"), "torch": version("torch")}
         entries[RUN] = self._run
         mark_folder(self.folder, {**entries, "chain": self.chain, "passes": passes, "versions": versions, **more})
@@ -117,6 +120,11 @@ class DumpTo(Observer):
     def _write(self, name: str, text: str) -> None:
         """Write the next numbered file."""
         write_whole(self.folder / f"{self._count:02d}-{_name_file(name)}.ir", text)
+
+
+def _write_noted(noted: Mapping[str, object]) -> dict[str, object]:
+    """Return figures as JSON takes them: it has no nan and no infinity."""
+    return {name: None if isinstance(v, float) and not isfinite(v) else v for name, v in noted.items()}
 
 
 def _name_file(name: str) -> str:

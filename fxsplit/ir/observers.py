@@ -177,7 +177,10 @@ def describe_run(path: Path, rest: Chain) -> str:
     """Return the command that runs a reproducer, or why it does not run elsewhere."""
     odd = next((name_pass(step) for step in rest if not can_be_named(step)), None)
     if odd is not None:
-        return f"{path}; pass {odd!r} cannot be imported elsewhere: put it into a module, and give -p"
+        return (
+            f"{path}; pass {odd!r} has no text that another process reads: put it into a module, with options that "
+            "are numbers, flags, texts or lists of these, and give -p"
+        )
     # Passes that are none of fxsplit's have the names of their modules.
     return f"fxsplit opt {path}{' --trust' * (':' in str(rest))}"
 

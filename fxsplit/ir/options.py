@@ -139,6 +139,8 @@ class _Value:
 
     def __call__(self, hint: Any) -> Any:
         """Return the value in type `hint`; raises ChainError for a value of another type."""
+        if not _is_known(hint):
+            raise ChainError(f"{self._what}: its type is {_tell_type(hint)}, which text cannot say: give it in Python")
         found = list(_convert(self._value, hint))
         if not found:
             raise ChainError(f"{self._what}: write {_describe(hint)}")
@@ -206,6 +208,31 @@ def _find_item(hint: Any) -> Any:
     return inner[0] if len(set(inner)) == 1 else None
 
 
+def can_be_written(hint: Any, value: Any) -> bool:
+    """Return whether the value of an option comes back from its text."""
+    try:
+        back, _ = _read_value(write_option(value, hint) + "}", 0, "")
+        found = _convert(back, hint) if _is_known(hint) else []
+    except ChainError:
+        return False
+    return bool(found) and type(found[0]) is type(value) and bool(found[0] == value)
+
+
+def _is_known(hint: Any) -> bool:
+    """Return whether text says the values of a type."""
+    origin = get_origin(hint)
+    if origin is Literal or hint in (Any, str, bool, int, float, tuple, list, None, type(None)):
+        return True
+    if origin in (Union, types.UnionType, tuple, list):
+        return all(_is_known(inner) for inner in get_args(hint) if inner is not Ellipsis)
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
+def _tell_type(hint: Any) -> str:
+    """Return a type for messages."""
+    return hint.__qualname__ if isinstance(hint, type) else str(hint)
+
+
 def _describe(hint: Any) -> str:
     """Return a type in words, for messages."""
     origin = get_origin(hint)
@@ -214,7 +241,10 @@ def _describe(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if origin in (tuple, list) or hint in (tuple, list):
-        return "a list in square brackets, as [a,b]"
+        inner = _find_item(hint)
+        if get_origin(inner) in (tuple, list):
+            return "lists in a list, as [[a,b],[c]]"
+        return "a list of numbers, as [1,2]" if inner in (int, float) else "a list in square brackets, as [a,b]"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(hint.__members__)}"
     words = {bool: "true or false", int: "a whole number", float: "a number", type(None): "none"}

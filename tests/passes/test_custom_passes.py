@@ -32,7 +32,7 @@ def test_keep_a_submodule_on_a_device(device: int) -> None:
         Residual(), 2, example_inputs=x(), passes=DEFAULT.before("partition", Keep("conv2", device))
     ) as pipe:
         assert stages_of(pipe, "conv2") == {device}
-        assert f"keep{{module=conv2{',device=1' if device else ''}}}" in str([s.text for s in pipe.ir.steps])
+        assert f"tests.support.own_passes:Keep{{module=conv2{',device=1' if device else ''}}}" in str([s.text for s in pipe.ir.steps])
 
 
 def test_by_text() -> None:
@@ -63,7 +63,7 @@ def test_fold_conv_and_batch_norm_for_eval() -> None:
     batch = x()
     with fxsplit.compile(model, 2, example_inputs=batch, passes=DEFAULT.before("profile", fold_conv_bn)) as pipe:
         assert not any("bn" in n.name for n in pipe.costs.nodes) and len(pipe.costs.nodes) < 14
-        assert next(s.text for s in pipe.ir.steps) == "fold-conv-bn"
+        assert next(s.text for s in pipe.ir.steps) == "tests.support.own_passes:fold_conv_bn"
         with torch.no_grad():
             torch.testing.assert_close(pipe(batch), model(batch), rtol=1e-4, atol=1e-5)
 

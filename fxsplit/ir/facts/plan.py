@@ -28,7 +28,7 @@ from fxsplit.ir.facts.price import (
 from fxsplit.ir.facts.split import Split, find_split
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.text.records import Record, Row, list_values, order_columns, write_record
-from fxsplit.system.figures import format_bytes, format_count
+from fxsplit.system.figures import format_bytes, format_count, show
 from fxsplit.system.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
@@ -84,19 +84,23 @@ class Plan(Shown, Fact):
         split: Split,
         *,
         model: CostModel | None = None,
-        recompute: Collection[int] = (),
+        recompute: Collection[int] | None = None,
     ) -> Plan:
         """Return the plan of a split by hand, priced by the Costs, the Machine and the Workload of `ir`.
 
         split: the stage of each submodule or node by its name, a list of names for each stage, or `cut_before(...)`. A
             node that nobody names is in the stage of the latest of its inputs. Stage i runs on device i.
         model: the cost model, by default the one of `partition`.
-        recompute: the stages that keep no activations.
+        recompute: the stages that keep no activations (default: all or none, as the Workload says, or else none).
 
         The plan is not proven. Raises PlanError for names that the graph lacks, and for a split that cannot run.
         """
         costs, machine, model = ir[Costs], ir[Machine], model or CostModel()
         parts = find_split(costs, split, len(machine))
+        if recompute is None:
+            recompute = range(len(parts)) if ir[Workload].recompute == "always" else ()
+        if not isinstance(recompute, Collection):
+            raise PlanError(f"recompute={show(recompute)}: give the numbers of stages, such as [0]")
         odd = next((stage for stage in recompute if stage not in range(len(parts))), None)
         if odd is not None:
             raise PlanError(f"recompute has {odd!r}, and the split has stages 0 to {len(parts) - 1}")

@@ -24,7 +24,12 @@ Split: TypeAlias = "Mapping[str, int] | Sequence[Sequence[str]] | CutBefore"
 
 
 def cut_before(*names: str) -> CutBefore:
-    """Return the split in which a stage begins before each of these submodules or nodes."""
+    """Return the split in which a stage begins before each of these submodules or nodes.
+
+    Raises PlanError without names.
+    """
+    if not names:
+        raise PlanError("cut_before() names no place: give submodules or nodes, such as cut_before('layer3')")
     return CutBefore(names)
 
 

@@ -95,7 +95,9 @@ def find_nodes(costs: Costs, path: str) -> list[str]:
 def suggest_names(costs: Costs, path: str) -> str:
     """Return the end of an error about a name that the graph lacks, with similar names."""
     # A misspelt path is the usual reason. A profile of another tool may have no submodules.
-    modules, nodes = sorted({n.module for n in costs.nodes if n.module}), [n.name for n in costs.nodes]
+    parts = [n.module.split(".") for n in costs.nodes if n.module]
+    modules = sorted({".".join(part[: i + 1]) for part in parts for i in range(len(part))})
+    nodes = [n.name for n in costs.nodes]
     close = get_close_matches(path, list(dict.fromkeys([*modules, *nodes])), n=3)
     if close:
         return f"no such submodule or node in the graph; did you mean {', '.join(map(repr, close))}?"
