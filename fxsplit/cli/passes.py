@@ -31,6 +31,10 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             print_parts(show_all(found))
         return 0
+    if ":" in arguments.name:
+        from fxsplit.ir.chain import find_pass
+
+        found.append(describe(arguments.name, find_pass(arguments.name, {}), "a module of yours"))
     names = [one["name"] for one in found]
     if arguments.name not in names:
         raise InputError(f"no pass {arguments.name!r}: there are {', '.join(names)}{suggest(arguments.name, names)}")

@@ -30,6 +30,8 @@ def read(path: str | os.PathLike[str], by_bytes: bool = False) -> ProfileFile:
 
 def parse_profile(text: str, name: str, by_bytes: bool = False) -> ProfileFile:
     """Return the profile in the text of a file called `name`; see `read`."""
+    if not text.strip("\ufeff \t\r\n"):
+        raise ProfileError(f"{name!r} is empty: give an IR, or a profile")
     # The other two formats are JSON objects.
     if not text.lstrip().startswith("{"):
         return pipedream.parse(text, name)

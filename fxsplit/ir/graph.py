@@ -185,11 +185,16 @@ class IR(Shown):
         if fact is not None:
             return fact
         known = ", ".join(k.__name__ for k in self.facts) or "nothing"
+        loads = "fxsplit.load_ir(path, model, example_inputs), or fxsplit opt --model"
+        if kind.made_by == "trace":
+            raise MissingFact(
+                f"no {kind.__name__} (known: {known}): it comes from the model, so capture that (fxsplit.capture), or "
+                f"give it to the file with its inputs ({loads})"
+            )
         if self._find_unread(kind) is not None:
             raise MissingFact(
-                f"{kind.__name__} is only a comment in the text that this IR was read from: give the model and its "
-                "inputs (fxsplit.load_ir(path, model, example_inputs), or fxsplit opt --model), and then run "
-                f"{kind.made_by!r} if that is a pass"
+                f"{kind.__name__} is only a comment in the text that this IR was read from: run {kind.made_by!r} "
+                f"again; if that runs the graph, give the model and its inputs ({loads})"
             )
         # A comment of a text has a class of its own with the name of the fact.
         cause = next((cause.__name__ for k, cause in self.fallen.items() if k.__name__ == kind.__name__), None)

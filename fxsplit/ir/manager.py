@@ -121,8 +121,8 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
         edit = find_edit(before[at], take_fingerprint(each))
         if edit is not None:
             raise BrokenFact(
-                f"the pass has edited {edit} of {ir.model} in place: copy the graph, edit the copy, and return "
-                "ir.rewrite(fx.GraphModule(ir.gm, copy)); learn a new fact. Modules and weights are the model's own: "
+                f"the pass has edited {edit} of {ir.model} in place: edit a copy of the graph, in a block of 'with "
+                "ir.edited() as edit:', and return edit.ir; learn a new fact. Modules and weights are the model's own: "
                 "build the model again if one of them has changed"
             )
     # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.

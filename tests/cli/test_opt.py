@@ -154,7 +154,7 @@ def test_a_failure_writes_a_reproducer_that_fails_alike(profile: Path, capsys: p
         ),
         (["PROFILE", "--emit-json", "plan"], 2, "--emit-json plan: no Plan yet"),
         (["PROFILE", "--devices", "2", "--machine", "m.toml"], 2, "--machine says which devices there are"),
-        (["PROFILE", "-p", "profile"], 1, "MissingFact: no Example yet"),
+        (["PROFILE", "-p", "profile"], 1, "MissingFact: no Example (known"),
         (["PROFILE", "--set", "Machine.links=(1.0,)", "-p", PLAN], 0, ""),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_model_is_captured_and_a_file_runs_on_its_model(tmp_path: Path, capsys
     code, text, said = run(capsys, "net.ir", "--model", "opt_models:net", "-p", chain)
     assert code == 0 and "; fact Stages of the graph" in text, said
     code, _, said = run(capsys, "net.ir", "-p", chain)
-    assert code == 1 and "pass 1 of 5, 'profile{repeats=1}': MissingFact: Example is only a comment" in said
+    assert code == 1 and "pass 1 of 5, 'profile{repeats=1}': MissingFact: no Example (known" in said
 
 
 def test_planning_from_text_does_not_load_torch(dump: Path) -> None:
@@ -208,3 +208,43 @@ def test_what_passes_print_does_not_mix_with_the_result(profile: Path, capsys: p
     assert out.startswith("fxsplit-ir 1") and "; after even" in err
     _, out, err = run(capsys, profile, *chain, "-o", profile.with_suffix(".ir"))
     assert out.startswith("1F1B, ") and "; after even" in out and not err
+
+
+def test_reproducers_and_results_overwrite_nothing(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that is read is never written, and -o takes JSON too."""
+    path = profile.parent / "repro.ir"
+    run(capsys, profile, "-p", "augment,partition", "--reproducer", path)
+    before = path.read_text()
+    code, _, said = run(capsys, path, "--reproducer", path, "--local")
+    assert code == 1 and path.read_text() == before
+    again, small = path.with_name("repro-again.ir"), path.with_name("repro-again-small.ir")
+    assert str(again) in said and str(small) in said
+    assert again.read_text() == before and len(small.read_text()) < len(before)
+    for options in (("--emit-json", "plan"), ("--json",)):
+        told = run(capsys, profile, "-p", PLAN, "--diff", *options, "-o", profile.with_name("out.json"))[1]
+        found = json.loads(profile.with_name("out.json").read_text())
+        assert ("stages" in found or "passes" in found) and "+++ after partition" in told
+
+
+def test_facts_follow_from_what_is_set(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Antichains follow from the costs and the machine, and so stay for another number of microbatches."""
+    order = dump / "03-order.ir"
+    assert run(capsys, order, "--set", "Workload.n_microbatches=6", "-p", "partition", "--emit-json", "plan")[0] == 0
+    code, _, said = run(capsys, order, "--devices", "3", "-p", "partition", "--reproducer", dump / "r.ir")
+    assert code == 1 and "it derives from Machine, which is another one since: run augment, order again" in said
+    assert run(capsys, order, "--devices", "3", "-p", PLAN)[0] == 0
+
+
+def test_what_opt_is_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("", "\n", "\ufeff"):
+        (tmp_path / "empty").write_text(text, encoding="utf-8")
+        assert "is empty: give an IR, or a profile" in run(capsys, tmp_path / "empty")[2]
+    net = "tests.support.golden_net"
+    code, out, _ = run(capsys, f"{net}:make_nested", "-p", "leaf{path=0}")
+    assert code == 0 and "module 0(%input_1)" in out
+    code, _, said = run(capsys, f"{net}:make_net", "-p", f"{net}:NoPass")
+    assert code == 2 and "is no pass: give a function from IR to IR, or a class with __call__(self, ir)" in said
+    code, _, said = run(capsys, f"{net}:make_net", "-p", f"{net}:leave")
+    assert code == 2 and "a pass ended the program (SystemExit: 3): let it raise an error" in said
+    code, out, _ = run(capsys, f"{net}:make_both")
+    assert code == 0 and "input y()" in out

@@ -388,3 +388,20 @@ def test_checkpointing_inside_the_model_is_noticed() -> None:
         fxsplit.compile(Checkpoints(), 2, example_inputs=x, passes=FAST) as pipe,
     ):
         torch.testing.assert_close(pipe(x), pipe.model(x))
+
+
+@pytest.mark.parametrize("name", ["in", "class", 'a"b', "a\\b"])
+def test_a_submodule_that_code_cannot_name_is_named(name: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({name: nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.parts[name](x)
+            return result
+
+    with pytest.raises(
+        TraceError, match=r"submodule 'parts\..* of Named has a name that torch.fx cannot write into code"
+    ):
+        fxsplit.compile(Named(), 2, example_inputs=torch.randn(4, 4))

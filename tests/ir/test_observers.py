@@ -65,7 +65,11 @@ def test_a_diff_of_each_pass() -> None:
     run_chain(small_ir(), [rename], [Differ(file)])
     lines = file.getvalue().split("\n")
     assert lines[:2] == ["--- before rename", "+++ after rename"]
-    assert "+  %relu = function torch.relu(%layer)" in lines and "-  return %layer" in lines and "+step tests.ir.test_observers:rename" in lines
+    assert (
+        "+  %relu = function torch.relu(%layer)" in lines
+        and "-  return %layer" in lines
+        and "+step tests.ir.test_observers:rename" in lines
+    )
 
 
 def test_a_time_of_each_pass() -> None:
@@ -85,7 +89,11 @@ def test_a_reproducer_has_the_passes_that_are_left(tmp_path: Path) -> None:
         run_chain(small_ir(), [keep, Order(), keep], [Reproducer(path)])
     text = path.read_text()
     assert find_chain(text) == "order,tests.ir.test_observers:keep"
-    assert "; error: MissingFact: no Costs yet" in text and "step tests.ir.test_observers:keep" in text and "fxsplit-ir 1\nmodel Net\n" in text
+    assert (
+        "; error: MissingFact: no Costs yet" in text
+        and "step tests.ir.test_observers:keep" in text
+        and "fxsplit-ir 1\nmodel Net\n" in text
+    )
     assert f"reproducer: fxsplit opt {path} --trust" in raised.value.__notes__
     assert find_chain("fxsplit-ir 1\n; chain: order\n") is None and find_chain("; a remark\n") is None
     assert str(Chain((Order(),))) == "order"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit.errors import ChainError
-from fxsplit.ir.chain import Chain, parse_chain
+from fxsplit.ir.chain import Chain, can_be_named, parse_chain
 from fxsplit.ir.graph import IR
 
 
@@ -117,3 +118,40 @@ def test_a_chain_is_a_sequence_with_names() -> None:
             chain[wrong]
     with pytest.raises(ChainError, match="'order' is not a pass"):
         chain + wrong_more  # type: ignore[operator]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """A pass with options that text does not say, and of any type."""
+
+    dtype: Any = None
+    where: pathlib.Path | None = None
+    table: dict[str, int] = dataclasses.field(default_factory=dict)
+    items: tuple = ()  # type: ignore[type-arg]
+
+    def __call__(self, ir: IR) -> IR:
+        """Return the IR as it is."""
+        return ir
+
+
+@pytest.mark.parametrize("option", ["where=a.txt", 'table="{a: 1}"', "where=none"])
+def test_options_of_other_types_are_refused(option: str) -> None:
+    with pytest.raises(ChainError, match=r"its type is .*, which text cannot say: give it in Python"):
+        parse_chain(f"fill{{{option}}}", {"fill": Fill})
+
+
+@pytest.mark.parametrize(
+    ("step", "comes_back"),
+    [
+        (Fill(), True),
+        (Fill(dtype="float16"), True),
+        (Fill(dtype=object()), False),
+        (Fill(items=("a", "b,c")), True),
+        (Fill(items=("a", None, 2.5)), False),
+        (Fill(where=pathlib.Path("a")), False),
+        (Fill(table={"a": 1}), False),
+        (Paint(colour=Colour.BLUE, pair=(2, "c,d"), maybe=3), True),
+    ],
+)
+def test_a_pass_has_a_text_if_its_options_come_back(step: Any, comes_back: bool) -> None:
+    assert can_be_named(step) == comes_back

@@ -32,7 +32,9 @@ def test_keep_a_submodule_on_a_device(device: int) -> None:
         Residual(), 2, example_inputs=x(), passes=DEFAULT.before("partition", Keep("conv2", device))
     ) as pipe:
         assert stages_of(pipe, "conv2") == {device}
-        assert f"tests.support.own_passes:Keep{{module=conv2{',device=1' if device else ''}}}" in str([s.text for s in pipe.ir.steps])
+        assert f"tests.support.own_passes:Keep{{module=conv2{',device=1' if device else ''}}}" in str(
+            [s.text for s in pipe.ir.steps]
+        )
 
 
 def test_by_text() -> None:

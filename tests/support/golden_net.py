@@ -63,3 +63,34 @@ def lose_head(ir: IR) -> IR:
         last = edit.graph.find_nodes(op="call_module")[-1]
         last.replace_all_uses_with(last.args[0])
     return edit.ir
+
+
+class NoPass:
+    """A class that cannot be called with an IR."""
+
+
+def leave(ir: IR) -> IR:
+    """End the program, as no pass should."""
+    raise SystemExit(3)
+
+
+class Both(nn.Module):
+    """A network that is called with an argument by position and one by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+        """Return the sum of both; float32[rows, 8] gives float32[rows, 2]."""
+        return self.two(self.one(x) + y)  # type: ignore[no-any-return]
+
+
+def make_both() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the network, and a batch of 16 rows."""
+    return Both(), (torch.ones(16, 8),), {"y": torch.ones(16, 8)}
+
+
+def make_nested() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a network with a part of two layers, and a batch of 16 rows."""
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2)), (torch.ones(16, 8),)

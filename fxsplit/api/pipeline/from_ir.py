@@ -99,7 +99,7 @@ def _check_edits(ir: IR, passed: Sequence[IR], *, runs: bool) -> IR:
                 rewrites.check(done, before, after)
             except RuntimeError as error:
                 raise ChainError(
-                    f"the graph does not run on its example any more ({type(error).__name__}: {error}): capture "
+                    f"the graph does not run on its example any more ({str(error).splitlines()[0]}): capture "
                     f"{ir.model} again if it has changed since"
                 ) from error
         if detached is not None and ir.get(Detached) is None:

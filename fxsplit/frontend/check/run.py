@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -86,11 +87,24 @@ def run_code(here: Runnable) -> None:
             # forward() instead of a call, since a GraphModule that fails in a call prints its code.
             here.graph.forward(*here.clone_tensors())
         except Exception as error:
+            paths = (str(node.target) for node in here.graph.graph.nodes if node.op in ("call_module", "get_attr"))
+            odd = next((path for path in paths if any(map(_is_odd, path.split(".")))), None)
+            if odd is not None:
+                raise TraceError(
+                    f"submodule {odd!r} of {here.name} has a name that torch.fx cannot write into code: call it by a "
+                    "name that is no keyword of Python and has no quotes, or keep the module around it whole "
+                    f"(fxsplit.leaf({odd.rpartition('.')[0]!r}))"
+                ) from error
             raise TraceError(
                 f"the code of the graph of {here.name} does not run, although its nodes do ({summarize(error)}): an "
                 "argument of a call in forward() has a repr that is not Python code; pass plain numbers, texts and "
                 "tensors, or wrap the function that is called with torch.fx.wrap"
             ) from error
+
+
+def _is_odd(name: str) -> bool:
+    """Return whether torch.fx cannot write the name of a submodule into code."""
+    return iskeyword(name) or not {'"', "\\", "\n"}.isdisjoint(name)
 
 
 def _refuse_sparse(node: fx.Node, value: Any) -> None:

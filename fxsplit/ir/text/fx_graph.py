@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxsplit.errors import IRSyntaxError
 from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode, map_inside
-from fxsplit.ir.text.values import DeviceName, TorchName
+from fxsplit.ir.text.values import DeviceName, Opaque, TorchName
 from fxsplit.system.figures import show
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
 from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
@@ -102,10 +102,13 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
     graph, root = fx.Graph(), nn.Module()
     captured = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
     functions = {name_function(n.target): n.target for n in captured if n.op == "call_function"}
+    arguments_of = {node.name: node for node in captured}
     made: dict[PlainNode, fx.Node] = {}
     for node in plain.nodes:
         arguments = tuple(_to_fx_value(a, made) for a in node.args)
         options = {k: _to_fx_value(v, made) for k, v in node.kwargs.items()}
+        if model is not None and _has_opaque((arguments, options)):
+            arguments, options = _find_arguments(node, arguments_of.get(node.name), made)
         if node.op == "output":
             graph.output(*arguments)
             continue
@@ -120,6 +123,29 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
         _note(created, node, alone=model is None)
         made[node] = created
     return fx.GraphModule(root if model is None else model, graph, class_name=plain.name)
+
+
+def _has_opaque(value: Any) -> bool:
+    """Return whether a value has a part that the text could not say."""
+    if isinstance(value, Opaque):
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_has_opaque, inner))
+
+
+def _find_arguments(
+    node: PlainNode, captured: fx.Node | None, made: dict[PlainNode, fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the node of the same name in the captured graph; raises IRSyntaxError if they differ."""
+    known = {created.name: created for created in made.values()}
+    reads = [] if captured is None else [read.name for read in captured.all_input_nodes]
+    if captured is None or reads != [read.name for read in node.all_input_nodes]:
+        raise IRSyntaxError(
+            f"node {node.name!r} has a value that the text cannot say, and the model has no node like it: read the IR "
+            "without the model, or capture the model again"
+        )
+    arguments, options = fx.map_arg((captured.args, captured.kwargs), lambda read: known[read.name])
+    return arguments, options
 
 
 def _note(created: fx.Node, node: PlainNode, *, alone: bool) -> None:
@@ -158,6 +184,8 @@ class UnknownModule(nn.Module):
 def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
     """Check that the model has the module or the weight of a node; without a model, put a placeholder into `root`."""
     path = str(node.target)
+    if "\\" in path or not path.isprintable():
+        raise IRSyntaxError(f"torch.fx has no module called {show(path)}: this graph can be planned, and does not run")
     if model is None:
         *owners, leaf = path.split(".")
         for part in owners:

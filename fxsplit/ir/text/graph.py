@@ -222,7 +222,7 @@ def _check_target(tokens: Tokens, kind: Token, target: str) -> None:
     parts = target.split(".")
     if kind.text in ("module", "attribute"):
         # A module in a dict has any name. torch.fx writes it between double quotes, if it is no name of Python.
-        if len(parts) > DEEPEST or not all(_PART.fullmatch(part) and part.isprintable() for part in parts):
+        if len(parts) > DEEPEST or not all(map(_PART.fullmatch, parts)):
             tokens.fail(f"{show(target)} is no path of a module or weight, such as encoder.layers.0", kind)
     elif kind.text in ("input", "method") and (not _is_name(target) or (kind.text == "method" and target[0] == "_")):
         tokens.fail(
@@ -230,7 +230,7 @@ def _check_target(tokens: Tokens, kind: Token, target: str) -> None:
         )
 
 
-_PART = re.compile(r'[^"\\]+')
+_PART = re.compile(r'[^"]+')
 
 
 def _is_name(text: str) -> bool:

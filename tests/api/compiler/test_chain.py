@@ -131,3 +131,20 @@ def test_observers_are_told_of_each_pass() -> None:
 
     with compile_net(observers=[Watch()]):
         assert seen == ["profile", "augment", "order", "partition", "emit", "batch-norm"]
+
+
+def test_recompute_counts_in_a_stated_plan(tmp_path: Path) -> None:
+    """A plan that is stated recomputes as compile(recompute=) says, and its memory and time say so."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    options: dict[str, Any] = {"example_inputs": torch.randn(8, 16), "n_microbatches": 4}
+    with fxsplit.compile(model, 2, **options) as pipe:
+        costs, found = pipe.costs, pipe.plan
+    save_plan(found, tmp_path / "p.json")
+    for plan in (fxsplit.cut_before("2"), found, tmp_path / "p.json", {"2": 1}):
+        made = {}
+        for recompute in ("always", "never"):
+            with fxsplit.compile(model, 2, plan=plan, costs=costs, recompute=recompute, **options) as pipe:
+                made[recompute] = pipe.plan
+        assert [s.recompute for s in made["always"].stages] == [True, True]
+        assert [s.recompute for s in made["never"].stages] == [False, False]
+        assert made["always"].bottleneck_ms > made["never"].bottleneck_ms

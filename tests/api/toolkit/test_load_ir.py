@@ -51,3 +51,33 @@ def test_a_rewrite_in_run_is_compared_with_the_graph_before() -> None:
     with pytest.raises(fxsplit.FxsplitError, match="after pass 'to-tanh': the graph computes something else"):
         fxsplit.run(ir, [to_tanh])
     fxsplit.run(ir, [to_tanh], check_rewrites=False)
+
+
+def test_a_text_on_a_model_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    model, x = Net(), torch.randn(8, 4)
+    ir = fxsplit.run(fxsplit.capture(model, x, n_microbatches=2), "profile{repeats=1},augment,order,partition")
+    for each in (ir.before("profile"), ir):
+        each.save(tmp_path / "a.ir")
+        fxsplit.load_ir(tmp_path / "a.ir", model, x).save(tmp_path / "b.ir")
+        assert (tmp_path / "b.ir").read_bytes() == (tmp_path / "a.ir").read_bytes()
+
+
+def test_chunks_and_values_that_text_cannot_say(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            return torch.nan_to_num((self.a(x + position) * (1 + 2j)).real, nan=0.5)
+
+    model, x = Odd(), (torch.randn(8, 4), torch.randn(8, 4)[:1])
+    chunks = {"position": fxsplit.Replicate}
+    ir = fxsplit.capture(model, x, n_microbatches=2, chunks=chunks)
+    ir.save(tmp_path / "a.ir")
+    read = fxsplit.load_ir(tmp_path / "a.ir", model, x, chunks=chunks)
+    assert "opaque(" in str(read) and str(read) == str(ir)
+    with fxsplit.Pipeline.of(fxsplit.run(read, "profile{repeats=1},even,emit")) as pipe:
+        torch.testing.assert_close(pipe(*x), model(*x))
+    with pytest.raises(IRSyntaxError, match="node 'mul' has a value that the text cannot say"):
+        fxsplit.load_ir(tmp_path / "a.ir", model)

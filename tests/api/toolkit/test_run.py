@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import fxsplit
 from fxsplit.errors import ChainError, MissingFact
@@ -94,3 +95,11 @@ def test_nothing_is_verified_if_nothing_shall_be() -> None:
     assert fxsplit.run(ir, [lie], verify=False)[Wrong] == Wrong()
     with pytest.raises(fxsplit.FxsplitError, match="never true"):
         fxsplit.run(ir, [lie])
+
+
+def test_passes_run_backward_whatever_the_grad_mode_is() -> None:
+    ir = fxsplit.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(8, 4))
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            costs = fxsplit.run(ir, "profile{repeats=1}")[fxsplit.Costs]
+        assert all(node.backward_ms > 0 for node in costs.nodes)

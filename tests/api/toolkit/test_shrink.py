@@ -88,3 +88,25 @@ def test_another_error_is_not_the_same() -> None:
     step = fail_on("n1")
     assert shrink(ir, step, ValueError("something else")) is ir
     assert shrink(ir, step, find_error(step, ir), limit_s=-1.0) is ir
+
+
+def test_a_plan_may_lose_all_of_its_nodes() -> None:
+    """A failure that needs no node at all once ended in an error of pricing no stages."""
+
+    def fail(ir: IR) -> IR:
+        raise RecursionError("too deep")
+
+    ir = fxsplit.run(make_ir(5), "pin{module=n20,device=1},augment,order,partition")
+    small = shrink(ir, fail, find_error(fail, ir))
+    assert len(small.gm.graph.nodes) <= 2 and not small.facts
+
+
+def test_the_error_names_the_same_node() -> None:
+    def fail(ir: IR) -> IR:
+        names = [node.name for node in ir.gm.graph.nodes if node.name in ("n3", "n9")]
+        raise ValueError(f"no rule for {names[-1]!r}") if names else KeyError("nothing")
+
+    ir = make_ir(2)
+    small = shrink(ir, fail, find_error(fail, ir))
+    assert str(find_error(fail, small)) == "no rule for 'n9'"
+    assert [n.name for n in small.gm.graph.nodes if n.op.startswith("call")] == ["n9"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -181,3 +182,36 @@ def test_a_profile_without_dtypes_is_refused() -> None:
     with pytest.raises(ProfileError, match=r"compress='bf16' needs: profile the model again"):
         compress_cuts(chain([1, 2]), "bf16")
     assert compress_cuts(chain([1, 2]), "").compress == ""
+
+
+@dataclass(frozen=True)
+class Halved:
+    """Round the output of the first layer to bfloat16, and say by how much that changes numbers."""
+
+    tolerance: ClassVar[float] = 0.01
+    name: ClassVar[str] = "halved"
+
+    def __call__(self, ir: fxsplit.IR) -> fxsplit.IR:
+        """Return the IR with rounded values."""
+        with ir.edited() as edit:
+            node = edit.graph.find_nodes(op="call_module")[0]
+            with edit.graph.inserting_after(node):
+                rounded = edit.graph.call_function(round_values, ())
+            node.replace_all_uses_with(rounded)
+            rounded.args = (node,)
+        return edit.ir
+
+
+def round_values(value: Tensor) -> Tensor:
+    return value.bfloat16().to(value.dtype)
+
+
+def test_passes_that_state_a_tolerance_are_measured_beside_the_proof() -> None:
+    """They change numbers on purpose, and so would never be equal to the model."""
+    with fxsplit.compile(make_model(), 2, example_inputs=X.double(), passes=[Halved(), *fxsplit.DEFAULT]) as pipe:
+        found = fxsplit.verify(pipe, X.double())
+    assert found.equal and found.passes is not None and found.compression is None
+    assert 1e-4 < found.passes.output < 0.01 and 1e-4 < found.passes.gradient < 0.01
+    assert "passes that state a tolerance (halved): outputs off by" in str(found)
+    with fxsplit.compile(make_model(), 2, example_inputs=X.double()) as pipe:
+        assert fxsplit.verify(pipe, X.double()).passes is None

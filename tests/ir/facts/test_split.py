@@ -12,6 +12,7 @@ from fxsplit.api.toolkit.from_file import make_graph
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel
 from fxsplit.ir.facts.split import cut_before, find_split
@@ -76,6 +77,27 @@ def test_a_split_is_priced_and_not_proven() -> None:
     assert [s.forward_ms for s in plan.stages] == [4.0, 7.0] and [s.recompute for s in plan.stages] == [False, True]
     assert plan.standing == "not proven" and plan.lower_bound_ms == 0.0 and plan.single_ms > 0
     assert Plan.of(make_ir(make_costs()), {"c": 1}, model=CostModel("overlapped")).model.name == "overlapped"
+
+
+def test_the_workload_says_whether_stages_recompute() -> None:
+    ir = make_ir(make_costs())
+    always = ir.learn(replace(ir[Workload], recompute="always"))
+    assert [s.recompute for s in Plan.of(always, cut_before("two")).stages] == [True, True]
+    assert [s.recompute for s in Plan.of(always, cut_before("two"), recompute=[]).stages] == [False, False]
+    for odd in (3, [2], "always"):
+        with pytest.raises(PlanError, match="recompute"):
+            Plan.of(ir, cut_before("two"), recompute=odd)  # type: ignore[arg-type]
+
+
+def test_a_split_needs_places_and_nodes() -> None:
+    with pytest.raises(PlanError, match=r"cut_before\(\) names no place"):
+        cut_before()
+    with pytest.raises(PlanError, match="stage 1 of the split has no nodes"):
+        Plan.of(make_ir(make_costs()), [["a", "b", "c"], []])
+    with pytest.raises(PlanError, match="a graph without nodes has no stages"):
+        find_split(Costs((), (), ()), {"a": 0}, 2)
+    with pytest.raises(PlanError, match="did you mean 'one'"):
+        Plan.of(make_ir(make_costs()), {"onne": 1})
 
 
 def test_a_split_that_cannot_run_is_refused() -> None:

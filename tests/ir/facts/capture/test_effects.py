@@ -124,7 +124,7 @@ def test_costs_that_lack_what_the_graph_demands_are_broken(seed: int) -> None:
 
 
 def test_effects_need_an_example() -> None:
-    with pytest.raises(MissingFact, match=r"no Example yet.*run 'trace'"):
+    with pytest.raises(MissingFact, match=r"no Example .*: it comes from the model, so capture that"):
         find_effects(IR(fx.symbolic_trace(nn.Tanh())))
 
 
