@@ -110,7 +110,8 @@ class Timer(Observer):
         """Take the time of a pass."""
         assert self._last is not None
         learnt = [kind.__name__ for kind, fact in ir.facts.items() if self._last.facts.get(kind) is not fact]
-        forgot = [kind.__name__ for kind in self._last.facts if kind not in ir.facts]
+        known = {kind.__name__ for kind in ir.facts}
+        forgot = [kind.__name__ for kind in self._last.facts if kind.__name__ not in known]
         row = {"pass": pass_text(cast(Pass, ir.steps[-1].run)), "ms": 1000 * ir.steps[-1].seconds}
         row |= {"nodes_before": len(self._last.gm.graph.nodes), "nodes_after": len(ir.gm.graph.nodes)}
         self.rows.append({**row, "learnt": learnt, "forgot": forgot, "noted": dict(ir.steps[-1].noted)})

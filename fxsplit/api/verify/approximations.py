@@ -105,7 +105,7 @@ def measure_compression(
 ) -> Compression:
     """Return the error of a step with compressed cuts: `found` beside the unsplit model's `exact`, over all ranks.
 
-    how: the compression, such as "int8". what: what else makes the error.
+    how: the compression, such as "int8", or the names of passes. what: the kind of approximation, for people.
     """
     ranks = trial.ranks
     outputs = ranks.merge_squares(square_differences(found.outputs, exact.outputs))
