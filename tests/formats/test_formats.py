@@ -84,7 +84,7 @@ def changed(kind: str, index: int, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no nodes"),
+        ("", "is empty: give an IR, or a profile"),
         ("hello\n", r"line 1 is neither a node .* nor an indented edge .*'hello'; is this a complete profile"),
         (PIPEDREAM + "\tnode3 -- node9\n", "line 9: edge node3 -- node9 names 'node9', which is no node"),
         (
