@@ -24,6 +24,7 @@ SENDS = {SEND_F: "value sent", SEND_B: "gradient sent"}
 
 COMPUTES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
+RECEIVES = (RECV_F, RECV_B)
 GRADIENTS = (BACKWARD, INPUT_GRADIENT)
 """The actions that produce the gradients for the previous stage."""
 RELEASES = (BACKWARD, WEIGHT_GRADIENT)

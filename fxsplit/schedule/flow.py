@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fxsplit.schedule.action import (
     FORWARD,
     GRADIENTS,
+    RECEIVES,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -86,6 +87,25 @@ def find_needs(schedule: Schedule, action: Action) -> list[Need]:
     return [(drop_version(a), None) for a in own if a.replica == action.replica and a.microbatch <= m]
 
 
+def find_waits(schedule: Schedule, action: Action) -> list[Need]:
+    """Return the actions that must finish before `action` can start if a receive waits for nothing.
+
+    As in torch's runtime, a receive only posts a buffer, and the action that uses the value waits for its message.
+    """
+    if action.op in RECEIVES:
+        return []
+    needs = find_needs(schedule, action)
+    return [find_needs(schedule, made)[0] if made.op in RECEIVES else (made, boundary) for made, boundary in needs]
+
+
+def list_done(schedule: Schedule, device: int, position: int) -> tuple[Action, ...]:
+    """Return the actions whose results may leave the device once the action at a position of its row is over."""
+    row = schedule.actions[device]
+    if row[position] in schedule.paired:
+        return ()
+    return row[position - 1 : position + 1] if position and row[position - 1] in schedule.paired else (row[position],)
+
+
 def find_message(schedule: Schedule, action: Action) -> Transfer | None:
     """Return the message to another device that is ready once `action` is done, or None."""
     stage, m = action.stage, action.microbatch
@@ -120,6 +140,8 @@ def with_transfers(schedule: Schedule) -> Schedule:
     rows: list[list[Action]] = [[] for _ in schedule.actions]
     # Remove existing transfers first, to avoid duplicates.
     for device, row in enumerate(without_transfers(schedule).actions):
+        # The first of two actions that run together, its place in the row, and the sends that wait for the second.
+        begin, late = 0, list[Action]()
         for action in row:
             received, sent = [], []
             # Values cross the boundary before the stage and then the boundary after it; gradients return.
@@ -129,7 +151,17 @@ def with_transfers(schedule: Schedule) -> Schedule:
             elif action.op in GRADIENTS:
                 received = _list_transfers(schedule, action, RECV_B, action.stage + 1)
                 sent = _list_transfers(schedule, action, SEND_B, action.stage)
-            rows[device] += [*received, action, *sent]
+            if late or (rows[device] and rows[device][-1] in schedule.paired):
+                rows[device][begin:begin] = received
+                rows[device] += [action, *late, *sent]
+                late = []
+                continue
+            begin = len(rows[device])
+            rows[device] += [*received, action]
+            if action in schedule.paired:
+                late = sent
+            else:
+                rows[device] += sent
     return replace(schedule, actions=tuple(tuple(row) for row in rows))
 
 

@@ -21,6 +21,9 @@ class Schedule:
 
     Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if the optimizer steps once, after all
     microbatches, so that all of them use the same weights. Without `trains` it has only forwards.
+
+    A forward in `paired` and the backward after it run together, as under DualPipeV: what either makes leaves the
+    device when both are done.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     synchronous: bool = True
     trains: bool = True
+    paired: frozenset[Action] = frozenset()
 
     @property
     def n_stages(self) -> int:
@@ -86,11 +90,13 @@ class Schedule:
 
     def only(self, op: str) -> Schedule:
         """Return the schedule with only the actions `op`, for example only forwards."""
-        return replace(self, actions=tuple(tuple(a for a in row if a.op == op) for row in self.actions))
+        rows = tuple(tuple(a for a in row if a.op == op) for row in self.actions)
+        return replace(self, actions=rows, paired=frozenset())
 
     def without(self, op: str) -> Schedule:
         """Return the schedule without the actions `op`."""
-        return replace(self, actions=tuple(tuple(a for a in row if a.op != op) for row in self.actions))
+        rows = tuple(tuple(a for a in row if a.op != op) for row in self.actions)
+        return replace(self, actions=rows, paired=frozenset() if op in COMPUTES else self.paired)
 
     def in_flight(self, device: int) -> list[dict[int, int]]:
         """Return, after each action of a device, the number of microbatches with activations in each of its stages."""

@@ -16,10 +16,11 @@ import csv
 import io
 import os
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from fxsplit.errors import NotExportable, ScheduleError
-from fxsplit.schedule.action import COMPUTES, REDUCE, STEP, TRANSFERS, Action
+from fxsplit.schedule.action import COMPUTES, FORWARD, GRADIENTS, REDUCE, STEP, TRANSFERS, Action
 from fxsplit.schedule.flow import with_transfers, without_transfers
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import verify
@@ -44,11 +45,14 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         lines.pop()  # a blank line at the end is no rank
     name = Path(path).stem
     rows = []
+    paired: set[Action] = set()
     for rank, cells in enumerate(lines):
         row: list[Action] = []
         for column, cell in enumerate(cells):
             try:
-                row += _parse_cell(cell.strip())
+                found = _parse_cell(cell.strip())
+                paired.update(found[:-1])
+                row += found
             except ScheduleError as error:
                 raise ScheduleError(f"{name}: rank {rank}, cell {column}: {error}") from error
         rows.append(tuple(row))
@@ -68,7 +72,8 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ScheduleError(f"{name}: no rank has stage {missing}, and one has stage {max(homes)}")
     # Take the number of microbatches from the actions. verify() finds a microbatch that some stage omits.
     count = 1 + max(action.microbatch for row_ in rows for action in row_)
-    schedule = Schedule(name, count, tuple((homes[s],) for s in range(len(homes))), tuple(rows))
+    placed = tuple((homes[s],) for s in range(len(homes)))
+    schedule = Schedule(name, count, placed, tuple(rows), paired=frozenset(paired))
     verify(schedule)
     return schedule
 
@@ -90,21 +95,35 @@ def format_csv(schedule: Schedule, transfers: bool = False) -> str:
                 what = "replicas of a stage" if action.replica else "steps and versions of weights"
                 raise NotExportable(f"{schedule.name}: device {device} does {action}, and torch has no {what}")
     rows = (with_transfers if transfers else without_transfers)(schedule).actions
-    # torch calls a reduction REDUCE_GRAD. All other words are the same.
-    words = [[f"{a.stage}REDUCE_GRAD" if a.op == REDUCE else str(a) for a in row] for row in rows]
+    words = [_write_cells(row, schedule.paired) for row in rows]
     text = io.StringIO()
     csv.writer(text).writerows(words)
     return text.getvalue()
+
+
+def _write_cells(row: Sequence[Action], paired: Collection[Action]) -> list[str]:
+    """Return the cells of a row."""
+    cells: list[str] = []
+    for before, action in zip((None, *row), row, strict=False):
+        # torch calls a reduction REDUCE_GRAD. All other words are the same.
+        word = f"{action.stage}REDUCE_GRAD" if action.op == REDUCE else str(action)
+        if before in paired:
+            cells[-1] = f"({cells[-1]};{word})OVERLAP_F_B"
+        else:
+            cells.append(word)
+    return cells
 
 
 def _parse_cell(cell: str) -> list[Action]:
     """Return the actions of a cell: one, none, or several that torch overlaps, as in `(1F1;1B0)OVERLAP_F_B`."""
     if not cell or _SHARDING.fullmatch(cell):
         return []
-    # Run overlapped actions one after the other, in their order: forward first.
     overlapped = _OVERLAP.fullmatch(cell)
     if overlapped:
-        return [action for part in overlapped[1].split(";") for action in _parse_cell(part.strip())]
+        found = [action for part in overlapped[1].split(";") for action in _parse_cell(part.strip())]
+        if len(found) != 2 or found[0].op != FORWARD or found[1].op not in GRADIENTS:
+            raise ScheduleError(f"{show(cell)}: a forward and a backward run together, and nothing else")
+        return found
     # torch adds a meaningless microbatch to REDUCE_GRAD, since the reduction covers all of them.
     action = Action.parse(re.sub(r"REDUCE_GRAD\d*$", REDUCE, cell))
     if action.op not in (*COMPUTES, *TRANSFERS, REDUCE) or action.replica or action.version:

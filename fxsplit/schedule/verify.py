@@ -12,6 +12,7 @@ from fxsplit.schedule.action import (
     BACKWARD,
     COMPUTES,
     FORWARD,
+    GRADIENTS,
     INPUT_GRADIENT,
     REDUCE,
     RELEASES,
@@ -64,6 +65,9 @@ def _check_places(schedule: Schedule) -> None:
             # With another weight version it is still the same work.
             if drop_version(action) in seen:
                 raise ScheduleError(f"{where}: done twice")
+            after = row[position + 1].op if position + 1 < len(row) else ""
+            if action in schedule.paired and (action.op != FORWARD or after not in GRADIENTS):
+                raise ScheduleError(f"{where}: it runs together with the next action, which must be a backward")
             seen.add(drop_version(action))
 
 

@@ -6,10 +6,14 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxsplit.errors import NotExportable, ScheduleError
-from fxsplit.schedule import SCHEDULES, generate
+from fxsplit.schedule import SCHEDULES, Action, Times, generate, simulate
 from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 
@@ -66,8 +70,20 @@ def test_what_torchtitan_adds_is_read(tmp_path: Path) -> None:
     )
     schedule = read_csv(path)
     assert str(schedule) == "0F0 0F1 0B0 0B1 0REDUCE\n1F0 1F1 1B0 1B1 1REDUCE"
-    write_csv(schedule, tmp_path / "again.csv")
-    assert cells(tmp_path / "again.csv")[1] == ["1F0", "1F1", "1B0", "1B1", "1REDUCE_GRAD"]
+    assert schedule.paired == {Action(1, "F", 1)}
+    for transfers in (False, True):
+        write_csv(schedule, tmp_path / "again.csv", transfers)
+        row = cells(tmp_path / "again.csv")[1]
+        assert [c for c in row if "_F" not in c[:7] and "_B" not in c[:7]] == [
+            "1F0",
+            "(1F1;1B0)OVERLAP_F_B",
+            "1B1",
+            "1REDUCE_GRAD",
+        ]
+        assert read_csv(tmp_path / "again.csv").paired == schedule.paired
+    # What the two make is sent after both, and what they need is received before both.
+    at = row.index("(1F1;1B0)OVERLAP_F_B")
+    assert row[at - 1] == "1RECV_F1" and row[at + 1] == "1SEND_B0"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +96,7 @@ def test_what_torchtitan_adds_is_read(tmp_path: Path) -> None:
         (["0F0,0B0", "2F0,2B0"], "no rank has stage 1, and one has stage 2"),
         ([""], "no rank computes anything"),
         (["0F0,0B0", "1F0"], "bad: 1B0 is never done"),
+        (["0F0,(0B0;0F1)OVERLAP_F_B,0B1"], "a forward and a backward run together, and nothing else"),
         (["0B0,0F0"], "bad: device 0, position 0, 0B0: comes before 0F0"),
         (["0F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"], "0SEND_F0 is never done.*unpaired"),
     ],
@@ -99,6 +116,37 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ScheduleError, match="cannot read the schedule"):
         read_csv(tmp_path / "binary.csv")
+
+
+TORCHS_CLASSES = {
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleLoopedBFS": 3,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+    "ScheduleDualPipeV": 2,
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_CLASSES)
+def test_torchs_files_with_transfers_take_as_long_as_without(name: str, tmp_path: Path) -> None:
+    ranks, each, count = 4, TORCHS_CLASSES[name], 12
+    v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        own = [0, 2 * ranks - 1] if v else [ranks * i for i in range(each)]
+        stages = [PipelineStage(nn.Linear(2, 2), i, ranks * each, torch.device("cpu")) for i in own]
+        made = getattr(theirs, name)(stages, count, loss_fn=nn.functional.mse_loss)
+        for which in ("compute_only", "compute_comms"):
+            made._dump_csv(str(tmp_path / f"{which}.csv"), format=which)
+    finally:
+        torch.distributed.destroy_process_group()
+    alone, written = (read_csv(tmp_path / f"{which}.csv") for which in ("compute_only", "compute_comms"))
+    n = ranks * each
+    uneven = Times([1 + i / 10 for i in range(n)], [2.5] * n, [0.1] * n, [0.2] * n, weight_ms=[0.7] * n)
+    assert written.transfers and not alone.transfers
+    for times in (Times.unit(n), uneven):
+        steps = [simulate(s, times).step_ms for s in (alone, written, with_transfers(alone))]
+        assert steps == pytest.approx([steps[0]] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(TORCHS)))

@@ -9,7 +9,8 @@ Each device runs its actions in order, each as soon as its inputs have arrived.
 A *link* leads from one device to another, and carries one message at a time: a forward's value or a backward's
 gradient. Messages leave in the order in which they are made; a message that is ready while the link is busy waits. The
 opposite direction is a separate link, so values and gradients do not delay each other. If a device has several stages,
-all its messages to one other device share a link.
+all its messages to one other device share a link. If a schedule has its transfers written out, a send puts the message
+on the link, and a receive takes no time: the action that uses the value waits for it, as in torch's runtime.
 
 The host of an accelerator launches the actions in the same order, and runs ahead of the accelerator. It waits only
 until the inputs of an action have been launched. On the device, an action begins after its launch has begun, and ends
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, SEND_F, STEP, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import Transfer, drop_version, find_message, find_needs
+from fxsplit.schedule.flow import Transfer, drop_version, find_message, find_waits, list_done
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import refuse_deadlock
 
@@ -157,8 +158,8 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
             # Advance a device until it waits for another, which may be simulated later in this round.
             while len(spans[device]) < len(row):
                 action = row[len(spans[device])]
-                needs = find_needs(schedule, action)
-                if any(need not in ends for need, _ in needs):
+                needs = find_waits(schedule, action)
+                if any(need not in (ends if boundary is None else arrivals) for need, boundary in needs):
                     break
                 host_begin = max([host_free[device], *(launched[need] for need, _ in needs)])
                 host_free[device] = host_begin + times.launch(action)
@@ -168,11 +169,12 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
                 spans[device].append((begin, free[device]))
                 done = drop_version(action)
                 ends[done], launched[done] = free[device], host_free[device]
-                message = find_message(schedule, action)
-                if message is not None:
-                    # Only one device sends over a link, so its messages are added in the order of departure.
-                    trip = _take_link(trips, message, free[device], times.hop(message))
-                    arrivals[done] = trip.end_ms
+                for made in list_done(schedule, device, len(spans[device]) - 1):
+                    message = find_message(schedule, made)
+                    if message is not None:
+                        # Only one device sends over a link, so its messages are added in the order of departure.
+                        trip = _take_link(trips, message, free[device], times.hop(message))
+                        arrivals[drop_version(made)] = trip.end_ms
                 moved = True
     if any(len(found) < len(row) for found, row in zip(spans, schedule.actions, strict=True)):
         # The rounds do not show which devices wait for each other; refuse_deadlock does.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule import Action, Schedule, Times, generate, simulate
+from fxsplit.schedule import Action, Schedule, Times, generate, simulate, verify
 from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.homes import line
 
@@ -27,13 +28,13 @@ def spans_of(schedule: Schedule, times: Times) -> dict[str, Any]:
 
 
 def test_transfers_that_are_written_out_take_their_way() -> None:
-    """A receive ends when the value has come; each way has its own time, and boundary 2 another than boundary 1."""
+    """A receive only posts; the action that uses the value waits. Each way and each boundary has its own time."""
     times = Times([1, 2, 4], [8, 16, 32], forward_hop_ms=[100, 0.5, 0.25], backward_hop_ms=[100, 0.125, 0.0625])
     found = spans_of(with_transfers(generate("1F1B", 3, 1)), times)
-    assert found["0SEND_F0"] == (1, 1) and found["1RECV_F0"] == (1.5, 1.5)
-    assert found["1F0"] == (1.5, 3.5) and found["2RECV_F0"] == (3.75, 3.75)
-    assert found["2B0"] == (7.75, 39.75) and found["1RECV_B0"] == (39.8125, 39.8125)
-    assert found["0RECV_B0"] == (55.9375, 55.9375) and found["0B0"] == (55.9375, 63.9375)
+    assert found["0SEND_F0"] == (1, 1) and found["1RECV_F0"] == (0, 0)
+    assert found["1F0"] == (1.5, 3.5) and found["2RECV_F0"] == (0, 0)
+    assert found["2B0"] == (7.75, 39.75) and found["1RECV_B0"] == (3.5, 3.5)
+    assert found["0RECV_B0"] == (1, 1) and found["0B0"] == (55.9375, 63.9375)
     # Without transfers in the schedule, the same values are under way as long.
     plain = spans_of(generate("1F1B", 3, 1), times)
     assert all(found[text] == span for text, span in plain.items())
@@ -70,14 +71,31 @@ def test_launches_of_a_backward_in_halves() -> None:
         simulate(generate("1F1B", 1, 1), Times([0], [0], backward_launch_ms=[9, 9]))
 
 
-def test_a_receive_holds_its_device_up_where_it_stands() -> None:
-    """A device runs its actions in order, even if a receive has to wait while a later action could run."""
+def test_a_receive_does_not_hold_its_device_up() -> None:
+    """An action between a receive and the use of its value runs meanwhile, as in torch's runtime."""
     rows = parse_rows(
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
     )
     found = spans_of(Schedule("own", 2, line(2), rows), Times([1, 1], [2, 2], forward_hop_ms=[0, 5]))
-    assert found["1RECV_F0"] == (6, 6) and found["1F0"] == (6, 7)
-    assert found["1RECV_F1"] == (11, 11) and found["1F1"] == (11, 12) and found["1B0"] == (12, 14)
+    assert found["1F0"] == (6, 7) and found["1RECV_F1"] == (7, 7) and found["1B0"] == (7, 9)
+    assert found["1F1"] == (11, 12) and found["0B0"] == (9, 11)
+
+
+def test_what_two_actions_make_together_leaves_after_both() -> None:
+    """1F1 and 1B0 run together, so the value of 1F1 leaves at the end of 1B0."""
+    text = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"
+    rows = parse_rows(*text)
+    alone = Schedule("own", 2, line(3), rows)
+    pair = replace(alone, paired=frozenset({Action(1, "F", 1)}))
+    verify(pair)
+    times = Times([1, 1, 1], [2, 2, 2], forward_hop_ms=[0, 1, 1], backward_hop_ms=[0, 1, 1])
+    for schedule in (pair, with_transfers(pair)):
+        found = spans_of(schedule, times)
+        assert found["1F1"] == (3, 4) and found["1B0"] == (8, 10) and found["2F1"] == (11, 12)
+    assert spans_of(alone, times)["2F1"] == (7, 8)
+    with pytest.raises(ScheduleError, match="position 1, 2B0: it runs together with the next action"):
+        verify(replace(alone, paired=frozenset({Action(2, "B", 0)})))
+    assert not alone.only("F").paired and pair.without("REDUCE").paired == pair.paired
 
 
 def test_sums_and_steps_take_the_time_of_their_stage() -> None:
