@@ -17,7 +17,7 @@ from fxsplit.schedule import SCHEDULES, Action, Times, generate, simulate
 from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 
-TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble"]
+TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble"]
 
 
 def cells(path: Path) -> list[list[str]]:

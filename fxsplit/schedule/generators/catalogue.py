@@ -24,20 +24,30 @@ from fxsplit.schedule.generators.synchronous import (
     interleaved,
     looped_bfs,
     one_f_one_b,
-    zb_h1,
-    zbv,
 )
+from fxsplit.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2, zbv
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
+from fxsplit.schedule.simulation.simulate import Times, check_times
 from fxsplit.system.figures import show
 
-Runnable = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera"]
+Runnable = Literal[
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "ZB-H1",
+    "ZB-H2",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "Chimera",
+]
 Asynchronous = Literal["PipeDream", "PipeDream-2BW"]
 ScheduleName: TypeAlias = Literal[Runnable, Asynchronous]
 """The names of schedules, for type checkers and editors."""
 
 Generator = Callable[..., Schedule]
-"""A function of n_devices, n_microbatches and optionally stages_per_device that returns a schedule."""
+"""A function of n_devices, n_microbatches and optionally stages_per_device and times that returns a schedule."""
 
 SCHEDULES: dict[str, Generator] = {
     "GPipe": gpipe,
@@ -45,6 +55,8 @@ SCHEDULES: dict[str, Generator] = {
     "LoopedBFS": looped_bfs,
     "Interleaved1F1B": interleaved,
     "ZB-H1": zb_h1,
+    "ZB-H2": zb_h2,
+    "InterleavedZeroBubble": interleaved_zero_bubble,
     "ZBVZeroBubble": zbv,
     "Chimera": chimera,
     "PipeDream": pipedream,
@@ -59,7 +71,9 @@ HELD = 3
 arrived, and, in a stream, one of the next batch.
 """
 
-SPLITTING = ("ZB-H1", "ZBVZeroBubble")
+FROM_TIMES = ("ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules with an order that depends on the times of the stages."""
+SPLITTING = ("ZB-H1", *FROM_TIMES)
 """Schedules with split backwards: input gradients first, weight gradients later."""
 
 MOST_ACTIONS = 1_000_000
@@ -75,6 +89,7 @@ COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "GPipe": lambda k, m: (m,) * k,
     "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     "ZB-H1": lambda k, m: (min(m, k),) * k,
+    "ZB-H2": lambda k, m: (min(m, 2 * k),) * k,
     INFERENCE: lambda k, m: (HELD,) * k,
 }
 """Formulas for `Scheduler.in_flight` with k stages and m microbatches, for the schedules that have one."""
@@ -92,14 +107,34 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
     raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{suggest(name, among)}")
 
 
-# Every training step calls this, and so does the choice among many schedules.
-@lru_cache(maxsize=256)
-def generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None = None) -> Schedule:
+def generate(
+    name: str,
+    n_devices: int,
+    n_microbatches: int,
+    stages_per_device: int | None = None,
+    times: Times | None = None,
+) -> Schedule:
     """Return the schedule called `name` for numbers of devices and microbatches.
 
-    `stages_per_device` defaults to the schedule's own number. Raises ScheduleError for an unknown name, and for numbers
-    that the schedule does not support.
+    - `stages_per_device` defaults to the schedule's own number
+    - `times` are those of the stages (default: a forward, an input gradient and a weight gradient take equal times).
+      Only the schedules in FROM_TIMES look at them: these put weight gradients where a device would wait
+
+    Raises ScheduleError for an unknown name, for numbers that the schedule does not support, and for times of another
+    number of stages.
     """
+    if times is None or name not in FROM_TIMES:
+        return _generate(name, n_devices, n_microbatches, stages_per_device)
+    # Made for equal times first, since that checks all numbers.
+    made = _generate(name, n_devices, n_microbatches, stages_per_device)
+    check_times(made, times)
+    return SCHEDULES[name](n_devices, n_microbatches, made.n_stages // n_devices, times)
+
+
+# Every training step calls this, and so does the choice among many schedules.
+@lru_cache(maxsize=256)
+def _generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None) -> Schedule:
+    """Return a schedule for equal times; raises ScheduleError as `generate` does."""
     generator = inference if name == INFERENCE else find_schedule(name)
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():

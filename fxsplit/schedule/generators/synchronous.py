@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.greedy import Rows, list_schedule
-from fxsplit.schedule.homes import cross_both_ways, deal_in_turn, go_there_and_back, line
+from fxsplit.schedule.homes import cross_both_ways, deal_in_turn, line
 from fxsplit.schedule.schedule import Homes, Schedule
 
 
@@ -30,7 +30,7 @@ def gpipe(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Sc
     It is the simplest schedule, and holds the activations of all microbatches at once. Raises ScheduleError for more
     than one stage on a device.
     """
-    _check_stages_per_device("GPipe", stages_per_device, 1)
+    check_stages_per_device("GPipe", stages_per_device, 1)
     homes = line(n_devices)
     return Schedule("GPipe", n_microbatches, homes, run_forwards_first(homes, n_microbatches))
 
@@ -60,7 +60,7 @@ def inference(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -
     A stage keeps no part of a microbatch after sending its outputs. Raises ScheduleError for more than one stage on a
     device.
     """
-    _check_stages_per_device("Inference", stages_per_device, 1)
+    check_stages_per_device("Inference", stages_per_device, 1)
     return run_forwards(line(n_devices), n_microbatches)
 
 
@@ -101,7 +101,7 @@ def one_f_one_b(n_devices: int, n_microbatches: int, stages_per_device: int = 1)
     It idles as much as GPipe, but stage s holds the activations of at most n_devices - s microbatches. Raises
     ScheduleError for more than one stage on a device.
     """
-    _check_stages_per_device("1F1B", stages_per_device, 1)
+    check_stages_per_device("1F1B", stages_per_device, 1)
     # Before the first gradient returns, a stage has time for one forward for each stage after it.
     rows = [alternate_on(s, BACKWARD, [0] * n_microbatches, n_devices - s - 1) for s in range(n_devices)]
     return Schedule("1F1B", n_microbatches, line(n_devices), tuple(rows))
@@ -142,84 +142,42 @@ def interleaved(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
     than 1F1B and holds more activations. All rounds have the same number of microbatches, at least n_devices: raises
     ScheduleError if n_microbatches cannot be divided like this.
     """
+    orders, _ = order_interleaved("Interleaved1F1B", n_devices, n_microbatches, stages_per_device)
+    homes = deal_in_turn(n_devices, stages_per_device)
+    return Schedule("Interleaved1F1B", n_microbatches, homes, tuple(orders))
+
+
+def order_interleaved(
+    name: str, n_devices: int, n_microbatches: int, stages_per_device: int, *, split: bool = False
+) -> tuple[list[tuple[Action, ...]], int]:
+    """Return the actions of each device in interleaved order, and the number of microbatches of a round.
+
+    With `split` the backwards are only input gradients, and a device warms up with one forward less for each later
+    device. Raises ScheduleError as `interleaved` does.
+    """
     # With fewer microbatches in a round than devices, a device would wait for the round to come back.
     rounds = max(1, n_microbatches // n_devices)
     if n_microbatches % rounds:
         raise ScheduleError(
-            f"Interleaved1F1B: {n_microbatches} microbatches do not divide into rounds of at least {n_devices}, one "
+            f"{name}: {n_microbatches} microbatches do not divide into rounds of at least {n_devices}, one "
             f"for each device: give {rounds * n_devices} or {(rounds + 1) * n_devices}"
         )
     size = n_microbatches // rounds
     # A chunk is a device's first, second, ... stage: chunk c of device d is stage c * n_devices + d.
-    chunks = range(stages_per_device)
+    chunks, op = range(stages_per_device), INPUT_GRADIENT if split else BACKWARD
     rows = []
     for d in range(n_devices):
         # The order of a device's forwards: a round passes its first stage, then its second, and so on.
         turns = [(c, m) for r in range(rounds) for c in chunks for m in range(r * size, (r + 1) * size)]
         forwards = [Action(c * n_devices + d, FORWARD, m) for c, m in turns]
-        backwards = [Action((stages_per_device - 1 - c) * n_devices + d, BACKWARD, m) for c, m in turns]
+        backwards = [Action((stages_per_device - 1 - c) * n_devices + d, op, m) for c, m in turns]
         # With one stage a device there is nothing to interleave: this is 1F1B.
         warm_up = n_devices - d - 1
         if stages_per_device > 1:
             # Warm up as torch and Megatron do: a round through all but the last chunk, two for each later device.
-            warm_up = 2 * warm_up + (stages_per_device - 1) * size
+            warm_up = (1 if split else 2) * warm_up + (stages_per_device - 1) * size
         rows.append(alternate(forwards, backwards, warm_up))
-    return Schedule("Interleaved1F1B", n_microbatches, deal_in_turn(n_devices, stages_per_device), tuple(rows))
-
-
-def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
-    """Return ZB-H1 (Qi et al. 2023): 1F1B with split backwards, whose weight gradients fill idle time.
-
-        device 0: F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
-        device 1:    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-        device 2:       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
-    As actions, on 2 devices with 4 microbatches:
-
-        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
-        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
-
-    Other stages wait only for input gradients (I). Stage s delays a weight gradient (W) until s more input gradients
-    are done. Later stages have fewer forwards in flight, so they have memory for the delay: every device holds as many
-    microbatches as the first device under 1F1B. Raises ScheduleError for more than one stage on a device.
-    """
-    _check_stages_per_device("ZB-H1", stages_per_device, 1)
-    rows = []
-    for stage in range(n_devices):
-        # Without the weight gradients, this is the order of 1F1B.
-        row: list[Action] = []
-        for action in alternate_on(stage, INPUT_GRADIENT, [0] * n_microbatches, n_devices - stage - 1):
-            row.append(action)
-            if action.op == INPUT_GRADIENT and action.microbatch >= stage:
-                row.append(Action(stage, WEIGHT_GRADIENT, action.microbatch - stage))
-        # The last `stage` weight gradients have no later input gradient to follow.
-        late = range(max(0, n_microbatches - stage), n_microbatches)
-        rows.append((*row, *(Action(stage, WEIGHT_GRADIENT, m) for m in late)))
-    return Schedule("ZB-H1", n_microbatches, line(n_devices), tuple(rows))
-
-
-def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
-    """Return ZBVZeroBubble (Qi et al. 2024): two stages a device, there and back, with delayed weight gradients.
-
-        device 0: 0F0 0F1     3F0 3I0 3F1 3I1 0I0 3W0 0I1 0W0 3W1 0W1      device 0 has stages 0 and 3
-        device 1:     1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1      device 1 has stages 1 and 2
-
-    Device 0 also has the last stage, so a microbatch's backward begins and ends there. Every device has at most 2
-    n_devices forwards in flight, each half as long as under 1F1B: as much memory as the first device under 1F1B. Raises
-    ScheduleError unless a device has two stages.
-    """
-    _check_stages_per_device("ZBVZeroBubble", stages_per_device, 2)
-    homes = go_there_and_back(n_devices)
-    rows = list_schedule(
-        homes,
-        n_microbatches,
-        # Input gradients and forwards, for which other devices wait, come first; then the oldest microbatch, nearest to
-        # its end.
-        order=lambda a: (a.op == WEIGHT_GRADIENT, a.microbatch, -a.stage, a.op),
-        most=lambda device: 2 * n_devices,
-        split=True,
-    )
-    return Schedule("ZBVZeroBubble", n_microbatches, homes, rows)
+    return rows, size
 
 
 def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
@@ -237,7 +195,7 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
     time of the other. Raises ScheduleError for an odd number of devices or microbatches, or more than one stage on a
     device.
     """
-    _check_stages_per_device("Chimera", stages_per_device, 1)
+    check_stages_per_device("Chimera", stages_per_device, 1)
     if n_devices % 2 or n_microbatches % 2:
         what, count = ("devices", n_devices) if n_devices % 2 else ("microbatches", n_microbatches)
         near = f"{count - 1} or {count + 1}" if count > 1 else "2"
@@ -314,7 +272,7 @@ def _append_sums(rows: Rows, homes: Homes) -> Rows:
     return tuple((*row, *sums) for row, sums in zip(rows, own, strict=True))
 
 
-def _check_stages_per_device(name: str, stages_per_device: int, count: int) -> None:
+def check_stages_per_device(name: str, stages_per_device: int, count: int) -> None:
     """Raise ScheduleError unless a device has the number of stages that the schedule is made for."""
     if stages_per_device != count:
         others = "Interleaved1F1B or LoopedBFS take any number"

@@ -138,11 +138,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     Raises ScheduleError if `times` has a different number of stages, or for a deadlock, with the first device and
     action that cannot go on.
     """
-    # Without this check a list of another plan that is too long would be used silently.
-    for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms"):
-        count = len(getattr(times, what))
-        if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
-            raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
+    check_times(schedule, times)
     # The time at which each result is available: on its own device, and at its receiver.
     ends: dict[Action, float] = {}
     arrivals: dict[Action, float] = {}
@@ -182,6 +178,15 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     return Simulation(
         schedule, tuple(tuple(row) for row in spans), {link: tuple(found) for link, found in trips.items()}
     )
+
+
+def check_times(schedule: Schedule, times: Times) -> None:
+    """Raise ScheduleError if `times` has a different number of stages than a schedule."""
+    # Without this check a list of another plan that is too long would be used silently.
+    for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms"):
+        count = len(getattr(times, what))
+        if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
+            raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
 
 
 def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Transfer, ready_ms: float, hop_ms: float) -> Trip:

@@ -93,4 +93,4 @@ def test_wrong_numbers_are_refused_before_planning() -> None:
 def test_formulas_reach_where_lists_are_too_long() -> None:
     """512 devices have a schedule of more than a million actions, and can be planned for."""
     _, workload = Scheduler("1F1B", 512).lay_out(Machine.planned(512), 1024)
-    assert set(COUNTED) == {"GPipe", "1F1B", "ZB-H1", INFERENCE} and workload.in_flight[512][:2] == (512, 511)
+    assert set(COUNTED) == {"GPipe", "1F1B", "ZB-H1", "ZB-H2", INFERENCE} and workload.in_flight[512][:2] == (512, 511)
