@@ -66,7 +66,7 @@ def read(page: str) -> str:
         ("docs/schedules.md", "or 2^{} on a GPU", LEAST_PRODUCTS["cuda"].bit_length() - 1),
         ("docs/training.md", "of at least {word} rows if the batch is large enough", ROWS_EACH),
         ("docs/proof.md", "trains float64 copies of the pipeline and of the unsplit model for {word} steps", STEPS),
-        ("docs/proof.md", "{} networks, seven synchronous schedules", len(networks.BUILDERS)),
+        ("docs/proof.md", "{} networks, nine synchronous schedules", len(networks.BUILDERS)),
         ("docs/proof.md", "all but the {} slowest also on 3 and 4", len(SLOW)),
     ],
 )

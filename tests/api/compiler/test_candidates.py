@@ -43,13 +43,15 @@ def test_what_is_tried() -> None:
     assert list_microbatch_counts(9, 4) == [4, 8]
     assert list_microbatch_counts(3, 4) == [3]
     assert [s.name for s in list_schedulers("auto", 2, None)] == list(RUNNABLE)
-    assert [s.name for s in list_schedulers("auto", 2, 3)] == ["LoopedBFS", "Interleaved1F1B"]
+    assert [s.name for s in list_schedulers("auto", 2, 3)] == ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"]
     assert [s.name for s in list_schedulers("auto", 2, 1)] == [
         "GPipe",
         "1F1B",
         "LoopedBFS",
         "Interleaved1F1B",
         "ZB-H1",
+        "ZB-H2",
+        "InterleavedZeroBubble",
         "Chimera",
     ]
     assert list_schedulers("GPipe", 2, None) == [Scheduler("GPipe", 2)]
