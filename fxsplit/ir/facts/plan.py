@@ -303,7 +303,9 @@ class Plan(Shown, Fact):
             least = inf if machine is None else min(machine.devices[d].memory_bytes for d in stage.devices)
             limit = "" if machine is None else f" of {'unlimited' if least == inf else format_bytes(least)}"
             memory = f"{format_bytes(stage.memory_bytes)}{limit}{', recomputes' * stage.recompute}"
-            lines.append(f"stage {number}: load {stage.load_ms:.3f} ms, memory {memory}")
+            parts = [f"{kind} {format_bytes(size)}" for kind, size in stage.memory_kinds.items() if size]
+            of = f": {', '.join(parts)}" if parts else ""
+            lines.append(f"stage {number}: load {stage.load_ms:.3f} ms, memory {memory}{of}")
             inside |= set(stage.nodes)
             if costs is not None and number + 1 < len(self.stages):
                 lines.append(f"cut {number}|{number + 1}: {', '.join(_list_crossing(costs, inside)) or 'nothing'}")
