@@ -248,3 +248,16 @@ def test_what_opt_is_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 2 and "a pass ended the program (SystemExit: 3): let it raise an error" in said
     code, out, _ = run(capsys, f"{net}:make_both")
     assert code == 0 and "input y()" in out
+
+
+def test_a_graph_alone_is_placed_on_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text by hand may have no machine and no workload; a profile of another tool has operators in words."""
+    (tmp_path / "a.ir").write_text("fxsplit-ir 1\nmode eval\n\ngraph G {\n  %x = input x()\n  return %x\n}\n")
+    code, out, _ = run(capsys, tmp_path / "a.ir", "--devices", "3")
+    assert code == 0 and "schedule 1F1B" in out and out.count("device") > 3
+    line = "n{} -- Linear(in=8) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=4.0, "
+    (tmp_path / "g.txt").write_text(
+        "\n".join(line.format(i) + "parameter_size=16.0" for i in (1, 2)) + "\n\tn1 -- n2\n"
+    )
+    code, out, _ = run(capsys, tmp_path / "g.txt", "-p", PLAN)
+    assert code == 0 and "%n1 = function" in out and "fact Plan {" in out

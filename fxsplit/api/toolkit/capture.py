@@ -59,7 +59,7 @@ def capture_for(
     model: nn.Module,
     call: Call,
     *,
-    devices: int | DeviceLike | Sequence[DeviceLike] | Machine = 2,
+    devices: int | DeviceLike | Sequence[DeviceLike] | Machine,
     schedule: str = "1F1B",
     n_microbatches: int | None = None,
     stages_per_device: int | None = None,

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.errors import ChainError, MissingFact
+from fxsplit.errors import ChainError, InputError, MissingFact
+from fxsplit.ir.facts.capture.example import Example
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.graph import IR, GivenFact
 from tests.support.models import Residual
@@ -103,3 +105,15 @@ def test_passes_run_backward_whatever_the_grad_mode_is() -> None:
         with mode():
             costs = fxsplit.run(ir, "profile{repeats=1}")[fxsplit.Costs]
         assert all(node.backward_ms > 0 for node in costs.nodes)
+
+
+def test_a_capture_is_for_two_devices_and_a_number_of_microbatches() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    ir = fxsplit.capture(model, x)
+    assert len(ir[fxsplit.Machine]) == 2 and ir[Workload].n_microbatches == 2
+    assert ir[Example].rows == 4 and fxsplit.capture(model, x, n_microbatches=1)[Example].rows == 8
+    for odd in (0, -1, 1.5):
+        with pytest.raises(InputError, match="n_microbatches"):
+            fxsplit.capture(model, x, n_microbatches=odd)  # type: ignore[arg-type]
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    assert fxsplit.capture(nested, x, leaves=["0"])[Example].leaves == ("0",)

@@ -12,7 +12,7 @@ import fxsplit
 from fxsplit.api.toolkit.from_file import read_planned
 from fxsplit.api.toolkit.shrink import shrink
 from fxsplit.errors import FxsplitError
-from fxsplit.ir.facts.costs.costs import Costs, InputCost, TiedParameter
+from fxsplit.ir.facts.costs.costs import Costs, Exchange, InputCost, TiedParameter
 from fxsplit.ir.graph import IR
 from tests.support.graphs import node
 
@@ -24,6 +24,9 @@ def make_ir(seed: int, count: int = 24) -> IR:
     for i in range(count):
         inputs = [f"n{random.randrange(i)}" for _ in range(min(i, 2))] or ["x"]
         nodes.append(node(f"n{i}", sorted(set(inputs)), kept_bytes=4.0))
+    # Of a node that stays, in the test of each constraint, and one that goes.
+    nodes[4] = replace(nodes[4], kept_for="n10", kept_for_bytes=2.0)
+    nodes[9] = replace(nodes[9], lies_in="n8")
     read = {name for each in nodes for name in each.inputs}
     nodes[-1] = replace(nodes[-1], inputs=(*nodes[-1].inputs, *(n.name for n in nodes[:-1] if n.name not in read)))
     tied = (TiedParameter(4.0, 0.0, ("n2", "n5", "n7")),)
@@ -110,3 +113,31 @@ def test_the_error_names_the_same_node() -> None:
     small = shrink(ir, fail, find_error(fail, ir))
     assert str(find_error(fail, small)) == "no rule for 'n9'"
     assert [n.name for n in small.gm.graph.nodes if n.op.startswith("call")] == ["n9"]
+
+
+CONSTRAINTS: dict[str, Callable[[Costs], object]] = {
+    "ordered": lambda costs: costs.ordered == (("n1", "n9"),),
+    "together": lambda costs: costs.together == (("n3", "n4"),),
+    "tied": lambda costs: costs.tied and costs.tied[0].nodes == ("n2", "n5", "n7"),
+    "exchanges": lambda costs: costs.exchanges and costs.exchanges[0].nodes == ("n6", "n8"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_constraint_that_the_failure_needs_keeps_its_nodes(name: str) -> None:
+    """All others go with their nodes, and the costs of what is left hold."""
+
+    def fail(ir: IR) -> IR:
+        if CONSTRAINTS[name](ir[Costs]):
+            raise ValueError("no rule for this")
+        return ir
+
+    ir = make_ir(4)
+    ir = ir.learn(replace(ir[Costs], exchanges=(Exchange(2.0, ("n6", "n8")),)))
+    small = shrink(ir, fail, find_error(fail, ir))
+    costs = small[Costs]
+    costs.verify(small)
+    needed = {"ordered": "n1 n9", "together": "n3 n4", "tied": "n2 n5 n7", "exchanges": "n6 n8"}
+    assert {node.name for node in costs.nodes} == set(needed[name].split())
+    left = {what: len(getattr(costs, what)) for what in CONSTRAINTS}
+    assert left == {what: int(what == name) for what in CONSTRAINTS}
