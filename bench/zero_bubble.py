@@ -8,18 +8,10 @@ et al. 2023; github.com/sail-sg/zero-bubble-pipeline-parallelism, branch arxiv, 
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as theirs
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from fxsplit.schedule import Schedule, Times, generate, simulate
-from fxsplit.schedule.torch_csv import read_csv
+from fxsplit.schedule import Times, generate, simulate
+from tests.support.torch_schedules import make_theirs
 
 
 class Instance(NamedTuple):
@@ -62,20 +54,6 @@ def make_times(one: Instance, each: int) -> Times:
     forward, backward, weight = (us / 1000 / each for us in (one.forward, one.backward, one.weight))
     hops = [one.transfer / 1000] * n
     return Times([forward] * n, [backward + weight] * n, hops, hops, weight_ms=[weight] * n)
-
-
-def make_theirs(name: str, ranks: int, count: int) -> Schedule:
-    """Return torch's schedule of a name."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        own = [0, 2 * ranks - 1] if name == "ZBVZeroBubble" else [0, ranks]
-        stages = [PipelineStage(nn.Linear(2, 2), i, 2 * ranks, torch.device("cpu")) for i in own]
-        made = getattr(theirs, f"Schedule{name}")(stages, count, loss_fn=nn.functional.mse_loss)
-        with tempfile.TemporaryDirectory() as folder:
-            made._dump_csv(str(Path(folder) / "theirs.csv"), format="compute_only")
-            return read_csv(Path(folder) / "theirs.csv")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def main() -> None:

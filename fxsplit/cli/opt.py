@@ -6,12 +6,11 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
-from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fxsplit.cli.output import print_error, print_json
+from fxsplit.cli.output import print_error, to_json
 from fxsplit.cli.words import add_json, add_reproducer, take_text
 from fxsplit.errors import ChainError, InputError, NoFit, suggest
 from fxsplit.ir.chain import Chain, parse_chain, pass_text
@@ -136,7 +135,10 @@ def main(arguments: argparse.Namespace) -> int:
         print_error(str(timer))
     if arguments.stats:
         print_error(timer.show_noted())
-    _print_result(arguments, final, timer, load_s)
+    if arguments.output not in (None, "-"):
+        write_whole(arguments.output, _make_result(arguments, final, timer, load_s))
+    elif _has_result(arguments):
+        sys.stdout.write(_make_result(arguments, final, timer, load_s))
     return 0
 
 
@@ -292,13 +294,8 @@ def _has_result(arguments: argparse.Namespace) -> bool:
     return arguments.json or arguments.emit_json is not None or not (arguments.diff or arguments.verify_roundtrip)
 
 
-def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> None:
-    """Print the IR or JSON, or write it to the file of -o, as the options say."""
-    if arguments.output not in (None, "-"):
-        with StringIO() as text, redirect_stdout(text):
-            _print_result(argparse.Namespace(**{**vars(arguments), "output": None, "diff": False}), ir, timer, load_s)
-            write_whole(arguments.output, text.getvalue())
-        return
+def _make_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> str:
+    """Return the text of the IR or of one of its facts, or the JSON that the options ask for."""
     if arguments.emit_json == "plan":
         from fxsplit.formats.plan_json import plan_to_dict
         from fxsplit.ir.facts.plan import Plan
@@ -307,15 +304,15 @@ def _print_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: f
         taken = {step.name: step.seconds for step in ir.steps}
         states = taken.get("augment", 0.0) + taken.get("order", 0.0)
         seconds = {"load": load_s, "states": states, "solve": taken.get("partition", 0.0)}
-        print_json(plan_to_dict(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})
-    elif arguments.emit_json == "costs":
+        return to_json(plan_to_dict(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})
+    if arguments.emit_json == "costs":
         from fxsplit.ir.facts.costs.costs import Costs
 
-        sys.stdout.write(_find(ir, Costs).to_text())
-    elif arguments.json:
-        print_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
-    elif _has_result(arguments):
-        sys.stdout.write(render(ir))
+        text: str = _find(ir, Costs).to_text()
+        return text
+    if arguments.json:
+        return to_json({"passes": timer.rows, "known": [kind.__name__ for kind in ir.facts]})
+    return render(ir)
 
 
 def _find(ir: IR, kind: type[Any]) -> Any:

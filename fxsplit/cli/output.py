@@ -98,8 +98,13 @@ def print_parts(parts: Parts) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON object. Infinity and NaN become null, since JSON lacks them."""
-    print(json.dumps(_replace_infinite(data), allow_nan=False))
+    """Print one JSON object."""
+    sys.stdout.write(to_json(data))
+
+
+def to_json(data: Any) -> str:
+    """Return one JSON object as a line. Infinity and NaN become null, since JSON lacks them."""
+    return json.dumps(_replace_infinite(data), allow_nan=False) + "\n"
 
 
 def _drop_rest(stream: TextIO) -> None:

@@ -6,16 +6,13 @@ import csv
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxsplit.errors import NotExportable, ScheduleError
 from fxsplit.schedule import SCHEDULES, Action, Times, generate, simulate
 from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.torch_csv import read_csv, write_csv
+from tests.support.torch_schedules import make_theirs
 
 TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble"]
 
@@ -118,29 +115,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_csv(tmp_path / "binary.csv")
 
 
-TORCHS_CLASSES = {
-    "ScheduleInterleaved1F1B": 2,
-    "ScheduleLoopedBFS": 3,
-    "ScheduleInterleavedZeroBubble": 2,
-    "ScheduleZBVZeroBubble": 2,
-    "ScheduleDualPipeV": 2,
+TORCHS_STAGES = {
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 3,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
 }
 
 
-@pytest.mark.parametrize("name", TORCHS_CLASSES)
-def test_torchs_files_with_transfers_take_as_long_as_without(name: str, tmp_path: Path) -> None:
-    ranks, each, count = 4, TORCHS_CLASSES[name], 12
-    v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        own = [0, 2 * ranks - 1] if v else [ranks * i for i in range(each)]
-        stages = [PipelineStage(nn.Linear(2, 2), i, ranks * each, torch.device("cpu")) for i in own]
-        made = getattr(theirs, name)(stages, count, loss_fn=nn.functional.mse_loss)
-        for which in ("compute_only", "compute_comms"):
-            made._dump_csv(str(tmp_path / f"{which}.csv"), format=which)
-    finally:
-        torch.distributed.destroy_process_group()
-    alone, written = (read_csv(tmp_path / f"{which}.csv") for which in ("compute_only", "compute_comms"))
+@pytest.mark.parametrize("name", TORCHS_STAGES)
+def test_torchs_files_with_transfers_take_as_long_as_without(name: str) -> None:
+    ranks, each = 4, TORCHS_STAGES[name]
+    alone = make_theirs(name, ranks, 12, each)
+    written = make_theirs(name, ranks, 12, each, "compute_comms")
     n = ranks * each
     uneven = Times([1 + i / 10 for i in range(n)], [2.5] * n, [0.1] * n, [0.2] * n, weight_ms=[0.7] * n)
     assert written.transfers and not alone.transfers

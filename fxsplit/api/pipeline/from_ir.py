@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from fxsplit import passes as standard
+from fxsplit.api.compiler.chain import SEARCH
 from fxsplit.api.compiler.compiled import Compiled, read_versions
 from fxsplit.api.compiler.compiler import Compiler
 from fxsplit.api.compiler.lowering import KeepCosts, build_program, forget_states
@@ -33,9 +34,6 @@ from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.system.figures import show
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals.thread_modes import enable_gradients
-
-SEARCH = ("augment", "order", "partition")
-"""The passes that search for the plan, and need not run again."""
 
 
 def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compiler:

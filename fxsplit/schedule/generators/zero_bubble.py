@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.fill import Orders, fill_gaps
 from fxsplit.schedule.generators.greedy import Rows, list_schedule
@@ -194,7 +193,4 @@ def _list_filled(orders: Orders, n_microbatches: int, homes: Homes, times: Times
 def _choose(found: Sequence[Schedule] | Iterator[Schedule], times: Times) -> Schedule:
     """Return the schedule with the shortest simulated step, the first of several."""
     # Most fills are equal, and simulating takes longer than comparing.
-    different = dict.fromkeys(found)
-    if not different:
-        raise ScheduleError("no order of these numbers fits")
-    return min(different, key=lambda schedule: simulate(schedule, times).step_ms)
+    return min(dict.fromkeys(found), key=lambda schedule: simulate(schedule, times).step_ms)

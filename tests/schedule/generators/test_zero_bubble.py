@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as theirs
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import Schedule, Times, generate, simulate, verify
 from fxsplit.schedule.generators.catalogue import COUNTED, FROM_TIMES
-from fxsplit.schedule.torch_csv import read_csv
+from tests.support.torch_schedules import make_theirs
 
 # GPT of 6.2 and 28.3 billion parameters (Qi et al. 2023): a rank's whole share, in ms, and a transfer.
 MEASURED = {8: (18.522, 18.086, 9.337, 0.601), 16: (11.347, 11.248, 8.132, 0.377)}
@@ -32,19 +26,6 @@ def make_times(name: str, n_devices: int, measured: tuple[float, float, float, f
     )
 
 
-def make_theirs(name: str, ranks: int, count: int, folder: Path) -> Schedule:
-    """Return torch's schedule of a name, read from the file that torch writes."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        own = [0, 2 * ranks - 1] if name == "ZBVZeroBubble" else [0, ranks]
-        stages = [PipelineStage(nn.Linear(2, 2), i, 2 * ranks, torch.device("cpu")) for i in own]
-        made = getattr(theirs, f"Schedule{name}")(stages, count, loss_fn=nn.functional.mse_loss)
-        made._dump_csv(str(folder / "theirs.csv"), format="compute_only")
-    finally:
-        torch.distributed.destroy_process_group()
-    return read_csv(folder / "theirs.csv")
-
-
 def count_most(schedule: Schedule) -> int:
     """Return the most forwards that a device is ahead of the actions that free their activations."""
     return max(sum(held.values()) for device in range(schedule.n_devices) for held in schedule.in_flight(device))
@@ -57,9 +38,9 @@ CASES += [("InterleavedZeroBubble", ranks, count) for ranks, count in SIZES if c
 
 
 @pytest.mark.parametrize(("name", "ranks", "count"), CASES)
-def test_no_schedule_of_torchs_is_faster(name: str, ranks: int, count: int, tmp_path: Path) -> None:
+def test_no_schedule_of_torchs_is_faster(name: str, ranks: int, count: int) -> None:
     """In equal times and in measured ones, with no more memory."""
-    other = make_theirs(name, ranks, count, tmp_path)
+    other = make_theirs(name, ranks, count)
     for times in (Times.unit(2 * ranks), *(make_times(name, ranks, m) for m in MEASURED.values())):
         own = generate(name, ranks, count, times=times)
         verify(own)
