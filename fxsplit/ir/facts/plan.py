@@ -340,6 +340,9 @@ class Plan(Shown, Fact):
             record.fail(
                 f"node {lacking[0]!r} is only in the stages, or only in the costs: a stage has each node", "stages"
             )
+        most = max((d for s in split for d in s.devices), default=0)
+        if most >= len(machine):
+            record.fail(f"a stage is on device {most}, and there are devices 0 to {len(machine) - 1}", "stages")
         try:
             priced = price_split(costs, machine, workload, [(s.nodes, s.devices, s.recompute) for s in split], model)
             plan = cls.assemble(tuple(priced), costs, machine, workload, model, **bounds)

@@ -160,8 +160,8 @@ def _find_class(record: Record) -> Any:
     if record.kind not in others:
         known = [*STORED, *others]
         record.fail(
-            f"it is none of {', '.join(known)}{suggest(record.kind, known)}: install the package that has it as an "
-            "entry point of the group fxsplit.facts, or make it a comment"
+            f"it is none of {', '.join(known)}; a fact of another package needs that package, which names it as an "
+            f"entry point of the group fxsplit.facts{suggest(record.kind, known)}"
         )
     try:
         return others[record.kind].load()

@@ -167,61 +167,6 @@ def test_a_hand_written_text_comes_out_equal_from_the_second_round_on() -> None:
     assert [s.load_ms for s in plan.stages] == [3.0, 6.0] and plan.standing == "not proven" and plan.speedup == 1.5
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ("fxsplit-ir 1", "fxsplit-ir 2", "a.ir:1:12: the text has version '2', and this fxsplit reads version 1"),
-        ("fxsplit-ir 1", "hello", "a.ir:1:1: this is no IR: its first line must be 'fxsplit-ir 1'"),
-        (
-            "model Net",
-            "modle Net",
-            "a.ir:2:1: 'modle' is no header: give model, mode, step, or the graph; did you mean",
-        ),
-        ("model Net", "mode nothing", "the mode is 'nothing': give train or eval"),
-        (
-            "fact Machine",
-            "fact Machin",
-            "a.ir:11:1: fact Machin: it is none of Machine, Workload, Pins, Costs, Plan; did",
-        ),
-        ("links (inf,)", "links (inf, inf)", "2 devices need 1 links between neighbours, not 2"),
-        ("links (inf,)", "link (inf,)", "a.ir:17:3: fact Machine: there is no 'link': it has devices, links"),
-        ("links (inf,)", "links 3", "a.ir:17:3: fact Machine: links is 3: give numbers in round brackets"),
-        ("links (inf,)", "links (inf,)\n  links (1,)", "a.ir:18:3: 'links' appears twice in this fact"),
-        ("    two\n", "    one\n", "a.ir:11:1: fact Machine: devices are called"),
-        ("  rows 2", "  rows two", "fact Costs: rows is 'two': give a whole number"),
-        ("1.0 2.0", "-1.0 2.0", "fact Costs: node 'a' has forward_ms=-1.0"),
-        (
-            "call_module:a",
-            "call_module:z",
-            "fact Costs: node 'a' is call_module:a, and its costs are for call_module:z",
-        ),
-        ("1.0 2.0", "1.0 2.0 3.0", "a.ir:29:51: a row ends before '3.0'"),
-        ("name output_bytes", "name name", "the columns of a table need names, each its own"),
-        ("(0,)    (a,)", "(0,)    (b,)", "fact Plan: node 'a' is only in the stages, or only in the costs"),
-        ("(0,)    (a,)", "(7,)    (a,)", "fact Plan: "),
-        (
-            "devices nodes",
-            "devices knots",
-            "a.ir:41:3: fact Plan: there is no 'knots': it has devices, nodes, recompute",
-        ),
-        (
-            "fact Plan {",
-            "fact Plan {\n  proof certain",
-            "fact Plan: proof is 'certain': give one of search, bound, none",
-        ),
-        ("fact Plan {", "fact Plan {\n  model best", "model is 'best': give one of forwarded, overlapped"),
-        ("fact Plan {", "fact Costs {", "fact Costs: it appears twice"),
-        ("fact Plan {", "plan {", "'fact' or a comment must begin this line, and not 'plan'"),
-    ],
-)
-def test_wrong_text_is_named_with_line_and_column(old: str, new: str, error: str) -> None:
-    text = SMALL + PLAN
-    assert text.count(old) >= 1
-    with pytest.raises(IRSyntaxError) as raised:
-        parse_ir(text.replace(old, new, 1), "a.ir", torch=False)
-    assert error in str(raised.value)
-
-
 def test_a_text_cut_anywhere_is_an_error_of_its_own() -> None:
     text = SMALL + PLAN
     for end in range(0, len(text), 7):

@@ -1,4 +1,9 @@
-"""Run the commands of golden files, and write their CHECK lines anew: python -m tests.proof.golden.run FILE..."""
+"""Run the commands of golden files, and write their CHECK lines anew: python -m tests.proof.golden.run FILE...
+
+; RUN: fxsplit opt %s -p augment --diff                      %s is the file itself
+; RUN: not fxsplit opt %s -p augment{max_states=0}           the command must fail
+; RUN: not sed "s/links/lnks/" %s | fxsplit opt -            the file with one text replaced, as standard input
+"""
 
 from __future__ import annotations
 
@@ -31,10 +36,18 @@ def run_golden(path: Path, folder: Path) -> str:
     printed = []
     for command in commands:
         fails = command.startswith("not ")
-        words = shlex.split(command.removeprefix("not ").replace("%s", str(path)))
+        piped, _, last = command.removeprefix("not ").rpartition(" | ")
+        words = shlex.split(last.replace("%s", str(path)))
         assert words[0] == "fxsplit", f"{path}: {command!r} is no command of fxsplit"
         output = io.StringIO()
-        with chdir(folder), redirect_stdout(output), redirect_stderr(output), mock.patch.dict(os.environ, COLUMNS="80"):
+        given = io.StringIO(replace_text(piped, path) if piped else "")
+        with (
+            chdir(folder),
+            redirect_stdout(output),
+            redirect_stderr(output),
+            mock.patch.dict(os.environ, COLUMNS="80"),
+            mock.patch("sys.stdin", given),
+        ):
             try:
                 code: object = run_command(words[1:])
             except SystemExit as stop:  # an argument that argparse itself refuses
@@ -43,6 +56,17 @@ def run_golden(path: Path, folder: Path) -> str:
         text = output.getvalue().replace(str(path), path.name)
         printed.append(f"$ {command}\n{text}" + f"exit code {code}\n" * fails)
     return "".join(printed)
+
+
+def replace_text(command: str, path: Path) -> str:
+    """Return the IR in a file with its first OLD replaced by NEW, as `sed "s/OLD/NEW/" %s` says; `\\n` ends a line."""
+    words = shlex.split(command)
+    assert words[0] == "sed" and words[2] == "%s", f"{path}: {command!r} is no replacement"
+    _, old, new, _ = words[1].replace("\\n", "\n").split("/")
+    text = path.read_text()
+    text = text[text.index("\nfxsplit-ir") + 1 :]
+    assert old in text, f"{path} has no {old!r}"
+    return text.replace(old, new, 1)
 
 
 def update(path: Path, folder: Path) -> None:
