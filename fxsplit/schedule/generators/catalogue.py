@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias, get_args
 
 from fxsplit.errors import ScheduleError, suggest
@@ -28,7 +28,7 @@ from fxsplit.schedule.generators.synchronous import (
 from fxsplit.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2, zbv
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.simulation.simulate import Times, check_times
+from fxsplit.schedule.simulation.simulate import Times
 from fxsplit.system.figures import show
 
 Runnable = Literal[
@@ -125,16 +125,18 @@ def generate(
     """
     if times is None or name not in FROM_TIMES:
         return _generate(name, n_devices, n_microbatches, stages_per_device)
-    # Made for equal times first, since that checks all numbers.
-    made = _generate(name, n_devices, n_microbatches, stages_per_device)
-    check_times(made, times)
-    return SCHEDULES[name](n_devices, n_microbatches, made.n_stages // n_devices, times)
+    return _prepare(name, n_devices, n_microbatches, stages_per_device)(times=times)
 
 
 # Every training step calls this, and so does the choice among many schedules.
 @lru_cache(maxsize=256)
 def _generate(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None) -> Schedule:
     """Return a schedule for equal times; raises ScheduleError as `generate` does."""
+    return _prepare(name, n_devices, n_microbatches, stages_per_device)()
+
+
+def _prepare(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None) -> Callable[..., Schedule]:
+    """Return the generator of a schedule with its numbers, which are checked; raises ScheduleError."""
     generator = inference if name == INFERENCE else find_schedule(name)
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():
@@ -147,9 +149,8 @@ def _generate(name: str, n_devices: int, n_microbatches: int, stages_per_device:
             f"{name}: {show(n_devices)} devices and {show(n_microbatches)} microbatches are up to {show(actions)} "
             f"actions, more than {MOST_ACTIONS}: give fewer microbatches"
         )
-    if stages_per_device is None:
-        return generator(n_devices, n_microbatches)
-    return generator(n_devices, n_microbatches, stages_per_device)
+    stated = () if stages_per_device is None else (stages_per_device,)
+    return partial(generator, n_devices, n_microbatches, *stated)
 
 
 def count_devices(name: str, n_stages: int, stages_per_device: int | None = None) -> int:

@@ -17,7 +17,7 @@ from fxsplit.schedule.generators.greedy import Rows, list_schedule
 from fxsplit.schedule.generators.synchronous import alternate_on, check_stages_per_device, order_interleaved
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.simulation.simulate import Times, simulate
+from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 
 SHARES, FEWER = (0.0, 0.3, 0.6, 0.9, 1.0), (0.0, 1.0)
 """How much of a W a gap must have room for, on the first device and on the last; linear between them."""
@@ -78,7 +78,8 @@ def zb_h2(n_devices: int, n_microbatches: int, stages_per_device: int = 1, times
     warm_ups = [2 * (n_devices - stage) - 2 for stage in range(n_devices)]
     versions = [0] * n_microbatches
     orders = [alternate_on(stage, INPUT_GRADIENT, versions, warm_up) for stage, warm_up in enumerate(warm_ups)]
-    homes, used = line(n_devices), times or Times.unit(n_devices)
+    homes = line(n_devices)
+    used = _take_times("ZB-H2", n_microbatches, homes, times)
     filled = _list_filled(orders, n_microbatches, homes, used, 2 * n_devices)
     return replace(_choose(filled, used), name="ZB-H2")
 
@@ -93,7 +94,7 @@ def interleaved_zero_bubble(
     """
     orders, size = order_interleaved("InterleavedZeroBubble", n_devices, n_microbatches, stages_per_device, split=True)
     homes = deal_in_turn(n_devices, stages_per_device)
-    used = times or Times.unit(len(homes))
+    used = _take_times("InterleavedZeroBubble", n_microbatches, homes, times)
     most = (stages_per_device - 1) * size + n_devices
     filled = _list_filled(orders, n_microbatches, homes, used, most)
     found = [Schedule("", n_microbatches, homes, _delay(orders)), *filled]
@@ -112,7 +113,7 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
     """
     check_stages_per_device("ZBVZeroBubble", stages_per_device, 2)
     homes = go_there_and_back(n_devices)
-    used, most = times or Times.unit(len(homes)), 2 * n_devices
+    used, most = _take_times("ZBVZeroBubble", n_microbatches, homes, times), 2 * n_devices
     # With few microbatches a list schedule is faster than the rule.
     rows = list_schedule(
         homes,
@@ -129,6 +130,13 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
     if filled:
         found += [*filled, _follow_at_once(orders, n_microbatches, homes)]
     return replace(_choose(found, used), name="ZBVZeroBubble")
+
+
+def _take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:
+    """Return the times that are given, or equal ones; raises ScheduleError for times of another number of stages."""
+    if times is not None:
+        check_times(Schedule(name, n_microbatches, homes, ()), times)
+    return times or Times.unit(len(homes))
 
 
 def _order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:
