@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxsplit.errors import IRSyntaxError
-from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode, map_inside
+from fxsplit.ir.text.graph import FunctionName, PlainGraph, PlainNode, map_inside, walk_values
 from fxsplit.ir.text.values import DeviceName, Opaque, TorchName
 from fxsplit.system.figures import show
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
@@ -107,7 +107,7 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
     for node in plain.nodes:
         arguments = tuple(_to_fx_value(a, made) for a in node.args)
         options = {k: _to_fx_value(v, made) for k, v in node.kwargs.items()}
-        if model is not None and _has_opaque((arguments, options)):
+        if model is not None and any(isinstance(value, Opaque) for value in walk_values((node.args, node.kwargs))):
             arguments, options = _find_arguments(node, arguments_of.get(node.name), made)
         if node.op == "output":
             graph.output(*arguments)
@@ -123,14 +123,6 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
         _note(created, node, alone=model is None)
         made[node] = created
     return fx.GraphModule(root if model is None else model, graph, class_name=plain.name)
-
-
-def _has_opaque(value: Any) -> bool:
-    """Return whether a value has a part that the text could not say."""
-    if isinstance(value, Opaque):
-        return True
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_has_opaque, inner))
 
 
 def _find_arguments(

@@ -77,23 +77,24 @@ class PlainNode:
     @property
     def all_input_nodes(self) -> list[PlainNode]:
         """The nodes that this one reads, each once."""
-        return list(dict.fromkeys(_find_nodes((self.args, self.kwargs))))
+        values = walk_values((self.args, self.kwargs))
+        return list(dict.fromkeys(value for value in values if isinstance(value, PlainNode)))
 
     def __repr__(self) -> str:
         return self.name
 
 
-def _find_nodes(value: Any) -> Iterator[PlainNode]:
-    """Yield the nodes inside an argument."""
-    if isinstance(value, PlainNode):
-        yield value
-    elif isinstance(value, (list, tuple)):
+def walk_values(value: Any) -> Iterator[Any]:
+    """Yield the values inside an argument that are no containers themselves."""
+    if isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _find_nodes(inner)
+            yield from walk_values(inner)
     elif isinstance(value, dict):
-        yield from _find_nodes(list(value.values()))
+        yield from walk_values(list(value.values()))
     elif isinstance(value, slice):
-        yield from _find_nodes((value.start, value.stop, value.step))
+        yield from walk_values((value.start, value.stop, value.step))
+    else:
+        yield value
 
 
 def map_inside(value: Any, convert: Callable[[Any], Any]) -> Any:
