@@ -8,10 +8,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from math import isfinite
 from typing import Any, TextIO, cast
 
 from fxsplit.errors import FileError
+from fxsplit.system.figures import replace_infinite
 from fxsplit.system.shown import WIDTH, Parts, render
 
 LEAST = 40
@@ -104,7 +104,7 @@ def print_json(data: Any) -> None:
 
 def to_json(data: Any) -> str:
     """Return one JSON object as a line. Infinity and NaN become null, since JSON lacks them."""
-    return json.dumps(_replace_infinite(data), allow_nan=False) + "\n"
+    return json.dumps(replace_infinite(data), allow_nan=False) + "\n"
 
 
 def _drop_rest(stream: TextIO) -> None:
@@ -115,12 +115,3 @@ def _drop_rest(stream: TextIO) -> None:
         # A Python stream without a file, such as StringIO, has no file number.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _replace_infinite(data: Any) -> Any:
-    """Return the data with None instead of each float that is not finite."""
-    if isinstance(data, dict):
-        return {key: _replace_infinite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_replace_infinite(value) for value in data]
-    return None if isinstance(data, float) and not isfinite(data) else data

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.ir.observers import Printer
 from fxsplit.ir.text.write import render
+from fxsplit.system.figures import replace_infinite
 from fxsplit.system.files import write_whole
 from fxsplit.system.user_lines import warn_user
 
@@ -112,19 +112,15 @@ class DumpTo(Observer):
             "mode": ir.mode,
             "shapes": example.describe() if hasattr(example, "describe") else {},
         }
-        passes = [{"pass": s.text, "seconds": round(s.seconds, 6), "noted": _write_noted(s.noted)} for s in ir.steps]
+        passes = [{"pass": s.text, "seconds": round(s.seconds, 6), "noted": dict(s.noted)} for s in ir.steps]
         versions = {"fxsplit": version("fxsplit"), "torch": version("torch")}
         entries[RUN] = self._run
-        mark_folder(self.folder, {**entries, "chain": self.chain, "passes": passes, "versions": versions, **more})
+        entries |= {"chain": self.chain, "passes": replace_infinite(passes), "versions": versions}
+        mark_folder(self.folder, {**entries, **more})
 
     def _write(self, name: str, text: str) -> None:
         """Write the next numbered file."""
         write_whole(self.folder / f"{self._count:02d}-{_name_file(name)}.ir", text)
-
-
-def _write_noted(noted: Mapping[str, object]) -> dict[str, object]:
-    """Return figures as JSON takes them: it has no nan and no infinity."""
-    return {name: None if isinstance(v, float) and not isfinite(v) else v for name, v in noted.items()}
 
 
 def _name_file(name: str) -> str:

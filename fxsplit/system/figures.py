@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from math import inf
+from math import inf, isfinite
 from numbers import Real
 from typing import Any
 
@@ -112,3 +112,12 @@ def check_record(what: str, record: Any) -> None:
 def _list_fields(record_type: Any) -> list[tuple[str, Callable[[Any], bool], str]]:
     """Return the fields of a dataclass, each with its check and description."""
     return [(f.name, *KINDS[str(f.type)]) for f in fields(record_type)]
+
+
+def replace_infinite(data: Any) -> Any:
+    """Return the data with None instead of each float that is not finite, since JSON has none of them."""
+    if isinstance(data, dict):
+        return {key: replace_infinite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [replace_infinite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
