@@ -180,7 +180,7 @@ def _read_machine(arguments: argparse.Namespace) -> Any:
 
 def _capture(arguments: argparse.Namespace, name: str) -> IR:
     """Return the IR of the model that a factory makes."""
-    from fxsplit.api.toolkit.capture import capture_for
+    from fxsplit.api.toolkit.capture import capture
     from fxsplit.cli.factory import call_factory
     from fxsplit.ir.facts.capture.call import Call
     from fxsplit.passes import PASSES
@@ -190,7 +190,7 @@ def _capture(arguments: argparse.Namespace, name: str) -> IR:
     # Capturing decides whether a submodule stays whole, and comes before every pass.
     chain = parse_chain(arguments.passes, PASSES) if arguments.passes else ()
     leaves = [step.path for step in chain if isinstance(step, PASSES["leaf"])]
-    return capture_for(made.model, Call(made.args, made.kwargs), devices=where, leaves=leaves)
+    return capture(made.model, Call(made.args, made.kwargs), devices=where, leaves=leaves)
 
 
 def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:

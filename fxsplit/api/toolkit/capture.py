@@ -16,7 +16,7 @@ from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.errors import InputError, IRSyntaxError
 from fxsplit.frontend.capture import CaptureOptions
 from fxsplit.frontend.capture import capture as capture_graph
-from fxsplit.ir.facts.capture.call import Call, Inputs, parse_example_inputs
+from fxsplit.ir.facts.capture.call import Inputs, parse_example_inputs
 from fxsplit.ir.facts.capture.chunks import Chunks
 from fxsplit.ir.facts.given.machine import DeviceLike, Machine
 from fxsplit.ir.facts.given.workload import Workload
@@ -45,29 +45,7 @@ def capture(
     It is what `compile` gives to the first pass of its chain. Arguments are as for `compile`; `leaves` are the paths of
     submodules that stay whole. Raises the errors of `compile` for a model that cannot be captured, and for bad input.
     """
-    call = Call(*parse_example_inputs(example_inputs))
-    options: dict[str, Any] = {
-        "schedule": schedule,
-        "n_microbatches": n_microbatches,
-        "chunks": chunks,
-        "leaves": leaves,
-    }
-    return capture_for(model, call, devices=devices, stages_per_device=stages_per_device, **options)
-
-
-def capture_for(
-    model: nn.Module,
-    call: Call,
-    *,
-    devices: int | DeviceLike | Sequence[DeviceLike] | Machine,
-    schedule: str = "1F1B",
-    n_microbatches: int | None = None,
-    stages_per_device: int | None = None,
-    chunks: Chunks | None = None,
-    leaves: Sequence[str] = (),
-) -> IR:
-    """Return the IR of `model` for a call; arguments are as for `capture`."""
-    args, kwargs = call
+    args, kwargs = parse_example_inputs(example_inputs)
     machine = Machine.of(devices, model=model)
     count = n_microbatches
     if count is None:

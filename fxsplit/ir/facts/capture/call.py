@@ -433,8 +433,10 @@ def _shorten(text: str, most: int = 80) -> str:
 def parse_example_inputs(example_inputs: Any, what: str = "example_inputs") -> Call:
     """Return example inputs as the arguments of a call: a tensor or a tuple by position, a dict by name.
 
-    Raises InputError for anything else; `what` names the inputs in it.
+    A Call comes back as it is. Raises InputError for anything else; `what` names the inputs in it.
     """
+    if isinstance(example_inputs, Call):
+        return example_inputs
     if isinstance(example_inputs, Tensor):
         return Call((example_inputs,), {})
     if isinstance(example_inputs, (tuple, list)):
