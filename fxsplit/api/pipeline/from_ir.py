@@ -29,7 +29,6 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Detached, Stages
 from fxsplit.ir.graph import IR, Pass, Step, name_pass
 from fxsplit.ir.manager import verify_ir
-from fxsplit.passes import Leaf
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.system.figures import show
 from fxsplit.system.progress_bar import show_progress
@@ -145,7 +144,7 @@ def _list_passes(ir: IR) -> Chain:
     first = min(planned, default=cut)
     taken: list[Pass] = [standard.TakePlan(ir[Plan])]
     kept = [[step for step in part if not _plans(step)] for part in (done[:first], done[first:])]
-    leaves = [Leaf(path) for path in ir[Example].leaves]
+    leaves = [standard.Leaf(path) for path in ir[Example].leaves]
     return Chain((*(leaf for leaf in leaves if leaf not in done), *kept[0], *taken, *kept[1]))
 
 

@@ -27,7 +27,7 @@ class Rewrites:
         """
         if is_own(step) or after.gm is before.gm:
             return after
-        tolerance = read_tolerance(step)
+        tolerance = _read_tolerance(step)
         lost = self._find_foreign(before, after)
         for found in compare_graphs(before, after):
             if found.value <= (found.rounding if tolerance is None else tolerance):
@@ -57,7 +57,7 @@ class Rewrites:
         return next((path for path, weight in named if id(weight) not in known), None)
 
 
-def read_tolerance(step: Pass) -> float | None:
+def _read_tolerance(step: Pass) -> float | None:
     """Return the `tolerance` that a pass states, or None; raises ChainError unless it is a non-negative number."""
     tolerance = getattr(step, "tolerance", None)
     if tolerance is None:
