@@ -65,7 +65,7 @@ def fill_gaps(
                 if message is not None:
                     link = message.source, message.destination
                     links[link] = max(links.get(link, 0.0), now[device]) + times.hop(message)
-                    arrivals[action] = links[link]
+                    arrivals[action] = links[link] + times.latency(message)
                 if action.op == INPUT_GRADIENT:
                     late[device].append(action._replace(op=WEIGHT_GRADIENT))
                 at[device] += 1

@@ -12,6 +12,11 @@ opposite direction is a separate link, so values and gradients do not delay each
 all its messages to one other device share a link. If a schedule has its transfers written out, a send puts the message
 on the link, and a receive takes no time: the action that uses the value waits for it, as in torch's runtime.
 
+A message occupies its link for its hop, and arrives a latency later. The next message may use the link meanwhile.
+
+    link 0>1:        |=0F0=|=0F1=|=0F2=|
+    device 1:              . . . | 1F0 |        0F0 arrives a latency after it has left the link
+
 The host of an accelerator launches the actions in the same order, and runs ahead of the accelerator. It waits only
 until the inputs of an action have been launched. On the device, an action begins after its launch has begun, and ends
 after its launch has ended. On a CPU, launches take no time and have no effect.
@@ -40,6 +45,8 @@ class Times:
       time of its gradient on the link back; both apply only between different devices
     - `reduce_ms` is a sum over replicas, `step_ms` an optimizer step; 0 by default
     - `forward_launch_ms` and `backward_launch_ms` are the launch times on the stage's host; 0 by default
+    - `latency_ms[s]` is the time from the end of a message's hop between stages s - 1 and s to its arrival, the same in
+      both directions; it applies only between different devices, and is 0 by default
     """
 
     forward_ms: Sequence[float]
@@ -51,6 +58,7 @@ class Times:
     weight_ms: Sequence[float] = ()
     forward_launch_ms: Sequence[float] = ()
     backward_launch_ms: Sequence[float] = ()
+    latency_ms: Sequence[float] = ()
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
@@ -87,13 +95,18 @@ class Times:
         hops = self.forward_hop_ms if message.made.op in (FORWARD, SEND_F) else self.backward_hop_ms
         return hops[message.boundary] if hops else 0.0
 
+    def latency(self, message: Transfer) -> float:
+        """Return how long after its hop a message arrives, in ms."""
+        return self.latency_ms[message.boundary] if self.latency_ms else 0.0
+
 
 class Trip(NamedTuple):
-    """A message on its link; times in ms from the start of the step."""
+    """A message, which occupies its link from `begin_ms` to `end_ms`; times in ms from the start of the step."""
 
     message: Transfer
     begin_ms: float
     end_ms: float
+    arrive_ms: float
 
 
 @dataclass(frozen=True)
@@ -169,8 +182,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
                     message = find_message(schedule, made)
                     if message is not None:
                         # Only one device sends over a link, so its messages are added in the order of departure.
-                        trip = _take_link(trips, message, free[device], times.hop(message))
-                        arrivals[drop_version(made)] = trip.end_ms
+                        arrivals[drop_version(made)] = _take_link(trips, message, free[device], times).arrive_ms
                 moved = True
     if any(len(found) < len(row) for found, row in zip(spans, schedule.actions, strict=True)):
         # The rounds do not show which devices wait for each other; refuse_deadlock does.
@@ -183,15 +195,16 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 def check_times(schedule: Schedule, times: Times) -> None:
     """Raise ScheduleError if `times` has a different number of stages than a schedule."""
     # Without this check a list of another plan that is too long would be used silently.
-    for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms"):
+    for what in ("forward_ms", "backward_ms", "weight_ms", "forward_launch_ms", "backward_launch_ms", "latency_ms"):
         count = len(getattr(times, what))
         if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
             raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
 
 
-def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Transfer, ready_ms: float, hop_ms: float) -> Trip:
+def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Transfer, ready_ms: float, times: Times) -> Trip:
     """Put a message that is ready at `ready_ms` on its link after all earlier messages, and return its trip."""
     earlier = trips.setdefault((message.source, message.destination), [])
     begin_ms = max(ready_ms, earlier[-1].end_ms) if earlier else ready_ms
-    earlier.append(Trip(message, begin_ms, begin_ms + hop_ms))
+    end_ms = begin_ms + times.hop(message)
+    earlier.append(Trip(message, begin_ms, end_ms, end_ms + times.latency(message)))
     return earlier[-1]

@@ -85,6 +85,16 @@ def test_schedules_from_any_times_hold(name: str) -> None:
     assert faster >= 5
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("ZB-H2", 4), ("ZBVZeroBubble", 3)])
+def test_weight_gradients_fill_the_latency_of_a_link(name: str, ranks: int) -> None:
+    """Messages of half a ms leave every ms or later: on the link or only late, they fill the same gaps."""
+    n = ranks if name == "ZB-H2" else 2 * ranks
+    none, hop = Times([2.0] * n, [2.0] * n), [0.5] * n
+    on_link = generate(name, ranks, 3 * ranks, times=replace(none, forward_hop_ms=hop, backward_hop_ms=hop))
+    late = generate(name, ranks, 3 * ranks, times=replace(none, latency_ms=hop))
+    assert late == on_link != generate(name, ranks, 3 * ranks, times=none)
+
+
 def test_times_of_other_stages_are_refused_and_other_schedules_ignore_them() -> None:
     with pytest.raises(ScheduleError, match="ZBVZeroBubble has 4 stages, and forward_ms has 2 times"):
         generate("ZBVZeroBubble", 2, 4, times=Times.unit(2))

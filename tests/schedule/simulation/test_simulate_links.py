@@ -24,7 +24,8 @@ class World:
     """Devices and links as queues, moved by events in order of time; knows nothing of how `simulate` works.
 
     Whoever makes a value puts it on the link to whoever needs it. A link takes the first message of its queue whenever
-    it is free. A device starts the next action of its row as soon as all that the action needs has been delivered.
+    it is free, and delivers a message a latency after it is free again. A device starts the next action of its row as
+    soon as all that the action needs has been delivered.
     """
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
@@ -32,7 +33,7 @@ class World:
         self.at = [0] * schedule.n_devices
         self.working = [False] * schedule.n_devices
         self.delivered: set[tuple[str, int, int, int]] = set()
-        self.links: dict[tuple[int, int], deque[tuple[float, Any]]] = {}
+        self.links: dict[tuple[int, int], deque[tuple[float, float, Any]]] = {}
         self.carrying: set[tuple[int, int]] = set()
         self.events: list[tuple[float, int, Any]] = []
         self.count = 0
@@ -50,11 +51,13 @@ class World:
                 device, action = what
                 self.working[device] = False
                 self.finish(now, device, action)
-            else:
-                link, token = what
+            elif kind == "leaves":
+                link, late, token = what
                 self.carrying.discard(link)
-                self.delivered.add(token)
+                self.later(now + late, ("arrives", token))
                 self.start_link(now, link)
+            else:
+                self.delivered.update(what)
             self.start_devices(now)
         return self.spans
 
@@ -100,23 +103,23 @@ class World:
             return
         hops = self.times.forward_hop_ms if kind == "value" else self.times.backward_hop_ms
         link = (device, target)
-        self.links.setdefault(link, deque()).append((hops[boundary], token))
+        self.links.setdefault(link, deque()).append((hops[boundary], self.times.latency_ms[boundary], token))
         self.start_link(now, link)
 
     def start_link(self, now: float, link: tuple[int, int]) -> None:
         if link not in self.carrying and self.links[link]:
-            takes, token = self.links[link].popleft()
+            takes, late, token = self.links[link].popleft()
             self.carrying.add(link)
-            self.later(now + takes, ("arrives", link, token))
+            self.later(now + takes, ("leaves", link, late, token))
 
 
 def random_times(stages: int, seed: int) -> Times:
     """Return random times in whole milliseconds, which add up exactly; some are 0."""
     draw = random.Random(seed)
-    lists = [[float(draw.randint(0, most)) for _ in range(stages)] for most in (9, 18, 40, 40, 5)]
+    lists = [[float(draw.randint(0, most)) for _ in range(stages)] for most in (9, 18, 40, 40, 5, 30)]
     weight = [float(draw.randint(0, int(whole))) for whole in lists[1]]
-    forward, backward, there, back, reduce = lists
-    return Times(forward, backward, there, back, reduce, weight_ms=weight)
+    forward, backward, there, back, reduce, latency = lists
+    return Times(forward, backward, there, back, reduce, weight_ms=weight, latency_ms=latency)
 
 
 def check(schedule: Schedule, times: Times) -> None:
@@ -163,6 +166,25 @@ def test_a_busy_link_holds_the_step_up() -> None:
     assert found.step_ms == 5 + 8 * 55 + 5 + 8 * 10 + 10
     assert [(trip.begin_ms, trip.end_ms) for trip in found.trips[0, 1]] == [(5 + 55 * i, 60 + 55 * i) for i in range(8)]
     assert found.busy_links == {(0, 1): 8 * 55 / found.step_ms}
+
+
+def test_a_latency_delays_messages_and_leaves_the_link_free() -> None:
+    """Three values of 2 ms leave one after the other, and each arrives 30 ms later: the latency passes once."""
+    found = simulate(generate("GPipe", 2, 3), Times([1, 1], [1, 1], [0, 2], [0, 2], latency_ms=[99, 30]))
+    assert [(t.begin_ms, t.end_ms, t.arrive_ms) for t in found.trips[0, 1]] == [(1, 3, 33), (3, 5, 35), (5, 7, 37)]
+    assert list(found.spans[1]) == [(33, 34), (35, 36), (37, 38), (38, 39), (39, 40), (40, 41)]
+    # The first of three gradients is made at 39.
+    assert found.step_ms == 39 + 3 * 2 + 30 + 1
+    assert found.busy_links == {(0, 1): 6 / found.step_ms, (1, 0): 6 / found.step_ms}
+
+
+def test_a_latency_applies_only_between_devices() -> None:
+    """Stages 1 and 2 of ZBVZeroBubble are on one device."""
+    schedule = generate("ZBVZeroBubble", 2, 4)
+    plain, late = (simulate(schedule, Times([1] * 4, [2] * 4, latency_ms=ms)) for ms in ((), [50, 0, 50, 0]))
+    assert late.spans == plain.spans
+    with pytest.raises(ScheduleError, match="ZBVZeroBubble has 4 stages, and latency_ms has 3 times"):
+        simulate(schedule, Times([1] * 4, [2] * 4, latency_ms=[0, 1, 1]))
 
 
 def test_values_and_gradients_pass_each_other() -> None:
