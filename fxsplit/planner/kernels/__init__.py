@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
 from fxsplit.planner.kernels import lattice
 from fxsplit.planner.kernels.tables import Ints
-from fxsplit.system.imports import import_whole
+from fxsplit.system.compiled import compile_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,17 +40,6 @@ def prefer_compiled(preferred: bool = True) -> None:
 def worth_compiling(ideals: int) -> bool:
     """Return whether compiled kernels pay off for this number of ideals."""
     return _preferred or ideals > PLAIN
-
-
-@cache
-def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled kernel, from numba's on-disk cache if an earlier process compiled it."""
-    # numba takes about a second to import: do it only for compiling.
-    import_whole(["numba"])
-    from numba import njit
-
-    machine_code: Callable[..., Any] = njit(cache=True)(kernel)
-    return machine_code
 
 
 def fit(kernel: Callable[P, R], ideals: int) -> Callable[P, R]:

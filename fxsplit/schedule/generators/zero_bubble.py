@@ -125,7 +125,7 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
         split=True,
     )
     found = [Schedule("", n_microbatches, homes, rows)]
-    orders = [_order_there_and_back(n_devices, n_microbatches, device) for device in range(n_devices)]
+    orders = [order_there_and_back(n_devices, n_microbatches, device) for device in range(n_devices)]
     filled = [*_list_filled(orders, n_microbatches, homes, used, most)]
     if filled:
         found += [*filled, _follow_at_once(orders, n_microbatches, homes)]
@@ -139,7 +139,7 @@ def _take_times(name: str, n_microbatches: int, homes: Homes, times: Times | Non
     return times or Times.unit(len(homes))
 
 
-def _order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:
+def order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:
     """Return the forwards and input gradients of a device under ZBVZeroBubble.
 
     Device d runs 2 (n_devices - d) - 1 forwards of its first stage, then d times a forward of each stage, then

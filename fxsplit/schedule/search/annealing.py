@@ -1,0 +1,142 @@
+"""Annealing: change an order at random, again and again, and keep what makes the step shorter.
+
+It ends at a goal, the bound that is proven: such an order is optimal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fxsplit.schedule.search.instance import Floats, Instance, Ints
+from fxsplit.schedule.search.kernels.orders import (
+    NEVER,
+    Cooling,
+    State,
+    Tail,
+    Walk,
+    anneal,
+    begin,
+    copy,
+    run,
+    seed_random,
+)
+
+SLICE = 3_000_000
+"""About so many entries of orders run between two looks at the clock: 40 ms."""
+STEP = 200
+"""A step of an annealing takes as long as so many entries, beside those that it runs."""
+
+
+class Candidate(NamedTuple):
+    """Orders and rules, [devices, entries], with the step that they take in ms."""
+
+    step: float
+    orders: Ints
+    rules: Floats
+
+
+class Setting(NamedTuple):
+    """How to anneal; see Cooling.
+
+    - `warmth`: the temperature at the beginning, in forty-sixths of the time that a microbatch takes on a device
+    - `window`: only the end of the order changes, from this many such times and devices before the end; 0 for all
+    - `length`: about how many entries of orders run, 15 ns each, in the first annealing with this setting
+    """
+
+    warmth: float
+    side: float
+    by_gap: bool
+    window: float = 0.0
+    length: int = 20_000_000
+
+
+ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
+"""Change the whole order, and the rules of devices."""
+FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(1.0, 0.5, by_gap=True)]
+"""Change the whole order, and the rule of each gap."""
+ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
+"""Change the end of the order, and the rules of devices. Orders by rules are good enough before the end, and a change
+there costs a whole run."""
+ENDING_LENGTH = 25_000
+"""The length of ENDING, for each action of the schedule."""
+
+
+def list_settings(one: Instance) -> Iterator[Setting]:
+    """Yield the settings of one annealing after another, without end: each round takes twice as long."""
+    p, v = one.stages.shape
+    ending = ENDING._replace(length=ENDING_LENGTH * one.n_actions)
+    if v == 1:
+        turns = [ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
+    elif one.memory.min() >= p:
+        turns = [ending, ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
+    else:
+        turns = [ROUGH, FINE[0], ending, FINE[1]]
+    while True:
+        yield from turns
+        turns = [turn._replace(length=2 * turn.length) for turn in turns]
+
+
+def evaluate(one: Instance, orders: Ints, rules: Floats) -> tuple[float, State]:
+    """Return the step of orders, in ms, and the state after it; NEVER if they cannot run."""
+    state = begin(one)
+    return run(one, orders, rules, state, np.full(len(orders), orders.shape[1])), state
+
+
+def improve(
+    one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float
+) -> Candidate:
+    """Anneal a candidate until it takes `goal` ms, or for the length of the setting; return the best one.
+
+    Stops at the deadline, of time.monotonic. Only then does the result depend on the machine.
+    """
+    tail = _cut(one, start, setting)
+    entries = STEP + int(start.orders.size - tail.start.at.sum())
+    steps = max(100, setting.length // entries)
+    # The unit of the temperature.
+    each = one.work.sum() / one.n_devices / one.n_microbatches
+    cooling = Cooling(
+        steps, setting.warmth * each / 46, setting.side, goal if setting.window else 0.0, setting.by_gap, goal
+    )
+    step, state = evaluate(one, start.orders, start.rules)
+    cost = step + cooling.side * float(np.maximum(state.free, cooling.least).mean())
+    arrays = [array for _ in range(3) for array in (start.orders.copy(), start.rules.copy())]
+    walk = Walk(*arrays, np.array([cost, step]))
+    stop = np.full(one.n_devices, start.orders.shape[1])
+    seed_random(seed)
+    slice_ = max(1, SLICE // entries)
+    for first in range(0, steps, slice_):
+        if anneal(one, walk, tail, state, stop, cooling, first, min(steps, first + slice_)):
+            break
+        if time.monotonic() > deadline:
+            break
+    return Candidate(float(walk.figures[1]), walk.best_orders, walk.best_rules)
+
+
+def _cut(one: Instance, start: Candidate, setting: Setting) -> Tail:
+    """Return the part of a candidate that a setting changes."""
+    step, state = evaluate(one, start.orders, start.rules)
+    stop = np.zeros(one.n_devices, np.int64)
+    if setting.window:
+        each = one.work.sum() / one.n_devices / one.n_microbatches
+        since = max(0.3, 1 - setting.window * one.n_devices * each / step) * step
+        stop = (state.begins < since).sum(axis=1)
+    start_state = begin(one)
+    run(one, start.orders, start.rules, start_state, stop)
+    return Tail(copy(start_state), int(start_state.counts.min()), int(start_state.done.min()))
+
+
+def find_best(one: Instance, orders: Iterator[Ints], rules: list[Floats], goal: float, deadline: float) -> Candidate | None:
+    """Return the best of orders with each of some rules, or None if none can run; stops at the goal and the deadline."""
+    best: Candidate | None = None
+    for order in orders:
+        for rule in rules:
+            step, _ = evaluate(one, order, rule)
+            if step < (NEVER if best is None else best.step):
+                best = Candidate(step, order, rule)
+        if best is not None and (best.step <= goal or time.monotonic() > deadline):
+            break
+    return best

@@ -1,0 +1,178 @@
+"""Heads and tails: the earliest begin of each action, and the least time from its end to the end of the step.
+
+Bounds of a step that follow from them without a search: the way of a microbatch, the work of each device (Jackson's
+schedule), and the memory of each device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from fxsplit.schedule.search.instance import Floats, Instance
+
+
+class Windowed(NamedTuple):
+    """Times in ms, [F or I, stages, microbatches], and of W [stages, microbatches].
+
+    - `head` and `weight_head`: the earliest begin
+    - `tail` and `weight_tail`: the least time from the end of the action to the end of the step
+    """
+
+    head: Floats
+    tail: Floats
+    weight_head: Floats
+    weight_tail: Floats
+
+
+def _in_turn(ready: Floats, each: float) -> Floats:
+    """Return the begins of actions of `each` ms that go in turn, each once it is ready."""
+    shift = np.arange(len(ready)) * each
+    begins: Floats = np.maximum.accumulate(ready - shift) + shift
+    return begins
+
+
+def _send(made: Floats, hop: float, latency: float) -> Floats:
+    """Return the arrivals of messages that were made at these times, in ms."""
+    return _in_turn(made, hop) + hop + latency
+
+
+def find_heads(one: Instance) -> Windowed:
+    """Return the heads and tails that follow from the ways of microbatches, their order, and links."""
+    count, n = one.device.size, one.n_microbatches
+    head, tail = np.zeros((2, count, n)), np.zeros((2, count, n))
+    weight_head, weight_tail = np.zeros((count, n)), np.zeros((count, n))
+    for s in range(count):
+        if s:
+            head[0, s] = _send(head[0, s - 1] + one.forward[s - 1], one.forward_hop[s], one.latency[s])
+        head[0, s] = _in_turn(head[0, s], one.forward[s])
+    for s in reversed(range(count)):
+        if s == count - 1:
+            head[1, s] = head[0, s] + one.forward[s]
+        else:
+            made = head[1, s + 1] + one.input[s + 1]
+            head[1, s] = _send(made, one.backward_hop[s + 1], one.latency[s + 1])
+        head[1, s] = _in_turn(head[1, s], one.input[s])
+        weight_head[s] = _in_turn(head[1, s] + one.input[s], one.weight[s])
+    # Tails are heads of the step run backwards: the last microbatch first.
+    for s in range(count):
+        weight_tail[s] = np.arange(n)[::-1] * one.weight[s]
+        after = weight_tail[s] + one.weight[s]
+        if s:
+            received = tail[1, s - 1] + one.input[s - 1] + one.latency[s]
+            after = np.maximum(after, _in_turn(received[::-1], one.backward_hop[s])[::-1] + one.backward_hop[s])
+        tail[1, s] = _in_turn(after[::-1], one.input[s])[::-1]
+    for s in reversed(range(count)):
+        if s == count - 1:
+            after = tail[1, s] + one.input[s]
+        else:
+            received = tail[0, s + 1] + one.forward[s + 1] + one.latency[s + 1]
+            after = _in_turn(received[::-1], one.forward_hop[s + 1])[::-1] + one.forward_hop[s + 1]
+        tail[0, s] = _in_turn(after[::-1], one.forward[s])[::-1]
+    return Windowed(head, tail, weight_head, weight_tail)
+
+
+def bound_by_ways(one: Instance, windowed: Windowed) -> float:
+    """Return the longest way of a microbatch through all stages and back, in ms."""
+    times = np.stack([one.forward, one.input])[:, :, None]
+    ways = (windowed.head + times + windowed.tail).max()
+    return float(max(ways, (windowed.weight_head + one.weight[:, None] + windowed.weight_tail).max()))
+
+
+def bound_by_work(one: Instance, windowed: Windowed) -> float:
+    """Return the longest of the devices' shortest schedules with heads and tails, in ms, if work may be interrupted.
+
+    The action with the longest tail first is best then (Jackson 1955).
+    """
+    best = 0.0
+    for own in one.stages:
+        jobs = []
+        for s in own:
+            for heads, each, tails in (
+                (windowed.head[0, s], one.forward[s], windowed.tail[0, s]),
+                (windowed.head[1, s], one.input[s], windowed.tail[1, s]),
+                (windowed.weight_head[s], one.weight[s], windowed.weight_tail[s]),
+            ):
+                jobs += [(head, float(each), tail) for head, tail in zip(heads.tolist(), tails.tolist(), strict=True)]
+        best = max(best, _run_interrupted(sorted(jobs)))
+    return best
+
+
+def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
+    """Return the end of jobs (head, time, tail), sorted by their heads, on one machine that may interrupt them."""
+    best, now, at = 0.0, 0.0, 0
+    heap: list[tuple[float, float]] = []
+    while at < len(jobs) or heap:
+        if not heap:
+            now = max(now, jobs[at][0])
+        while at < len(jobs) and jobs[at][0] <= now + 1e-12:
+            heapq.heappush(heap, (-jobs[at][2], jobs[at][1]))
+            at += 1
+        tail, left = heapq.heappop(heap)
+        until = min(now + left, jobs[at][0] if at < len(jobs) else np.inf)
+        left -= until - now
+        now = until
+        if left <= 1e-12:
+            best = max(best, now - tail)
+        else:
+            heapq.heappush(heap, (tail, left))
+    return best
+
+
+def bound_by_memory(one: Instance, windowed: Windowed) -> float:
+    """Return a bound from the work of each device and its idle time at both ends, in ms.
+
+    A device whose memory cannot hold all its forwards idles in two intervals that are apart:
+
+    - before its first I: that I waits for a way through all stages and back to the device, and meanwhile the device has
+      no more to do than the forwards that fit in its memory
+    - after its last F: the microbatch of that F has a way to the end and back to stage 0 before it, and meanwhile the
+      device has no more to do than the I and W of what its memory holds
+    """
+    best = 0.0
+    n = one.n_microbatches
+    for r, own in enumerate(one.stages):
+        if n * one.held[own].sum() <= one.memory[r] + 1e-9:
+            continue
+        first = min(windowed.head[1, s, 0] for s in own)
+        before = max(windowed.head[0, own[0], 0], first - _find_most_forwards(one, r))
+        # The tail of the last microbatch from the end of the device's last F.
+        after = max(0.0, windowed.tail[0, own[-1], n - 1] - _find_most_left(one, r))
+        best = max(best, float(before + one.work[r] + after))
+    return best
+
+
+def _find_most_forwards(one: Instance, r: int) -> float:
+    """Return the longest time of forwards that fit in a device's memory, in ms."""
+    own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
+    held, times = one.held[own], one.forward[own]
+    most = np.minimum(np.floor((room + 1e-9) / held[0]), n)
+    counts = np.arange(int(most) + 1)
+    if len(own) == 1:
+        return float(most * times[0])
+    rest = np.minimum(np.floor((room - counts * held[0] + 1e-9) / held[1]), n)
+    return float((counts * times[0] + rest * times[1]).max())
+
+
+def _find_most_left(one: Instance, r: int) -> float:
+    """Return the longest time of I and W that a device's memory can have left to do, in ms.
+
+    Whole microbatches have I and W left; of others only the part that W frees is held.
+    """
+    own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
+    held, late = one.held[own], one.late[own]
+    most = [np.arange(int(min(np.floor((room + 1e-9) / h), n)) + 1) for h in held]
+    grid = np.meshgrid(*most)
+    rest = room - sum(count * h for count, h in zip(grid, held, strict=True))
+    left = sum(count * (one.input[s] + one.weight[s]) for count, s in zip(grid, own, strict=True))
+    if late.min() <= 0:
+        more = n * one.weight[own].sum() - sum(count * one.weight[s] for count, s in zip(grid, own, strict=True))
+    else:
+        # If all W are alike, they count whole; otherwise the one that needs least memory for its time may be divided.
+        share = (one.weight[own] / late).max()
+        alike = len({*late}) == 1
+        more = np.floor((rest + 1e-9) / late[0]) * one.weight[own].max() if alike else (rest + 1e-9) * share
+        more = np.minimum(more, n * one.weight[own].sum())
+    return float(np.where(rest >= -1e-9, left + more, 0.0).max())

@@ -1,0 +1,1 @@
+"""The inner loops of the search: arrays in, arrays out. numba compiles these files when they are imported."""

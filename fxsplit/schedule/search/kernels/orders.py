@@ -1,0 +1,453 @@
+"""Run an order, make one by priorities, and anneal it.
+
+An order has only forwards and input gradients (F and I). Weight gradients (W) fill its gaps, by a *rule* for each gap:
+
+    rule 0.6    W go into the gap while it has room for 0.6 of the next one
+    rule -0.6   one W goes there in any case, and the others as above
+
+and where memory is short, W make room for the next F. The oldest W is always first. While a device waits for an input,
+nothing that it does can change when that input arrives, so the end of each gap is known when it begins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fxsplit.schedule.search.instance import Floats, Instance, Ints
+from fxsplit.system.compiled import compile_kernel
+
+NEVER = 1e18
+"""The time of what never happens: the step of an order that cannot run."""
+TINY = 1e-9
+"""Times and memory may differ by so much: they are sums in another order."""
+
+
+class State(NamedTuple):
+    """How far each device has come. Arrays have one entry for each device unless stated.
+
+    - `free`: when it is free, in ms; `at`: how many entries of its order are done
+    - `counts`: [devices, kinds], how many of each kind are done
+    - `used`: the memory in use
+    - `queue`: [devices, W], the stages whose W wait, oldest first; `made` and `done`: how many came in and went out
+    - `links`: [links], when a link is free
+    - `values` and `gradients`: [stages, microbatches], when the input of an F or I arrives; -1 if that is not known
+    - `begins`: [devices, entries], when an entry begins, and `before`: how many W come before it
+    """
+
+    free: Floats
+    at: Ints
+    counts: Ints
+    used: Floats
+    queue: Ints
+    made: Ints
+    done: Ints
+    links: Floats
+    values: Floats
+    gradients: Floats
+    begins: Floats
+    before: Ints
+
+
+class Tail(NamedTuple):
+    """The part of an order after a moment: only this part changes, and runs again.
+
+    - `start`: the state at that moment
+    - `microbatch` and `weight`: the first microbatch, and the first W of a queue, that is not over everywhere
+    """
+
+    start: State
+    microbatch: int
+    weight: int
+
+
+class Walk(NamedTuple):
+    """Where the annealing is: orders and rules, [devices, entries], current, on trial, and the best so far.
+
+    `figures` are the cost of the current order and the step of the best one, in ms.
+    """
+
+    orders: Ints
+    rules: Floats
+    trial_orders: Ints
+    trial_rules: Floats
+    best_orders: Ints
+    best_rules: Floats
+    figures: Floats
+
+
+class Cooling(NamedTuple):
+    """The settings of an annealing of `steps` steps.
+
+    - `temperature`: at the beginning, in ms
+    - `side`: how much the ends of the devices count beside the step, and `least`: in ms, an end before it does not count
+    - `by_gap`: whether a change of rules is for one gap, not for a whole device
+    - `goal`: the step at which to stop, in ms
+    """
+
+    steps: int
+    temperature: float
+    side: float
+    least: float
+    by_gap: bool
+    goal: float
+
+
+def begin(one: Instance) -> State:
+    """Return the state before the first action."""
+    p, v = one.stages.shape
+    n, kinds = one.n_microbatches, 2 * v
+    values = np.full((v * p, n), -1.0)
+    values[0] = 0.0
+    return State(
+        np.zeros(p),
+        np.zeros(p, np.int64),
+        np.zeros((p, kinds), np.int64),
+        np.zeros(p),
+        np.zeros((p, v * n), np.int64),
+        np.zeros(p, np.int64),
+        np.zeros(p, np.int64),
+        np.zeros(one.n_links),
+        values,
+        np.full((v * p, n), -1.0),
+        np.zeros((p, kinds * n)),
+        np.zeros((p, kinds * n), np.int64),
+    )
+
+
+def copy(state: State) -> State:
+    """Return a copy of a state."""
+    return State(*(array.copy() for array in state))
+
+
+@compile_kernel
+def _send(ready, links, arrivals, hops, latencies, link, boundary, stage, m):  # type: ignore[no-untyped-def]
+    """Note when a result that is ready arrives at a stage; links take one message at a time."""
+    if link >= 0:
+        ready = max(links[link], ready) + hops[boundary]
+        links[link] = ready
+        ready += latencies[boundary]
+    arrivals[stage, m] = ready
+
+
+@compile_kernel
+def run(one, orders, rules, state, stop):  # type: ignore[no-untyped-def]
+    """Run orders from a state until each device has done `stop` entries; return the end in ms, or NEVER.
+
+    After the last entry of an order come the W that are left. NEVER if devices wait for each other, or if an F finds no
+    memory.
+    """
+    # Locals, since taking an array out of a tuple costs more than an action.
+    n_stages, p, entries = one.device.size, orders.shape[0], orders.shape[1]
+    stages, memory, held, late = one.stages, one.memory, one.held, one.late
+    forward_time, input_time, weight, latency = one.forward, one.input, one.weight, one.latency
+    forward_hop, backward_hop = one.forward_hop, one.backward_hop
+    forward_link, backward_link = one.forward_link, one.backward_link
+    free, at, counts, used, links = state.free, state.at, state.counts, state.used, state.links
+    queue, made, done = state.queue, state.made, state.done
+    values, gradients, begins, before = state.values, state.gradients, state.begins, state.before
+    left = 0
+    for r in range(p):
+        left += stop[r] - at[r]
+    moved = True
+    while moved:
+        moved = False
+        for r in range(p):
+            now = free[r]
+            i = at[r]
+            while i < stop[r]:
+                kind = orders[r, i]
+                stage = stages[r, kind // 2]
+                forward = kind % 2 == 0
+                m = counts[r, kind]
+                ready = values[stage, m] if forward else gradients[stage, m]
+                if ready < 0.0:
+                    break
+                forced = rules[r, i] < 0.0
+                share = abs(rules[r, i])
+                # W fill the gap, or make room in memory.
+                while True:
+                    short = forward and used[r] + held[stage] > memory[r] + TINY
+                    if done[r] == made[r]:
+                        if short:
+                            return NEVER
+                        break
+                    oldest = queue[r, done[r]]
+                    fits = ready > now + TINY and ready - now >= share * weight[oldest]
+                    if not (short or forced or fits):
+                        break
+                    forced = False
+                    now += weight[oldest]
+                    used[r] -= late[oldest]
+                    done[r] += 1
+                now = max(now, ready)
+                begins[r, i] = now
+                before[r, i] = done[r]
+                if forward:
+                    used[r] += held[stage]
+                    now += forward_time[stage]
+                    if stage + 1 < n_stages:
+                        arrival = now
+                        link = forward_link[stage + 1]
+                        if link >= 0:
+                            links[link] = max(links[link], now) + forward_hop[stage + 1]
+                            arrival = links[link] + latency[stage + 1]
+                        values[stage + 1, m] = arrival
+                    else:
+                        gradients[stage, m] = now
+                else:
+                    used[r] -= held[stage] - late[stage]
+                    queue[r, made[r]] = stage
+                    made[r] += 1
+                    now += input_time[stage]
+                    if stage:
+                        arrival = now
+                        link = backward_link[stage]
+                        if link >= 0:
+                            links[link] = max(links[link], now) + backward_hop[stage]
+                            arrival = links[link] + latency[stage]
+                        gradients[stage - 1, m] = arrival
+                counts[r, kind] = m + 1
+                i += 1
+                left -= 1
+                moved = True
+            at[r] = i
+            if i == entries:
+                while done[r] < made[r]:
+                    now += weight[queue[r, done[r]]]
+                    done[r] += 1
+            free[r] = now
+    return NEVER if left else free.max()
+
+
+@compile_kernel
+def list_orders(one, priority, most, reserve, state, orders):  # type: ignore[no-untyped-def]
+    """Write orders by list scheduling; return whether all actions could be placed.
+
+    The device that can go on first takes, of the kinds that it could start now, the one of least `priority`, or a W if
+    there is none. A device has at most `most` microbatches between F and I of its first chunk, and keeps memory for
+    `reserve` forwards of its last chunk.
+    """
+    n, n_stages, (p, v) = one.n_microbatches, one.device.size, one.stages.shape
+    stages, device, memory, held, late = one.stages, one.device, one.memory, one.held, one.late
+    times, weight, latency = (one.forward, one.input), one.weight, one.latency
+    forward_hop, backward_hop = one.forward_hop, one.backward_hop
+    forward_link, backward_link = one.forward_link, one.backward_link
+    free, at, counts, used, links = state.free, state.at, state.counts, state.used, state.links
+    queue, made, done, values, gradients = state.queue, state.made, state.done, state.values, state.gradients
+    # When each device could begin each kind, and the soonest of them; NEVER if it may not.
+    starts, soonest = np.full((p, 2 * v), NEVER), np.full(p, NEVER)
+    stale = np.ones(p, np.bool_)
+    left = orders.size
+    while left:
+        r = -1
+        for d in range(p):
+            if stale[d]:
+                stale[d] = False
+                soonest[d] = free[d] if done[d] < made[d] else NEVER
+                for kind in range(2 * v):
+                    m, stage = counts[d, kind], stages[d, kind // 2]
+                    starts[d, kind] = NEVER
+                    if m == n:
+                        continue
+                    ready = gradients[stage, m] if kind % 2 else values[stage, m]
+                    if kind % 2 == 0:
+                        room = memory[d]
+                        # An earlier chunk leaves room for the last one: otherwise nothing could free memory.
+                        if kind < 2 * v - 2 and counts[d, 2 * v - 2] < n:
+                            room -= reserve * held[stages[d, v - 1]]
+                        if used[d] + held[stage] > room + TINY or (kind == 0 and m - counts[d, 1] >= most[d]):
+                            continue
+                    if ready >= 0.0:
+                        starts[d, kind] = ready
+                        soonest[d] = min(soonest[d], max(ready, free[d]))
+            if soonest[d] < NEVER and (r < 0 or soonest[d] < soonest[r]):
+                r = d
+        if r < 0:
+            return False
+        now = soonest[r]
+        chosen = -1
+        for kind in range(2 * v):
+            if starts[r, kind] <= now + TINY and (chosen < 0 or priority[kind] < priority[chosen]):
+                chosen = kind
+        stale[r] = True
+        if chosen < 0:
+            oldest = queue[r, done[r]]
+            free[r] = now + weight[oldest]
+            used[r] -= late[oldest]
+            done[r] += 1
+            continue
+        m, stage = counts[r, chosen], stages[r, chosen // 2]
+        orders[r, at[r]] = chosen
+        at[r] += 1
+        counts[r, chosen] += 1
+        left -= 1
+        if chosen % 2 == 0:
+            used[r] += held[stage]
+            free[r] = now + times[0][stage]
+            if stage + 1 < n_stages:
+                link = forward_link[stage + 1]
+                _send(free[r], links, values, forward_hop, latency, link, stage + 1, stage + 1, m)
+                stale[device[stage + 1]] = True
+            else:
+                gradients[stage, m] = free[r]
+        else:
+            used[r] -= held[stage] - late[stage]
+            queue[r, made[r]] = stage
+            made[r] += 1
+            free[r] = now + times[1][stage]
+            if stage:
+                _send(free[r], links, gradients, backward_hop, latency, backward_link[stage], stage, stage - 1, m)
+                stale[device[stage - 1]] = True
+    return True
+
+
+@compile_kernel
+def _shift(row, start, kind, done, first, last, distance):  # type: ignore[no-untyped-def]
+    """Move the entries of a kind, of microbatches `first` to `last`, by some places past other kinds.
+
+    Entries before place `start` stay; `done` is the number of entries of the kind before it.
+    """
+    entries = row.size
+    step = 1 if distance > 0 else -1
+    if distance > 0:
+        i = entries - 1
+        m = -1
+        for j in range(start, entries):
+            if row[j] == kind:
+                m += 1
+        m += done
+    else:
+        i = start
+        m = done
+    while start <= i < entries:
+        if row[i] == kind:
+            if first <= m <= last:
+                j = i
+                for _ in range(abs(distance)):
+                    if not (start <= j + step < entries) or row[j + step] == kind:
+                        break
+                    row[j] = row[j + step]
+                    row[j + step] = kind
+                    j += step
+            m -= step
+            if (m < first and distance > 0) or (m > last and distance < 0):
+                break
+        i -= step
+
+
+@compile_kernel
+def _return_to(tail, state):  # type: ignore[no-untyped-def]
+    """Set a state back to the beginning of the tail."""
+    start = tail.start
+    state.free[:] = start.free
+    state.at[:] = start.at
+    state.counts[:] = start.counts
+    state.used[:] = start.used
+    state.made[:] = start.made
+    state.done[:] = start.done
+    state.links[:] = start.links
+    state.values[:, tail.microbatch :] = start.values[:, tail.microbatch :]
+    state.gradients[:, tail.microbatch :] = start.gradients[:, tail.microbatch :]
+    state.queue[:, tail.weight :] = start.queue[:, tail.weight :]
+
+
+@compile_kernel
+def _count_up(chance):  # type: ignore[no-untyped-def]
+    """Return 1, or more with a chance for each further one."""
+    count = 1
+    while np.random.random() < chance:
+        count += 1
+    return count
+
+
+@compile_kernel
+def _change_rules(rules, start, by_gap):  # type: ignore[no-untyped-def]
+    """Change rules at random; return the first and last device that changed."""
+    p, entries = rules.shape
+    r = np.random.randint(p)
+    if by_gap:
+        chance = np.random.random()
+        rule = 0.0 if chance < 0.4 else 1.0 if chance < 0.7 else -1e-9 if chance < 0.85 else -1.0
+        if np.random.random() < 0.1:
+            rules[r, start[r] :] = abs(rule)
+        elif start[r] < entries:
+            i = start[r] + np.random.randint(entries - start[r])
+            rules[r, i : i + _count_up(0.4)] = rule
+        return r, r
+    rule = np.random.random() * 1.3
+    if np.random.random() < 0.3:
+        rule = 0.0
+    last = r if np.random.random() < 0.5 else p - 1
+    for d in range(r, last + 1):
+        rules[d, start[d] :] = rule
+    return r, last
+
+
+@compile_kernel
+def _change_orders(orders, tail, n):  # type: ignore[no-untyped-def]
+    """Move some entries of one kind on neighbouring devices at random; return the first and last device."""
+    p = orders.shape[0]
+    r = np.random.randint(p)
+    last = r
+    if np.random.random() < 0.6:
+        last = min(p - 1, r + np.random.randint(p))
+    kind = np.random.randint(tail.start.counts.shape[1])
+    m = tail.microbatch + np.random.randint(n - tail.microbatch)
+    m_last = m
+    if np.random.random() < 0.3:
+        m_last = min(n - 1, m + np.random.randint(n - tail.microbatch))
+    distance = _count_up(0.4)
+    if np.random.random() < 0.5:
+        distance = -distance
+    for d in range(r, last + 1):
+        _shift(orders[d], tail.start.at[d], kind, tail.start.counts[d, kind], m, m_last, distance)
+    return r, last
+
+
+@compile_kernel
+def _run_tail(one, orders, rules, tail, state, stop, cooling):  # type: ignore[no-untyped-def]
+    """Run the tail of orders; return the step and the cost, which also counts the ends of the devices."""
+    _return_to(tail, state)
+    step = run(one, orders, rules, state, stop)
+    if step >= NEVER:
+        return NEVER, NEVER
+    return step, step + cooling.side * np.maximum(state.free, cooling.least).mean()
+
+
+@compile_kernel
+def anneal(one, walk, tail, state, stop, cooling, first, last):  # type: ignore[no-untyped-def]
+    """Do the steps `first` to `last` - 1 of an annealing; return whether it has reached its goal.
+
+    A change that makes the cost higher by x is kept with probability exp(-x / temperature) (Kirkpatrick et al. 1983).
+    The temperature falls with the square of the steps that are left.
+    """
+    for i in range(first, last):
+        if walk.figures[1] <= cooling.goal:
+            return True
+        temperature = cooling.temperature * (1 - i / cooling.steps) ** 2 + 1e-12
+        if np.random.random() < (0.25 if cooling.by_gap else 0.05):
+            r, r_last = _change_rules(walk.trial_rules, tail.start.at, cooling.by_gap)
+        else:
+            r, r_last = _change_orders(walk.trial_orders, tail, one.n_microbatches)
+        step, cost = _run_tail(one, walk.trial_orders, walk.trial_rules, tail, state, stop, cooling)
+        now = walk.figures[0]
+        if step < NEVER and (cost <= now or np.random.random() < np.exp((now - cost) / temperature)):
+            walk.figures[0] = cost
+            walk.orders[r : r_last + 1] = walk.trial_orders[r : r_last + 1]
+            walk.rules[r : r_last + 1] = walk.trial_rules[r : r_last + 1]
+            if step < walk.figures[1] - TINY:
+                walk.figures[1] = step
+                walk.best_orders[:] = walk.trial_orders
+                walk.best_rules[:] = walk.trial_rules
+        else:
+            walk.trial_orders[r : r_last + 1] = walk.orders[r : r_last + 1]
+            walk.trial_rules[r : r_last + 1] = walk.rules[r : r_last + 1]
+    return walk.figures[1] <= cooling.goal
+
+
+@compile_kernel
+def seed_random(seed):  # type: ignore[no-untyped-def]
+    """Seed the random numbers of the kernels."""
+    np.random.seed(seed)

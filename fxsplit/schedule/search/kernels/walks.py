@@ -1,0 +1,138 @@
+"""Narrow the windows of actions, along the ways of microbatches and by the walks of devices; see windows.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxsplit.system.compiled import compile_kernel
+
+FAR = 1e18
+
+
+@compile_kernel
+def spread(one, step, head, last, changed, tiny):  # type: ignore[no-untyped-def]
+    """Narrow the windows along the ways of microbatches, and mark the devices with new windows as changed.
+
+    head[0] and head[1]: [stages, microbatches], the earliest begin of F and I; last: their latest ends; in ms.
+    """
+    count, n = head.shape[1], head.shape[2]
+    for kind in range(2):
+        time = one.forward if kind == 0 else one.input
+        hop = one.forward_hop if kind == 0 else one.backward_hop
+        for turn in range(count):
+            s = turn if kind == 0 else count - 1 - turn
+            for m in range(n):
+                begin = head[kind, s, m]
+                if m:
+                    begin = max(begin, head[kind, s, m - 1] + time[s])
+                if kind == 0 and s:
+                    begin = max(begin, head[0, s - 1, m] + time[s - 1] + hop[s] + one.latency[s])
+                if kind == 1 and s + 1 < count:
+                    begin = max(begin, head[1, s + 1, m] + time[s + 1] + hop[s + 1] + one.latency[s + 1])
+                if kind == 1 and s + 1 == count:
+                    begin = max(begin, head[0, s, m] + one.forward[s])
+                if begin > head[kind, s, m] + tiny:
+                    head[kind, s, m] = begin
+                    changed[one.device[s]] = True
+    for kind in range(1, -1, -1):
+        time = one.forward if kind == 0 else one.input
+        hop = one.forward_hop if kind == 0 else one.backward_hop
+        for turn in range(count):
+            s = turn if kind == 1 else count - 1 - turn
+            for m in range(n - 1, -1, -1):
+                end = last[kind, s, m]
+                if m + 1 < n:
+                    end = min(end, last[kind, s, m + 1] - time[s])
+                if kind == 1:
+                    end = min(end, step - one.weight[s])
+                if kind == 1 and s:
+                    end = min(end, last[1, s - 1, m] - time[s - 1] - hop[s] - one.latency[s])
+                if kind == 0 and s + 1 < count:
+                    end = min(end, last[0, s + 1, m] - time[s + 1] - hop[s + 1] - one.latency[s + 1])
+                if kind == 0 and s + 1 == count:
+                    end = min(end, last[1, s, m] - one.input[s])
+                if end < last[kind, s, m] - tiny:
+                    last[kind, s, m] = end
+                    changed[one.device[s]] = True
+
+
+@compile_kernel
+def _find_done(between, n_input, place):  # type: ignore[no-untyped-def]
+    """Return how many of a device's F or I, at a place of its chain, are done in a state."""
+    done = n_input
+    for j in range(place, between.size):
+        done += between[j]
+    return done
+
+
+@compile_kernel
+def walk_device(n, times, head, last, between, follow, empty, step, tiny, soonest, latest, new_head, new_last):  # type: ignore[no-untyped-def]
+    """Find the windows that one device's walks through its states leave; return whether a walk exists.
+
+    - `times`: [moves], of each F and I of the chain, and of each kind of W
+    - `head`, `last`: [chain, microbatches], windows; `new_head`, `new_last` get the new ones
+    - `between`: [states, chain - 1], how many more are done at a place of the chain than at the next
+    - `follow`: [states, moves], the state after a move, or -1
+    - `empty`: the number of the state in which nothing is in flight
+    - `soonest`, `latest`: [microbatches + 1, states], room for the times of states: the first number is that of the I at
+      the end of the chain that are done
+    """
+    states, moves = follow.shape
+    chain = head.shape[0]
+    soonest[:] = FAR
+    soonest[0, empty] = 0.0
+    for i in range(n + 1):
+        for c in range(states):
+            now = soonest[i, c]
+            if now >= FAR:
+                continue
+            for move in range(moves):
+                to = follow[c, move]
+                if to < 0:
+                    continue
+                at = i
+                if move < chain:
+                    m = _find_done(between[c], i, move)
+                    if m >= n:
+                        continue
+                    end = max(now, head[move, m]) + times[move]
+                    if end > last[move, m] + tiny:
+                        continue
+                    at += move == chain - 1
+                else:
+                    end = now + times[move]
+                    if end > step + tiny:
+                        continue
+                if end < soonest[at, to]:
+                    soonest[at, to] = end
+    if soonest[n, empty] > step + tiny:
+        return False
+    latest[:] = -FAR
+    latest[n, empty] = step
+    new_head[:] = FAR
+    new_last[:] = -FAR
+    for i in range(n, -1, -1):
+        for c in range(states - 1, -1, -1):
+            now = soonest[i, c]
+            if now >= FAR:
+                continue
+            best = latest[i, c]
+            for move in range(moves):
+                to = follow[c, move]
+                if to < 0:
+                    continue
+                if move >= chain:
+                    if now + times[move] <= latest[i, to] + tiny:
+                        best = max(best, latest[i, to] - times[move])
+                    continue
+                m = _find_done(between[c], i, move)
+                if m >= n:
+                    continue
+                end = min(latest[i + (move == chain - 1), to], last[move, m])
+                begin = max(now, head[move, m])
+                if begin + times[move] <= end + tiny:
+                    best = max(best, end - times[move])
+                    new_head[move, m] = min(new_head[move, m], begin)
+                    new_last[move, m] = max(new_last[move, m], end)
+            latest[i, c] = best if best >= now - tiny else -FAR
+    return new_head.max() < FAR

@@ -1,0 +1,245 @@
+"""Search: the schedule with the shortest step within memory, with a bound of how short a step can be.
+
+Orders of forwards and input gradients begin as those of named schedules and of list scheduling. Annealing changes them,
+until the step meets the bound or time is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+from fxsplit.errors import ScheduleError
+from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.generators.catalogue import RUNNABLE, generate
+from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
+from fxsplit.schedule.schedule import Homes, Schedule
+from fxsplit.schedule.search.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
+from fxsplit.schedule.search.instance import Instance, Ints, make_instance
+from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
+from fxsplit.system.figures import show
+
+if TYPE_CHECKING:
+    from fxsplit.schedule.search.annealing import Candidate
+
+Placement = Literal["loop", "v"]
+"""Where the second stage of each device is, in torch's words: `loop` begins again at the first device, `v` goes back."""
+
+NAME = "search"
+CLOSE = 4e-7
+"""A step that is longer than the bound by this share at most is optimal: times are sums in another order."""
+SHORT_ACTIONS, SHORT_S, LONG_S = 4_000, 2.0, 10.0
+"""The default time limit in seconds, up to this number of actions and above."""
+START_SHARE = 0.3
+"""The share of the time limit after which no further orders begin."""
+FINE_RULES = tuple(product((0.0, 0.3, 0.6, 0.9), repeat=2))
+"""The rules of the gaps of the first and of the last device that are tried on the best of the first orders."""
+FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
+"""Up to the first number of states windows are searched before orders, up to the second after them, and not above."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A schedule with its simulated step, and a bound: no schedule of these stages within this memory is faster."""
+
+    schedule: Schedule
+    step_ms: float
+    bound_ms: float
+
+    @property
+    def gap(self) -> float:
+        """How far the step may be from the shortest one, as a share of the step; 0 if it is proven optimal."""
+        return (self.step_ms - self.bound_ms) / self.step_ms if self.step_ms else 0.0
+
+
+def search(
+    times: Times,
+    *,
+    n_devices: int,
+    n_microbatches: int,
+    stages_per_device: int = 1,
+    placement: Placement = "v",
+    memory: float | Sequence[float] | None = None,
+    kept_for_weights: float | Sequence[float] = 1.0,
+    time_limit_s: float | None = None,
+    seed: int = 0,
+    held: Sequence[float] | None = None,
+) -> SearchResult:
+    """Search for the schedule with the shortest step, and a proof of how close it is.
+
+    - `times`: of the stages. Launches and reductions count in the step, and not in the bound
+    - `stages_per_device`: 1, or 2 by `placement`: "v" down the line of devices and back, "loop" twice down the line
+    - `memory`: how many microbatches' activations a device may hold, one number or one for each device (default:
+      unlimited). 1 is what the forwards of all stages of the device keep of one microbatch
+    - `kept_for_weights`: the share of a stage's activations that only its weight gradient frees; the input gradient
+      frees the rest. One number, or one for each stage
+    - `held`: how much of its device's activations each stage keeps, as a share (default: equal shares)
+    - `time_limit_s`: the search ends after so many seconds (default: 2 up to 4,000 actions, else 10), and earlier if
+      the schedule is proven optimal. Machine code is made before
+    - `seed`: another seed may find another schedule. The same one finds the same, unless the time limit ends the search
+
+    The result is never slower than a named schedule of the same stages that fits the memory.
+
+    Raises ScheduleError for numbers out of range, and for times of another number of stages.
+    """
+    homes = _place(n_devices, n_microbatches, stages_per_device, placement)
+    check_times(Schedule(NAME, n_microbatches, homes, ()), times)
+    one = make_instance(homes, n_microbatches, times, memory, kept_for_weights, held)
+    _check(one, time_limit_s)
+    limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
+    named = [s for s in _list_named(homes, n_microbatches, times, stages_per_device) if fits(one, s)]
+    compile_kernels()
+    limit = limit if time_limit_s is None else time_limit_s
+    found, bound = _search(one, named, homes, seed, time.monotonic() + limit)
+    schedules = [*named, *([] if found is None else [found])]
+    # Sums in another order differ in their last digits: the simulation decides.
+    steps = [simulate(schedule, times).step_ms for schedule in schedules]
+    step = min(steps)
+    schedule = replace(schedules[steps.index(step)], name=NAME)
+    return SearchResult(schedule, step, min(float(bound), step))
+
+
+def fits(one: Instance, schedule: Schedule) -> bool:
+    """Return whether a schedule of an instance's stages stays within the memory of each device."""
+    for row, memory in zip(schedule.actions, one.memory, strict=True):
+        used = 0.0
+        for action in row:
+            held, late = one.held[action.stage], one.late[action.stage]
+            if action.op == FORWARD:
+                used += held
+            elif action.op == INPUT_GRADIENT:
+                used -= held - late
+            elif action.op in RELEASES:
+                used -= late if action.op == WEIGHT_GRADIENT else held
+            if used > memory + 1e-9:
+                return False
+    return True
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels, or read them from numba's cache, by a search of a step or two."""
+    from fxsplit.schedule.search.annealing import ENDING, FINE, find_best, improve
+    from fxsplit.schedule.search.starts import list_rules, list_starts
+    from fxsplit.schedule.search.windows import WindowBound
+
+    one = make_instance(go_there_and_back(2), 3, Times.unit(4), None, 1.0, None)
+    start = find_best(one, list_starts(one, v_shaped=True), list(list_rules(one)), 0.0, inf)
+    assert start is not None
+    for setting in (ENDING, FINE[0]):
+        improve(one, start, 0.0, setting._replace(length=1), 0, inf)
+    WindowBound(one, find_heads(one), MANY_STATES).refutes(start.step, inf)
+
+
+def _place(n_devices: int, n_microbatches: int, stages_per_device: int, placement: str) -> Homes:
+    """Return the device of each stage; raises ScheduleError for numbers out of range."""
+    for what, count in (("n_devices", n_devices), ("n_microbatches", n_microbatches)):
+        if count < 1:
+            raise ScheduleError(f"search: {what}={show(count)}: give at least 1")
+    if stages_per_device not in (1, 2):
+        raise ScheduleError(f"search: stages_per_device={show(stages_per_device)}: give 1 or 2")
+    if placement not in ("loop", "v"):
+        raise ScheduleError(f'search: placement={show(placement)}: give "loop" or "v"')
+    if stages_per_device == 1:
+        return line(n_devices)
+    return go_there_and_back(n_devices) if placement == "v" else deal_in_turn(n_devices, 2)
+
+
+def _check(one: Instance, time_limit_s: float | None) -> None:
+    """Raise ScheduleError for memory, shares and time limits out of range."""
+    for r, memory in enumerate(one.memory):
+        need = float(one.held[one.stages[r]].sum())
+        if not memory >= need - 1e-9:
+            raise ScheduleError(
+                f"search: memory={show(float(memory))} of device {r}: give at least {show(need)}, or no microbatch can run"
+            )
+    if one.held.min() < 0 or one.late.min() < 0 or (one.late > one.held + 1e-9).any():
+        raise ScheduleError("search: held and kept_for_weights are shares: give numbers of 0 to 1")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ScheduleError(f"search: time_limit_s={show(time_limit_s)}: give seconds above 0")
+
+
+def _list_named(homes: Homes, n_microbatches: int, times: Times, stages_per_device: int) -> Iterator[Schedule]:
+    """Yield the named schedules of these stages that this number of microbatches allows."""
+    n_devices = len(homes) // stages_per_device
+    for name in RUNNABLE:
+        with suppress(ScheduleError):
+            # Homes do not depend on microbatches or times.
+            if generate(name, n_devices, n_devices, stages_per_device).homes == homes:
+                yield generate(name, n_devices, n_microbatches, stages_per_device, times)
+
+
+def _search(
+    one: Instance, named: list[Schedule], homes: Homes, seed: int, deadline: float
+) -> tuple[Schedule | None, float]:
+    """Return the best schedule found, or None if there is none, and the bound of a step in ms."""
+    # These files are compiled when they are imported.
+    from fxsplit.schedule.search.annealing import improve, list_settings
+    from fxsplit.schedule.search.windows import WindowBound, prove_bound
+
+    begin = time.monotonic()
+    windowed = find_heads(one)
+    low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
+    best = _start(one, named, homes, low * (1 + CLOSE), begin + START_SHARE * (deadline - begin))
+    if best is None:
+        return None, low
+    if best.step > low * (1 + CLOSE):
+        proofs = WindowBound(one, windowed, MANY_STATES)
+        # Windows with many states take seconds, and other bounds are often met before.
+        prove_at = begin if proofs.size <= FEW_STATES else begin + (deadline - begin) / 2
+    settings, turn, proven = list_settings(one), seed * 1000, False
+    while best.step > low * (1 + CLOSE) and time.monotonic() < deadline:
+        if not proven and proofs.complete and time.monotonic() >= prove_at:
+            low, proven = prove_bound(proofs, low, best.step, deadline), True
+            continue
+        found = improve(one, best, low * (1 + CLOSE), next(settings), turn, deadline)
+        best = min(best, found, key=lambda candidate: candidate.step)
+        turn += 1
+    return _write(one, best, homes), low
+
+
+def _start(one: Instance, named: list[Schedule], homes: Homes, goal: float, deadline: float) -> Candidate | None:
+    """Return the best of the orders from which a search begins, or None if none can run."""
+    from fxsplit.schedule.search.annealing import find_best
+    from fxsplit.schedule.search.starts import list_low_memory_starts, list_rules, list_starts, read_order
+
+    def list_all() -> Iterator[Ints]:
+        yield from (read_order(one, schedule) for schedule in named)
+        yield from list_starts(one, v_shaped=homes == go_there_and_back(one.n_devices))
+        if one.memory.min() < one.n_devices:
+            yield from list_low_memory_starts(one)
+
+    best = find_best(one, list_all(), list(list_rules(one)), goal, deadline)
+    if best is None or best.step <= goal:
+        return best
+    again = find_best(one, iter([best.orders]), list(list_rules(one, FINE_RULES)), goal, deadline)
+    return best if again is None else min(best, again, key=lambda candidate: candidate.step)
+
+
+def _write(one: Instance, found: Candidate, homes: Homes) -> Schedule:
+    """Return the schedule of orders, with the W that fill their gaps."""
+    from fxsplit.schedule.search.annealing import evaluate
+
+    _, state = evaluate(one, found.orders, found.rules)
+    rows = []
+    for r, (order, before) in enumerate(zip(found.orders.tolist(), state.before.tolist(), strict=True)):
+        row: list[Action] = []
+        late: list[Action] = []
+        counts = [0] * (2 * one.stages.shape[1])
+        filled = 0
+        for kind, count in zip(order, before, strict=True):
+            row += late[filled:count]
+            filled = count
+            action = Action(int(one.stages[r, kind // 2]), INPUT_GRADIENT if kind % 2 else FORWARD, counts[kind])
+            counts[kind] += 1
+            row.append(action)
+            if kind % 2:
+                late.append(action._replace(op=WEIGHT_GRADIENT))
+        rows.append((*row, *late[filled:]))
+    return Schedule(NAME, one.n_microbatches, homes, tuple(rows))

@@ -1,0 +1,109 @@
+"""Starts: orders from which a search begins, the more promising first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import numpy as np
+
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, Action
+from fxsplit.schedule.generators.synchronous import alternate_on
+from fxsplit.schedule.generators.zero_bubble import order_there_and_back
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.search.instance import UNLIMITED, Floats, Instance, Ints
+from fxsplit.schedule.search.kernels.orders import begin, list_orders
+
+PRIORITIES = {
+    1: ((2, 1), (1, 2)),
+    2: ((4, 3, 2, 1), (3, 4, 1, 2), (4, 2, 3, 1), (3, 2, 4, 1), (2, 4, 1, 3), (3, 1, 2, 4)),
+}
+"""By the number of chunks of a device: the priorities of its kinds F0, I0, F1, I1, the least first."""
+RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
+"""The rule of the gaps of the first device and of the last; linear between them."""
+
+
+def list_rules(one: Instance, pairs: tuple[tuple[float, float], ...] = RULES) -> Iterator[Floats]:
+    """Yield rules for all gaps, [devices, entries]."""
+    p, v = one.stages.shape
+    for first, last in pairs:
+        each = first + (last - first) * np.arange(p) / max(1, p - 1)
+        yield np.repeat(each[:, None], 2 * v * one.n_microbatches, axis=1)
+
+
+def read_order(one: Instance, schedule: Schedule) -> Ints:
+    """Return the order of a schedule's forwards and backwards (or input gradients) as kinds."""
+    chunk = {int(stage): c for own in one.stages for c, stage in enumerate(own)}
+    early = (FORWARD, BACKWARD, INPUT_GRADIENT)
+    rows = [[2 * chunk[a.stage] + (a.op != FORWARD) for a in row if a.op in early] for row in schedule.actions]
+    return np.array(rows, np.int64)
+
+
+def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
+    """Yield orders, [devices, entries]; `v_shaped` if stages go down the line of devices and back."""
+    p, v = one.stages.shape
+    n = one.n_microbatches
+    if v == 1:
+        yield from _warm_up(one)
+    elif v_shaped:
+        yield _read_kinds(one, [order_there_and_back(p, n, device) for device in range(p)])
+    reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
+    for priority in PRIORITIES[v]:
+        for most in _list_limits(one):
+            for reserve in reserves:
+                found = _list_order(one, priority, most, reserve)
+                if found is not None:
+                    yield found
+
+
+def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
+    """Yield orders for devices that hold fewer microbatches than there are devices."""
+    p, v = one.stages.shape
+    for numbers in permutations(range(2 * v)):
+        for share in np.linspace(0.5, 1.5, 11):
+            # Later devices need fewer forwards ahead.
+            most = np.maximum(1, np.round(share * (p - np.arange(p) / 2))).astype(np.int64)
+            found = _list_order(one, numbers, most, 1.0)
+            if found is not None:
+                yield found
+
+
+def _warm_up(one: Instance) -> Iterator[Ints]:
+    """Yield orders that begin with some forwards on each device, and then alternate: those of 1F1B, ZB-H1 and ZB-H2."""
+    p, n = len(one.stages), one.n_microbatches
+    fits = np.floor(np.minimum(one.memory / one.held[one.stages[:, 0]] + 1e-9, n)).astype(int)
+    for warm_up in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [2 * p - r for r in range(p)]):
+        counts = [max(1, min(fits[r], warm_up[r])) for r in range(p)]
+        yield _read_kinds(one, [alternate_on(r, INPUT_GRADIENT, [0] * n, counts[r] - 1) for r in range(p)])
+
+
+def _read_kinds(one: Instance, orders: list[list[Action]]) -> Ints:
+    """Return orders of actions as kinds."""
+    rows = tuple(map(tuple, orders))
+    return read_order(one, Schedule("", one.n_microbatches, tuple((int(d),) for d in one.device), rows))
+
+
+def _list_limits(one: Instance) -> Iterator[Ints]:
+    """Yield limits on the microbatches between F and I of each device's first chunk."""
+    p, v = one.stages.shape
+    n, device = one.n_microbatches, np.arange(p)
+    if v > 1:
+        yield from (np.full(p, most) for most in sorted({n, 2 * p, p, max(1, p // 2)}))
+        yield 2 * p - device
+        return
+    yield from (p - device, 2 * (p - device) - 1, np.full(p, n))
+    # As many microbatches as a device needs to stay busy while one goes to the end and back.
+    back = np.zeros(p)
+    for r in range(p - 2, -1, -1):
+        hops = one.forward_hop[r + 1] + one.backward_hop[r + 1] + 2 * one.latency[r + 1]
+        back[r] = back[r + 1] + one.forward[r + 1] + one.input[r + 1] + hops
+    for each in (one.forward + one.input + one.weight, one.forward + one.input):
+        yield np.ceil(back / max(each.max(), 1e-9)).astype(np.int64) + 1
+
+
+def _list_order(one: Instance, priority: tuple[int, ...], most: Ints, reserve: float) -> Ints | None:
+    """Return the orders of a list schedule, or None if devices cannot go on."""
+    p, v = one.stages.shape
+    orders = np.zeros((p, 2 * v * one.n_microbatches), np.int64)
+    done = list_orders(one, np.array(priority, float), most.astype(np.int64), reserve, begin(one), orders)
+    return orders if done else None
