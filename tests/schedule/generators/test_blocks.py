@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from bench.zero_bubble import INSTANCES, Instance, count_kept, find_memory, make_times
@@ -9,7 +11,7 @@ from fxsplit.schedule import Action, Schedule, Times, generate, simulate, verify
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT
 from fxsplit.schedule.generators import blocks
 
-LIMITS = {
+LIMITS: dict[str, tuple[Callable[[int], int], Callable[[int], int]]] = {
     "V-Half": (lambda ranks: ranks + 1, lambda ranks: ranks + 3),
     "V-Min": (lambda ranks: 2 * (ranks // 3) + 2, lambda ranks: 2 * (ranks // 3) + 4),
 }
