@@ -85,9 +85,9 @@ def compile(
         of keyword arguments. Without it the pipeline compiles on its first call.
     n_microbatches: pieces each batch is cut into (default: one or two a device, depending on the batch), or "auto".
     schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble",
-        "ZBVZeroBubble" or "Chimera", used by `step`; "PipeDream" or "PipeDream-2BW", in which the optimizer steps
-        between microbatches; or "auto". "auto" measures, plans and simulates every choice, and takes the fastest that
-        fits in memory.
+        "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV" or "Chimera", used by `step`; "PipeDream" or "PipeDream-2BW",
+        in which the optimizer steps between microbatches; or "auto". "auto" measures, plans and simulates every choice,
+        and takes the fastest that fits in memory.
     stages_per_device: for schedules that take several (default: the number that the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",

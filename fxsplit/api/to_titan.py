@@ -16,6 +16,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner.problem.borders import find_module
 from fxsplit.schedule import Schedule
+from fxsplit.schedule.homes import go_there_and_back
 from fxsplit.schedule.torch_csv import write_csv
 from fxsplit.system.files import write_whole
 
@@ -43,7 +44,7 @@ def set_pipeline(config):
 '''
 """torchtitan's configs are functions in Python; it no longer reads TOML."""
 V_SHAPED = "ZBVZeroBubble"
-"""torchtitan lays stages out in a V only for this schedule, and in loops for the rest."""
+"""The schedule for which torchtitan lays stages out in a V; it lays them out in loops for most others."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Titan:
     @property
     def code(self) -> str:
         """A module in Python; its `set_pipeline` puts this pipeline into a config of torchtitan and returns it."""
-        style = V_SHAPED if self.schedule.name == V_SHAPED else "PipelineScheduleMulti"
+        there_and_back = self.schedule.homes == go_there_and_back(self.schedule.n_devices)
+        # torchtitan takes the actions from the file, and from the name only the layout.
+        style = V_SHAPED if there_and_back else "PipelineScheduleMulti"
         return CODE.format(
             modules=pformat([list(part) for part in self.parts], width=100),
             devices=self.schedule.n_devices,

@@ -129,7 +129,7 @@ def test_torchtitans_own_parser_takes_what_is_emitted(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="torch's own runtime fails, and is refused")
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "DualPipeV"])
 def test_torchtitans_loop_gives_the_pipelines_gradients(schedule: str, tmp_path: Path) -> None:
     model, x, target = make_batch()
     options: dict[str, Any] = {"n_microbatches": 4, "schedule": schedule, "loss_fn": loss_of, "passes": CHAIN}

@@ -96,7 +96,8 @@ def train_in_torch(rank: int, n: int, name: str, schedules: list[ScheduleName], 
     return found
 
 
-ONE, TWO = ["GPipe", "1F1B", "ZB-H1"], ["LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble"]
+THERE_AND_BACK = ["ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV"]
+ONE, TWO = ["GPipe", "1F1B", "ZB-H1"], ["LoopedBFS", "Interleaved1F1B", *THERE_AND_BACK]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_gradients_are_those_of_the_pipeline_here(
         last = (
             here.plan.stages[-1].devices[0]
             if len(here.plan.stages) == n
-            else (0 if schedule == "ZBVZeroBubble" else n - 1)
+            else (0 if schedule in THERE_AND_BACK else n - 1)
         )
         torch.testing.assert_close(torch.stack(told[last]), torch.stack(losses), rtol=1e-12, atol=0)
         assert all(loss is None for rank, each in enumerate(told) if rank != last for loss in each)

@@ -51,7 +51,10 @@ def plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> st
     return str(path)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "Chimera", "LoopedBFS"])
+TWO_A_DEVICE = ["ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV"]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", *TWO_A_DEVICE, "Chimera", "LoopedBFS"])
 def test_a_plan_simulates_as_it_was_made(
     schedule: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +68,14 @@ def test_a_plan_simulates_as_it_was_made(
     assert told["n_stages"] == len(read_plan(path).stages)
     with pytest.raises(ScheduleError, match="1F1B with 3 stages a device does not run"):
         count_devices("1F1B", 6, 3)
+
+
+@pytest.mark.parametrize("schedule", TWO_A_DEVICE)
+def test_two_stages_a_device_where_a_schedule_is_made_for_them(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = answer(capsys, "--schedule", schedule, "--devices", "3", "--n-microbatches", "7")
+    assert (told["schedule"], told["n_devices"], told["n_stages"], told["n_microbatches"]) == (schedule, 3, 6, 7)
 
 
 def test_unit_times(capsys: pytest.CaptureFixture[str]) -> None:

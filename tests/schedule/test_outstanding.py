@@ -32,7 +32,9 @@ def test_nothing_tells_that_a_value_of_a_forward_pass_was_taken() -> None:
     assert tell(inference(2, 3)) == "0F0[] 0F1[0F0] 0F2[0F0 0F1]\n1F0[] 1F1[] 1F2[]"
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble", "LoopedBFS"])
+@pytest.mark.parametrize(
+    "name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"]
+)
 def test_what_does_not_wait_was_taken_in_every_order_that_needs_allow(name: str) -> None:
     """By the definition: all actions that must be over before an action begins are found along its needs."""
     schedule = generate(name, 2, 4)

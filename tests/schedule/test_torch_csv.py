@@ -14,7 +14,8 @@ from fxsplit.schedule.flow import with_transfers
 from fxsplit.schedule.torch_csv import read_csv, write_csv
 from tests.support.torch_schedules import make_theirs
 
-TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble"]
+TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble"]
+TORCHS += ["ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV"]
 
 
 def cells(path: Path) -> list[list[str]]:

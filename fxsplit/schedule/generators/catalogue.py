@@ -17,6 +17,8 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.memory.moments import Moments
 from fxsplit.schedule.generators.asynchronous import pipedream, pipedream_2bw
+from fxsplit.schedule.generators.blocks import v_half, v_min
+from fxsplit.schedule.generators.dual_pipe import dual_pipe_v
 from fxsplit.schedule.generators.synchronous import (
     chimera,
     gpipe,
@@ -40,6 +42,9 @@ Runnable = Literal[
     "ZB-H2",
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
+    "V-Half",
+    "V-Min",
+    "DualPipeV",
     "Chimera",
 ]
 Asynchronous = Literal["PipeDream", "PipeDream-2BW"]
@@ -58,6 +63,9 @@ SCHEDULES: dict[str, Generator] = {
     "ZB-H2": zb_h2,
     "InterleavedZeroBubble": interleaved_zero_bubble,
     "ZBVZeroBubble": zbv,
+    "V-Half": v_half,
+    "V-Min": v_min,
+    "DualPipeV": dual_pipe_v,
     "Chimera": chimera,
     "PipeDream": pipedream,
     "PipeDream-2BW": pipedream_2bw,
@@ -71,10 +79,10 @@ HELD = 3
 arrived, and, in a stream, one of the next batch.
 """
 
-FROM_TIMES = ("ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble")
+FROM_TIMES = ("ZB-H2", "InterleavedZeroBubble", "ZBVZeroBubble", "V-Half", "V-Min")
 """Schedules with an order that depends on the times of the stages."""
-SPLITTING = ("ZB-H1", *FROM_TIMES)
-"""Schedules with split backwards: input gradients first, weight gradients later."""
+SPLITTING = ("ZB-H1", *FROM_TIMES, "DualPipeV")
+"""Schedules with split backwards: input gradients first, weight gradients later. DualPipeV splits only some."""
 
 MOST_ACTIONS = 1_000_000
 """Schedules with more actions are refused, since their lists would exhaust memory."""

@@ -10,15 +10,21 @@ is known when it begins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.flow import find_message, find_needs
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.simulation.simulate import Times
+from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 
 Orders = Sequence[Sequence[Action]]
 """The forwards and input gradients of each device, in order."""
+
+SHARES, FEWER = (0.0, 0.3, 0.6, 0.9, 1.0), (0.0, 1.0)
+"""How much of a W a gap must have room for, on the first device and on the last; linear between them."""
+LARGE = 10_000
+"""The number of actions from which on only FEWER are tried."""
 
 
 def fill_gaps(
@@ -73,3 +79,37 @@ def fill_gaps(
     if any(done < len(order) for done, order in zip(at, orders, strict=True)):
         return None
     return Schedule("", n_microbatches, homes, tuple((*row, *rest) for row, rest in zip(rows, late, strict=True)))
+
+
+def list_filled(
+    orders: Orders,
+    n_microbatches: int,
+    homes: Homes,
+    times: Times,
+    most: int,
+    pairs: Iterable[tuple[float, float]] | None = None,
+) -> Iterator[Schedule]:
+    """Yield schedules of orders, each with W in other gaps; none if the orders need more than `most` in flight.
+
+    `pairs` are the shares to try on the first device and on the last (default: all pairs of SHARES, or of FEWER).
+    """
+    shares_of_ends = SHARES if sum(map(len, orders)) < LARGE else FEWER
+    for first, last in product(shares_of_ends, repeat=2) if pairs is None else pairs:
+        steps = max(1, len(orders) - 1)
+        shares = [first + (last - first) * device / steps for device in range(len(orders))]
+        filled = fill_gaps(orders, n_microbatches, homes, times, most, shares)
+        if filled is not None:
+            yield filled
+
+
+def choose(found: Iterable[Schedule], times: Times) -> Schedule:
+    """Return the schedule with the shortest simulated step, the first of several."""
+    # Most fills are equal, and simulating takes longer than comparing.
+    return min(dict.fromkeys(found), key=lambda schedule: simulate(schedule, times).step_ms)
+
+
+def take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:
+    """Return the times that are given, or equal ones; raises ScheduleError for times of another number of stages."""
+    if times is not None:
+        check_times(Schedule(name, n_microbatches, homes, ()), times)
+    return times or Times.unit(len(homes))

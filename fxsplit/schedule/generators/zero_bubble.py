@@ -7,22 +7,15 @@ on the times of the stages, so a schedule is generated from `times`; without the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.generators.fill import Orders, fill_gaps
+from fxsplit.schedule.generators.fill import Orders, choose, list_filled, take_times
 from fxsplit.schedule.generators.greedy import Rows, list_schedule
 from fxsplit.schedule.generators.synchronous import alternate_on, check_stages_per_device, order_interleaved
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
-
-SHARES, FEWER = (0.0, 0.3, 0.6, 0.9, 1.0), (0.0, 1.0)
-"""How much of a W a gap must have room for, on the first device and on the last; linear between them."""
-LARGE = 10_000
-"""The number of actions from which on only FEWER are tried."""
+from fxsplit.schedule.simulation.simulate import Times
 
 
 def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Schedule:
@@ -79,9 +72,9 @@ def zb_h2(n_devices: int, n_microbatches: int, stages_per_device: int = 1, times
     versions = [0] * n_microbatches
     orders = [alternate_on(stage, INPUT_GRADIENT, versions, warm_up) for stage, warm_up in enumerate(warm_ups)]
     homes = line(n_devices)
-    used = _take_times("ZB-H2", n_microbatches, homes, times)
-    filled = _list_filled(orders, n_microbatches, homes, used, 2 * n_devices)
-    return replace(_choose(filled, used), name="ZB-H2")
+    used = take_times("ZB-H2", n_microbatches, homes, times)
+    filled = list_filled(orders, n_microbatches, homes, used, 2 * n_devices)
+    return replace(choose(filled, used), name="ZB-H2")
 
 
 def interleaved_zero_bubble(
@@ -94,11 +87,11 @@ def interleaved_zero_bubble(
     """
     orders, size = order_interleaved("InterleavedZeroBubble", n_devices, n_microbatches, stages_per_device, split=True)
     homes = deal_in_turn(n_devices, stages_per_device)
-    used = _take_times("InterleavedZeroBubble", n_microbatches, homes, times)
+    used = take_times("InterleavedZeroBubble", n_microbatches, homes, times)
     most = (stages_per_device - 1) * size + n_devices
-    filled = _list_filled(orders, n_microbatches, homes, used, most)
+    filled = list_filled(orders, n_microbatches, homes, used, most)
     found = [Schedule("", n_microbatches, homes, _delay(orders)), *filled]
-    return replace(_choose(found, used), name="InterleavedZeroBubble")
+    return replace(choose(found, used), name="InterleavedZeroBubble")
 
 
 def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: Times | None = None) -> Schedule:
@@ -113,7 +106,7 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
     """
     check_stages_per_device("ZBVZeroBubble", stages_per_device, 2)
     homes = go_there_and_back(n_devices)
-    used, most = _take_times("ZBVZeroBubble", n_microbatches, homes, times), 2 * n_devices
+    used, most = take_times("ZBVZeroBubble", n_microbatches, homes, times), 2 * n_devices
     # With few microbatches a list schedule is faster than the rule.
     rows = list_schedule(
         homes,
@@ -126,17 +119,10 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
     )
     found = [Schedule("", n_microbatches, homes, rows)]
     orders = [order_there_and_back(n_devices, n_microbatches, device) for device in range(n_devices)]
-    filled = [*_list_filled(orders, n_microbatches, homes, used, most)]
+    filled = [*list_filled(orders, n_microbatches, homes, used, most)]
     if filled:
         found += [*filled, _follow_at_once(orders, n_microbatches, homes)]
-    return replace(_choose(found, used), name="ZBVZeroBubble")
-
-
-def _take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:
-    """Return the times that are given, or equal ones; raises ScheduleError for times of another number of stages."""
-    if times is not None:
-        check_times(Schedule(name, n_microbatches, homes, ()), times)
-    return times or Times.unit(len(homes))
+    return replace(choose(found, used), name="ZBVZeroBubble")
 
 
 def order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:
@@ -185,20 +171,3 @@ def _follow_at_once(orders: Orders, n_microbatches: int, homes: Homes) -> Schedu
         late.sort(key=lambda w: (-w.stage, w.microbatch))
         rows.append((*row, *late))
     return Schedule("", n_microbatches, homes, tuple(rows))
-
-
-def _list_filled(orders: Orders, n_microbatches: int, homes: Homes, times: Times, most: int) -> Iterator[Schedule]:
-    """Yield schedules of orders, each with W in other gaps; none if the orders need more than `most` in flight."""
-    count = sum(map(len, orders))
-    for first, last in product(*[SHARES if count < LARGE else FEWER] * 2):
-        steps = max(1, len(orders) - 1)
-        shares = [first + (last - first) * device / steps for device in range(len(orders))]
-        filled = fill_gaps(orders, n_microbatches, homes, times, most, shares)
-        if filled is not None:
-            yield filled
-
-
-def _choose(found: Sequence[Schedule] | Iterator[Schedule], times: Times) -> Schedule:
-    """Return the schedule with the shortest simulated step, the first of several."""
-    # Most fills are equal, and simulating takes longer than comparing.
-    return min(dict.fromkeys(found), key=lambda schedule: simulate(schedule, times).step_ms)

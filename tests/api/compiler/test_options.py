@@ -70,7 +70,7 @@ def test_candidates_are_every_schedule_with_every_number() -> None:
     assert make(n_microbatches=3).list_candidates(64) == [Candidate(Scheduler("1F1B", 2), 3)]
     assert [c.n_microbatches for c in make(n_microbatches="auto").list_candidates(64)] == [2, 4, 8, 16]
     both = make(schedule="auto", n_microbatches=4).list_candidates(64)
-    assert [c.scheduler.name for c in both] == [s.name for s in make(schedule="auto").schedulers] and len(both) == 9
+    assert [c.scheduler.name for c in both] == [s.name for s in make(schedule="auto").schedulers] and len(both) == 12
     # Chimera runs two pipelines of half the microbatches each, so it is no candidate for three.
     three = make(schedule="auto", n_microbatches=3).list_candidates(9)
     assert {c.n_microbatches for c in three} == {3} and "Chimera" not in [c.scheduler.name for c in three]

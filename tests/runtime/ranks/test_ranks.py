@@ -15,7 +15,7 @@ from tests.runtime.ranks.compared import compare
 from tests.support.models import FAST, Buffers, LateReader, ManyInputs, Mlp, ModeDependent, Residual
 from tests.support.ranks import ranks
 
-SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble"]
+SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "V-Half", "DualPipeV"]
 
 
 def make_batch(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,15 @@ class World:
 
     Whoever makes a value puts it on the link to whoever needs it. A link takes the first message of its queue whenever
     it is free, and delivers a message a latency after it is free again. A device starts the next action of its row as
-    soon as all that the action needs has been delivered.
+    soon as all that the action needs has been delivered. It keeps the result of the first of a pair until the second is
+    over.
     """
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.schedule, self.times = schedule, times
         self.at = [0] * schedule.n_devices
         self.working = [False] * schedule.n_devices
+        self.over: list[list[Action]] = [[] for _ in schedule.actions]
         self.delivered: set[tuple[str, int, int, int]] = set()
         self.links: dict[tuple[int, int], deque[tuple[float, float, Any]]] = {}
         self.carrying: set[tuple[int, int]] = set()
@@ -50,7 +52,11 @@ class World:
             if kind == "end":
                 device, action = what
                 self.working[device] = False
-                self.finish(now, device, action)
+                self.over[device].append(action)
+                if action not in self.schedule.paired:
+                    for done in self.over[device]:
+                        self.finish(now, device, done)
+                    self.over[device] = []
             elif kind == "leaves":
                 link, late, token = what
                 self.carrying.discard(link)

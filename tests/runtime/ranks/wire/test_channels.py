@@ -17,7 +17,7 @@ from fxsplit.runtime.ranks.world.world import World
 from tests.support.models import FAST, Mlp
 from tests.support.ranks import ranks
 
-SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "Chimera"]
+SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZBVZeroBubble", "V-Min", "DualPipeV", "Chimera"]
 
 
 class Ordered:
