@@ -6,7 +6,9 @@ Pure functions generate schedules. A verifier and a simulator read them, and the
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.generators.catalogue import RUNNABLE, SCHEDULES, find_schedule, generate
 from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.search.search import SearchResult, search
 from fxsplit.schedule.simulation.simulate import Simulation, Times, simulate
+from fxsplit.schedule.torch_csv import read_csv, write_csv
 from fxsplit.schedule.verify import verify
 
 __all__ = [
@@ -14,10 +16,14 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Schedule",
+    "SearchResult",
     "Simulation",
     "Times",
     "find_schedule",
     "generate",
+    "read_csv",
+    "search",
     "simulate",
     "verify",
+    "write_csv",
 ]

@@ -57,8 +57,9 @@ INNER: dict[str, list[set[str]]] = {
         {"outstanding", "verify"},
         {"moments", "torch_csv"},
         {"simulation"},
+        {"kernels"},
         {"generators"},
-        {"of_plan"},
+        {"of_plan", "search"},
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
     "frontend": [

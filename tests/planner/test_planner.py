@@ -27,12 +27,13 @@ from fxsplit.ir.facts.price import CostModel, price_split
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
 from fxsplit.planner import Options
-from fxsplit.planner.kernels import compile_kernel, lattice
+from fxsplit.planner.kernels import lattice
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.moves import list_moves
 from fxsplit.planner.problem.problem import pose_problem
 from fxsplit.planner.search import search
 from fxsplit.planner.search.search import SLACK
+from fxsplit.system.compiled import compile_kernel
 from tests.support.graphs import (
     best_bottleneck,
     downsets,

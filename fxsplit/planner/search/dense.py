@@ -22,6 +22,7 @@ from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.kernels.dense import best_chains
 from fxsplit.planner.kernels.separable import SLACK
 from fxsplit.planner.problem.problem import Path, Problem
+from fxsplit.system.compiled import compile_kernel
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int32]
@@ -229,7 +230,7 @@ def _solve_compiled(problem: Problem, below: Bools, states: NDArray[np.int64], u
     """Like `_solve`, in machine code."""
     whole = states.size == len(problem)
     tables = problem.list_tables(None if whole else states)
-    best, origin, via = kernels.compile_kernel(best_chains)(
+    best, origin, via = compile_kernel(best_chains)(
         tables, below, problem.needs(states), *problem.shared(states), upper
     )
     # The kernel numbers states by their position in `states`.

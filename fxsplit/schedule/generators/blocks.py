@@ -16,7 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, Action
-from fxsplit.schedule.generators.fill import LARGE, SHARES, choose, list_filled, take_times
+from fxsplit.schedule.generators.fill import LARGE, SHARES, choose, fill, take_times
 from fxsplit.schedule.generators.synchronous import check_stages_per_device
 from fxsplit.schedule.homes import go_there_and_back
 from fxsplit.schedule.schedule import Schedule
@@ -79,8 +79,8 @@ def _repeat(
     # A W of each of the device's stages may wait. Waiting W hold memory, and fill the gaps between unequal times.
     most = min(_count_most(block) + 2, 2 * n_devices)
     shares = SHARES if sum(map(len, orders)) < LARGE else FEWEST
-    filled = list_filled(orders, n_microbatches, homes, used, most, [(share, share) for share in shares])
-    return replace(choose(filled, used), name=name)
+    filled = fill(orders, n_microbatches, homes, used, most, [(share, share) for share in shares])
+    return replace(choose([filled], used), name=name)
 
 
 def _find_block(n_devices: int, offsets: Offsets) -> Block:

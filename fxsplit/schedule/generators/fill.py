@@ -1,111 +1,68 @@
-"""Fill: put weight gradients (W) into the gaps that forwards and input gradients (F and I) leave on each device.
+"""Fill: make schedules of orders of forwards and input gradients, with weight gradients (W) in their gaps.
 
-    F and I alone:   F0 F1 .  .  I0 F2 .  I1 .  I2         a gap while an input is on its way
-    filled:          F0 F1 .  .  I0 F2 W0 I1 W1 I2 W2
-
-The order of F and I is given. Nothing that a device waits for depends on its own W in the gap, so the end of each gap
-is known when it begins.
+See kernels/orders.py for the rules of the gaps.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 
-from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import find_message, find_needs
+import numpy as np
+
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.kernels import compile_kernels, orders
+from fxsplit.schedule.kernels.instance import Floats, Instance, Ints, make_instance
+from fxsplit.schedule.kernels.orders import State
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 
 Orders = Sequence[Sequence[Action]]
 """The forwards and input gradients of each device, in order."""
 
+Pair = tuple[float, float]
+"""The rule of the gaps of the first device and of the last; linear between them."""
 SHARES, FEWER = (0.0, 0.3, 0.6, 0.9, 1.0), (0.0, 1.0)
-"""How much of a W a gap must have room for, on the first device and on the last; linear between them."""
+"""Rules: how much of a W a gap must have room for."""
 LARGE = 10_000
 """The number of actions from which on only FEWER are tried."""
+PLAIN = 100_000
+"""Up to so many actions, plain Python is faster than the import of numba."""
 
 
-def fill_gaps(
-    orders: Orders, n_microbatches: int, homes: Homes, times: Times, most: int, shares: Sequence[float]
-) -> Schedule | None:
-    """Return the schedule with a W in each gap that is long enough, the oldest first; None if it does not fit.
-
-    - `most`: the forwards that a device may be ahead of its W, which free their activations
-    - `shares[d]`: how much of a W a gap of device d must have room for; 0 puts a W into any gap, and the next action
-      waits
-    """
-    bare = Schedule("", n_microbatches, homes, tuple(map(tuple, orders)))
-    rows: list[list[Action]] = [[] for _ in orders]
-    late: list[deque[Action]] = [deque() for _ in orders]
-    at, held, now = [0] * len(rows), [0] * len(rows), [0.0] * len(rows)
-    ends: dict[Action, float] = {}
-    arrivals: dict[Action, float] = {}
-    links: dict[tuple[int, int], float] = {}
-
-    def run(device: int, action: Action, begin: float) -> None:
-        now[device] = max(now[device], begin) + times.of(action)
-        rows[device].append(action)
-        held[device] += (action.op == FORWARD) - (action.op == WEIGHT_GRADIENT)
-
-    moved = True
-    while moved:
-        moved = False
-        for device, order in enumerate(orders):
-            while at[device] < len(order):
-                action = order[at[device]]
-                needs = find_needs(bare, action)
-                if any(need not in (ends if boundary is None else arrivals) for need, boundary in needs):
-                    break
-                begin = max((ends[n] if boundary is None else arrivals[n] for n, boundary in needs), default=0.0)
-                while late[device] and begin - now[device] > max(1e-9, shares[device] * times.of(late[device][0])):
-                    run(device, late[device].popleft(), 0.0)
-                while action.op == FORWARD and held[device] == most:
-                    if not late[device]:
-                        return None
-                    run(device, late[device].popleft(), 0.0)
-                run(device, action, begin)
-                ends[action] = now[device]
-                message = find_message(bare, action)
-                if message is not None:
-                    link = message.source, message.destination
-                    links[link] = max(links.get(link, 0.0), now[device]) + times.hop(message)
-                    arrivals[action] = links[link] + times.latency(message)
-                if action.op == INPUT_GRADIENT:
-                    late[device].append(action._replace(op=WEIGHT_GRADIENT))
-                at[device] += 1
-                moved = True
-    if any(done < len(order) for done, order in zip(at, orders, strict=True)):
-        return None
-    return Schedule("", n_microbatches, homes, tuple((*row, *rest) for row, rest in zip(rows, late, strict=True)))
-
-
-def list_filled(
-    orders: Orders,
+def fill(
+    rows: Orders,
     n_microbatches: int,
     homes: Homes,
     times: Times,
     most: int,
-    pairs: Iterable[tuple[float, float]] | None = None,
-) -> Iterator[Schedule]:
-    """Yield schedules of orders, each with W in other gaps; none if the orders need more than `most` in flight.
+    pairs: Iterable[Pair] | None = None,
+) -> Schedule | None:
+    """Return the schedule of orders with W in their gaps and the shortest step; None if they do not fit.
 
-    `pairs` are the shares to try on the first device and on the last (default: all pairs of SHARES, or of FEWER).
+    - `most`: the forwards that a device may be ahead of its W, which free their activations
+    - `pairs`: the shares to try on the first device and on the last (default: all pairs of SHARES, or of FEWER). A gap
+      gets a W if it has room for this share of it; 0 puts a W into any gap, and the next action waits
     """
-    shares_of_ends = SHARES if sum(map(len, orders)) < LARGE else FEWER
-    for first, last in product(shares_of_ends, repeat=2) if pairs is None else pairs:
-        steps = max(1, len(orders) - 1)
-        shares = [first + (last - first) * device / steps for device in range(len(orders))]
-        filled = fill_gaps(orders, n_microbatches, homes, times, most, shares)
-        if filled is not None:
-            yield filled
+    count = sum(map(len, rows))
+    shares = SHARES if count < LARGE else FEWER
+    tried = [(first, last) for first in shares for last in shares] if pairs is None else list(pairs)
+    each = len(homes) // len(rows)
+    one = make_instance(homes, n_microbatches, times, most / each)
+    if count * len(tried) > PLAIN:
+        compile_kernels()
+    kinds = read_kinds(one, rows)
+    best, shortest = None, orders.NEVER
+    for rules in list_rules(one, tried):
+        step, state = evaluate(one, kinds, rules)
+        if step < shortest:
+            best, shortest = state, step
+    return None if best is None else write_schedule(one, kinds, best, homes)
 
 
-def choose(found: Iterable[Schedule], times: Times) -> Schedule:
+def choose(found: Iterable[Schedule | None], times: Times) -> Schedule:
     """Return the schedule with the shortest simulated step, the first of several."""
-    # Most fills are equal, and simulating takes longer than comparing.
-    return min(dict.fromkeys(found), key=lambda schedule: simulate(schedule, times).step_ms)
+    known = [schedule for schedule in found if schedule is not None]
+    return known[0] if len(known) == 1 else min(known, key=lambda schedule: simulate(schedule, times).step_ms)
 
 
 def take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:
@@ -113,3 +70,44 @@ def take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None
     if times is not None:
         check_times(Schedule(name, n_microbatches, homes, ()), times)
     return times or Times.unit(len(homes))
+
+
+def read_kinds(one: Instance, rows: Orders) -> Ints:
+    """Return the forwards and backwards (or input gradients) of each device as kinds, [devices, entries]."""
+    chunk = {int(stage): c for own in one.stages for c, stage in enumerate(own)}
+    early = (FORWARD, BACKWARD, INPUT_GRADIENT)
+    return np.array([[2 * chunk[a.stage] + (a.op != FORWARD) for a in row if a.op in early] for row in rows], np.int64)
+
+
+def list_rules(one: Instance, pairs: Iterable[Pair]) -> Iterator[Floats]:
+    """Yield rules for all gaps, [devices, entries], from those of the first device and of the last."""
+    p, v = one.stages.shape
+    for first, last in pairs:
+        each = first + (last - first) * np.arange(p) / max(1, p - 1)
+        yield np.repeat(each[:, None], 2 * v * one.n_microbatches, axis=1)
+
+
+def evaluate(one: Instance, kinds: Ints, rules: Floats) -> tuple[float, State]:
+    """Return the step of orders, in ms, and the state after it; NEVER if they cannot run."""
+    state = orders.begin(one)
+    return orders.run(one, kinds, rules, state, np.full(len(kinds), kinds.shape[1])), state
+
+
+def write_schedule(one: Instance, kinds: Ints, state: State, homes: Homes) -> Schedule:
+    """Return the schedule of orders, from the state after they ran."""
+    rows = []
+    for r, (order, before) in enumerate(zip(kinds.tolist(), state.before.tolist(), strict=True)):
+        row: list[Action] = []
+        late: list[Action] = []
+        counts = [0] * (2 * one.stages.shape[1])
+        filled = 0
+        for kind, count in zip(order, before, strict=True):
+            row += late[filled:count]
+            filled = count
+            action = Action(int(one.stages[r, kind // 2]), INPUT_GRADIENT if kind % 2 else FORWARD, counts[kind])
+            counts[kind] += 1
+            row.append(action)
+            if kind % 2:
+                late.append(action._replace(op=WEIGHT_GRADIENT))
+        rows.append((*row, *late[filled:]))
+    return Schedule("", one.n_microbatches, homes, tuple(rows))

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import replace
 
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.generators.fill import Orders, choose, list_filled, take_times
+from fxsplit.schedule.generators.fill import Orders, choose, fill, take_times
 from fxsplit.schedule.generators.greedy import Rows, list_schedule
 from fxsplit.schedule.generators.synchronous import alternate_on, check_stages_per_device, order_interleaved
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
@@ -73,8 +73,7 @@ def zb_h2(n_devices: int, n_microbatches: int, stages_per_device: int = 1, times
     orders = [alternate_on(stage, INPUT_GRADIENT, versions, warm_up) for stage, warm_up in enumerate(warm_ups)]
     homes = line(n_devices)
     used = take_times("ZB-H2", n_microbatches, homes, times)
-    filled = list_filled(orders, n_microbatches, homes, used, 2 * n_devices)
-    return replace(choose(filled, used), name="ZB-H2")
+    return replace(choose([fill(orders, n_microbatches, homes, used, 2 * n_devices)], used), name="ZB-H2")
 
 
 def interleaved_zero_bubble(
@@ -89,9 +88,9 @@ def interleaved_zero_bubble(
     homes = deal_in_turn(n_devices, stages_per_device)
     used = take_times("InterleavedZeroBubble", n_microbatches, homes, times)
     most = (stages_per_device - 1) * size + n_devices
-    filled = list_filled(orders, n_microbatches, homes, used, most)
-    found = [Schedule("", n_microbatches, homes, _delay(orders)), *filled]
-    return replace(choose(found, used), name="InterleavedZeroBubble")
+    delayed = Schedule("", n_microbatches, homes, _delay(orders))
+    found = choose([delayed, fill(orders, n_microbatches, homes, used, most)], used)
+    return replace(found, name="InterleavedZeroBubble")
 
 
 def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: Times | None = None) -> Schedule:
@@ -117,12 +116,11 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
         most=lambda device: most,
         split=True,
     )
-    found = [Schedule("", n_microbatches, homes, rows)]
+    listed = Schedule("", n_microbatches, homes, rows)
     orders = [order_there_and_back(n_devices, n_microbatches, device) for device in range(n_devices)]
-    filled = [*list_filled(orders, n_microbatches, homes, used, most)]
-    if filled:
-        found += [*filled, _follow_at_once(orders, n_microbatches, homes)]
-    return replace(choose(found, used), name="ZBVZeroBubble")
+    filled = fill(orders, n_microbatches, homes, used, most)
+    at_once = None if filled is None else _follow_at_once(orders, n_microbatches, homes)
+    return replace(choose([listed, filled, at_once], used), name="ZBVZeroBubble")
 
 
 def order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:

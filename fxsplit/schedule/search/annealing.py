@@ -11,19 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.schedule.search.instance import Floats, Instance, Ints
-from fxsplit.schedule.search.kernels.orders import (
-    NEVER,
-    Cooling,
-    State,
-    Tail,
-    Walk,
-    anneal,
-    begin,
-    copy,
-    run,
-    seed_random,
-)
+from fxsplit.schedule.generators.fill import evaluate
+from fxsplit.schedule.kernels import orders
+from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
+from fxsplit.schedule.kernels.orders import NEVER, Cooling, Tail, Walk
 
 SLICE = 3_000_000
 """About so many entries of orders run between two looks at the clock: 40 ms."""
@@ -80,15 +71,7 @@ def list_settings(one: Instance) -> Iterator[Setting]:
         turns = [turn._replace(length=2 * turn.length) for turn in turns]
 
 
-def evaluate(one: Instance, orders: Ints, rules: Floats) -> tuple[float, State]:
-    """Return the step of orders, in ms, and the state after it; NEVER if they cannot run."""
-    state = begin(one)
-    return run(one, orders, rules, state, np.full(len(orders), orders.shape[1])), state
-
-
-def improve(
-    one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float
-) -> Candidate:
+def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float) -> Candidate:
     """Anneal a candidate until it takes `goal` ms, or for the length of the setting; return the best one.
 
     Stops at the deadline, of time.monotonic. Only then does the result depend on the machine.
@@ -103,13 +86,15 @@ def improve(
     )
     step, state = evaluate(one, start.orders, start.rules)
     cost = step + cooling.side * float(np.maximum(state.free, cooling.least).mean())
-    arrays = [array for _ in range(3) for array in (start.orders.copy(), start.rules.copy())]
-    walk = Walk(*arrays, np.array([cost, step]))
+    first, rules = start.orders, start.rules
+    walk = Walk(
+        first.copy(), rules.copy(), first.copy(), rules.copy(), first.copy(), rules.copy(), np.array([cost, step])
+    )
     stop = np.full(one.n_devices, start.orders.shape[1])
-    seed_random(seed)
+    orders.seed_random(seed)
     slice_ = max(1, SLICE // entries)
-    for first in range(0, steps, slice_):
-        if anneal(one, walk, tail, state, stop, cooling, first, min(steps, first + slice_)):
+    for at in range(0, steps, slice_):
+        if orders.anneal(one, walk, tail, state, stop, cooling, at, min(steps, at + slice_)):
             break
         if time.monotonic() > deadline:
             break
@@ -124,15 +109,18 @@ def _cut(one: Instance, start: Candidate, setting: Setting) -> Tail:
         each = one.work.sum() / one.n_devices / one.n_microbatches
         since = max(0.3, 1 - setting.window * one.n_devices * each / step) * step
         stop = (state.begins < since).sum(axis=1)
-    start_state = begin(one)
-    run(one, start.orders, start.rules, start_state, stop)
-    return Tail(copy(start_state), int(start_state.counts.min()), int(start_state.done.min()))
+    cut = orders.begin(one)
+    orders.run(one, start.orders, start.rules, cut, stop)
+    # Only W may be left at the end: then nothing changes, but there is always a last microbatch.
+    return Tail(cut, min(int(cut.counts.min()), one.n_microbatches - 1), int(cut.done.min()))
 
 
-def find_best(one: Instance, orders: Iterator[Ints], rules: list[Floats], goal: float, deadline: float) -> Candidate | None:
-    """Return the best of orders with each of some rules, or None if none can run; stops at the goal and the deadline."""
+def find_best(
+    one: Instance, found: Iterator[Ints], rules: list[Floats], goal: float, deadline: float
+) -> Candidate | None:
+    """Return the best of orders with each of the rules, or None if none can run; stops at the goal and the deadline."""
     best: Candidate | None = None
-    for order in orders:
+    for order in found:
         for rule in rules:
             step, _ = evaluate(one, order, rule)
             if step < (NEVER if best is None else best.step):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.schedule.search.instance import Floats, Instance
+from fxsplit.schedule.kernels.instance import Floats, Instance
 
 
 class Windowed(NamedTuple):

@@ -11,25 +11,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT
 from fxsplit.schedule.generators.catalogue import RUNNABLE, generate
+from fxsplit.schedule.generators.fill import evaluate, list_rules, read_kinds, write_schedule
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
+from fxsplit.schedule.kernels import compile_kernels
+from fxsplit.schedule.kernels.instance import Instance, Ints, make_instance
 from fxsplit.schedule.schedule import Homes, Schedule
+from fxsplit.schedule.search.annealing import ENDING, FINE, Candidate, find_best, improve, list_settings
 from fxsplit.schedule.search.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
-from fxsplit.schedule.search.instance import Instance, Ints, make_instance
+from fxsplit.schedule.search.starts import list_low_memory_starts, list_starts
+from fxsplit.schedule.search.windows import WindowBound, prove_bound
 from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 from fxsplit.system.figures import show
 
-if TYPE_CHECKING:
-    from fxsplit.schedule.search.annealing import Candidate
-
 Placement = Literal["loop", "v"]
-"""Where the second stage of each device is, in torch's words: `loop` begins again at the first device, `v` goes back."""
+"""The way of the second stages, in torch's words: `loop` begins again at the first device, `v` goes back."""
 
 NAME = "search"
 CLOSE = 4e-7
@@ -38,7 +39,9 @@ SHORT_ACTIONS, SHORT_S, LONG_S = 4_000, 2.0, 10.0
 """The default time limit in seconds, up to this number of actions and above."""
 START_SHARE = 0.3
 """The share of the time limit after which no further orders begin."""
-FINE_RULES = tuple(product((0.0, 0.3, 0.6, 0.9), repeat=2))
+RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
+"""The rules of the gaps of the first device and of the last that are tried on the orders from which a search begins."""
+FINE_RULES = tuple((first, last) for first in (0.0, 0.3, 0.6, 0.9) for last in (0.0, 0.3, 0.6, 0.9))
 """The rules of the gaps of the first and of the last device that are tried on the best of the first orders."""
 FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
 """Up to the first number of states windows are searched before orders, up to the second after them, and not above."""
@@ -94,7 +97,7 @@ def search(
     _check(one, time_limit_s)
     limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
     named = [s for s in _list_named(homes, n_microbatches, times, stages_per_device) if fits(one, s)]
-    compile_kernels()
+    warm_up()
     limit = limit if time_limit_s is None else time_limit_s
     found, bound = _search(one, named, homes, seed, time.monotonic() + limit)
     schedules = [*named, *([] if found is None else [found])]
@@ -123,14 +126,11 @@ def fits(one: Instance, schedule: Schedule) -> bool:
 
 
 @cache
-def compile_kernels() -> None:
-    """Compile the kernels, or read them from numba's cache, by a search of a step or two."""
-    from fxsplit.schedule.search.annealing import ENDING, FINE, find_best, improve
-    from fxsplit.schedule.search.starts import list_rules, list_starts
-    from fxsplit.schedule.search.windows import WindowBound
-
-    one = make_instance(go_there_and_back(2), 3, Times.unit(4), None, 1.0, None)
-    start = find_best(one, list_starts(one, v_shaped=True), list(list_rules(one)), 0.0, inf)
+def warm_up() -> None:
+    """Make machine code of the kernels, by a search of a step or two."""
+    compile_kernels()
+    one = make_instance(go_there_and_back(2), 3, Times.unit(4))
+    start = find_best(one, list_starts(one, v_shaped=True), list(list_rules(one, RULES)), 0.0, inf)
     assert start is not None
     for setting in (ENDING, FINE[0]):
         improve(one, start, 0.0, setting._replace(length=1), 0, inf)
@@ -157,7 +157,7 @@ def _check(one: Instance, time_limit_s: float | None) -> None:
         need = float(one.held[one.stages[r]].sum())
         if not memory >= need - 1e-9:
             raise ScheduleError(
-                f"search: memory={show(float(memory))} of device {r}: give at least {show(need)}, or no microbatch can run"
+                f"search: memory={show(float(memory))} of device {r}: one microbatch needs {show(need)}: give more"
             )
     if one.held.min() < 0 or one.late.min() < 0 or (one.late > one.held + 1e-9).any():
         raise ScheduleError("search: held and kept_for_weights are shares: give numbers of 0 to 1")
@@ -179,10 +179,6 @@ def _search(
     one: Instance, named: list[Schedule], homes: Homes, seed: int, deadline: float
 ) -> tuple[Schedule | None, float]:
     """Return the best schedule found, or None if there is none, and the bound of a step in ms."""
-    # These files are compiled when they are imported.
-    from fxsplit.schedule.search.annealing import improve, list_settings
-    from fxsplit.schedule.search.windows import WindowBound, prove_bound
-
     begin = time.monotonic()
     windowed = find_heads(one)
     low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
@@ -201,45 +197,21 @@ def _search(
         found = improve(one, best, low * (1 + CLOSE), next(settings), turn, deadline)
         best = min(best, found, key=lambda candidate: candidate.step)
         turn += 1
-    return _write(one, best, homes), low
+    _, state = evaluate(one, best.orders, best.rules)
+    return write_schedule(one, best.orders, state, homes), low
 
 
 def _start(one: Instance, named: list[Schedule], homes: Homes, goal: float, deadline: float) -> Candidate | None:
     """Return the best of the orders from which a search begins, or None if none can run."""
-    from fxsplit.schedule.search.annealing import find_best
-    from fxsplit.schedule.search.starts import list_low_memory_starts, list_rules, list_starts, read_order
 
     def list_all() -> Iterator[Ints]:
-        yield from (read_order(one, schedule) for schedule in named)
+        yield from (read_kinds(one, schedule.actions) for schedule in named)
         yield from list_starts(one, v_shaped=homes == go_there_and_back(one.n_devices))
         if one.memory.min() < one.n_devices:
             yield from list_low_memory_starts(one)
 
-    best = find_best(one, list_all(), list(list_rules(one)), goal, deadline)
+    best = find_best(one, list_all(), list(list_rules(one, RULES)), goal, deadline)
     if best is None or best.step <= goal:
         return best
     again = find_best(one, iter([best.orders]), list(list_rules(one, FINE_RULES)), goal, deadline)
     return best if again is None else min(best, again, key=lambda candidate: candidate.step)
-
-
-def _write(one: Instance, found: Candidate, homes: Homes) -> Schedule:
-    """Return the schedule of orders, with the W that fill their gaps."""
-    from fxsplit.schedule.search.annealing import evaluate
-
-    _, state = evaluate(one, found.orders, found.rules)
-    rows = []
-    for r, (order, before) in enumerate(zip(found.orders.tolist(), state.before.tolist(), strict=True)):
-        row: list[Action] = []
-        late: list[Action] = []
-        counts = [0] * (2 * one.stages.shape[1])
-        filled = 0
-        for kind, count in zip(order, before, strict=True):
-            row += late[filled:count]
-            filled = count
-            action = Action(int(one.stages[r, kind // 2]), INPUT_GRADIENT if kind % 2 else FORWARD, counts[kind])
-            counts[kind] += 1
-            row.append(action)
-            if kind % 2:
-                late.append(action._replace(op=WEIGHT_GRADIENT))
-        rows.append((*row, *late[filled:]))
-    return Schedule(NAME, one.n_microbatches, homes, tuple(rows))

@@ -7,36 +7,18 @@ from itertools import permutations
 
 import numpy as np
 
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, Action
+from fxsplit.schedule.action import INPUT_GRADIENT
+from fxsplit.schedule.generators.fill import read_kinds
 from fxsplit.schedule.generators.synchronous import alternate_on
 from fxsplit.schedule.generators.zero_bubble import order_there_and_back
-from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.search.instance import UNLIMITED, Floats, Instance, Ints
-from fxsplit.schedule.search.kernels.orders import begin, list_orders
+from fxsplit.schedule.kernels import orders
+from fxsplit.schedule.kernels.instance import UNLIMITED, Instance, Ints
 
 PRIORITIES = {
     1: ((2, 1), (1, 2)),
     2: ((4, 3, 2, 1), (3, 4, 1, 2), (4, 2, 3, 1), (3, 2, 4, 1), (2, 4, 1, 3), (3, 1, 2, 4)),
 }
 """By the number of chunks of a device: the priorities of its kinds F0, I0, F1, I1, the least first."""
-RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
-"""The rule of the gaps of the first device and of the last; linear between them."""
-
-
-def list_rules(one: Instance, pairs: tuple[tuple[float, float], ...] = RULES) -> Iterator[Floats]:
-    """Yield rules for all gaps, [devices, entries]."""
-    p, v = one.stages.shape
-    for first, last in pairs:
-        each = first + (last - first) * np.arange(p) / max(1, p - 1)
-        yield np.repeat(each[:, None], 2 * v * one.n_microbatches, axis=1)
-
-
-def read_order(one: Instance, schedule: Schedule) -> Ints:
-    """Return the order of a schedule's forwards and backwards (or input gradients) as kinds."""
-    chunk = {int(stage): c for own in one.stages for c, stage in enumerate(own)}
-    early = (FORWARD, BACKWARD, INPUT_GRADIENT)
-    rows = [[2 * chunk[a.stage] + (a.op != FORWARD) for a in row if a.op in early] for row in schedule.actions]
-    return np.array(rows, np.int64)
 
 
 def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
@@ -46,8 +28,11 @@ def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
     if v == 1:
         yield from _warm_up(one)
     elif v_shaped:
-        yield _read_kinds(one, [order_there_and_back(p, n, device) for device in range(p)])
+        yield read_kinds(one, [order_there_and_back(p, n, device) for device in range(p)])
     reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
+    # One microbatch after another fits any memory.
+    each = [*range(0, 2 * v, 2), *reversed(range(1, 2 * v, 2))]
+    yield np.tile(np.array(each, np.int64), (p, n))
     for priority in PRIORITIES[v]:
         for most in _list_limits(one):
             for reserve in reserves:
@@ -74,13 +59,7 @@ def _warm_up(one: Instance) -> Iterator[Ints]:
     fits = np.floor(np.minimum(one.memory / one.held[one.stages[:, 0]] + 1e-9, n)).astype(int)
     for warm_up in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [2 * p - r for r in range(p)]):
         counts = [max(1, min(fits[r], warm_up[r])) for r in range(p)]
-        yield _read_kinds(one, [alternate_on(r, INPUT_GRADIENT, [0] * n, counts[r] - 1) for r in range(p)])
-
-
-def _read_kinds(one: Instance, orders: list[list[Action]]) -> Ints:
-    """Return orders of actions as kinds."""
-    rows = tuple(map(tuple, orders))
-    return read_order(one, Schedule("", one.n_microbatches, tuple((int(d),) for d in one.device), rows))
+        yield read_kinds(one, [alternate_on(r, INPUT_GRADIENT, [0] * n, counts[r] - 1) for r in range(p)])
 
 
 def _list_limits(one: Instance) -> Iterator[Ints]:
@@ -104,6 +83,7 @@ def _list_limits(one: Instance) -> Iterator[Ints]:
 def _list_order(one: Instance, priority: tuple[int, ...], most: Ints, reserve: float) -> Ints | None:
     """Return the orders of a list schedule, or None if devices cannot go on."""
     p, v = one.stages.shape
-    orders = np.zeros((p, 2 * v * one.n_microbatches), np.int64)
-    done = list_orders(one, np.array(priority, float), most.astype(np.int64), reserve, begin(one), orders)
-    return orders if done else None
+    found = np.zeros((p, 2 * v * one.n_microbatches), np.int64)
+    state = orders.begin(one)
+    done = orders.list_orders(one, np.array(priority, float), most.astype(np.int64), reserve, state, found)
+    return found if done else None

@@ -23,9 +23,9 @@ import time
 
 import numpy as np
 
+from fxsplit.schedule.kernels import walks
+from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 from fxsplit.schedule.search.heads import Windowed
-from fxsplit.schedule.search.instance import Bools, Floats, Instance, Ints
-from fxsplit.schedule.search.kernels.walks import spread, walk_device
 
 PRECISE = 2e-7
 """How close the bound comes to the largest step that windows refute, as a share of it."""
@@ -55,7 +55,10 @@ def list_states(one: Instance, device: int, limit: int) -> States | None:
     alike = share_weights(one, device)
     waiting = [late[0]] if alike else list(late)
     # Columns in this order, the last of the chain first and W counted down, so that a move leads to a later row.
-    columns = [*((g, n, False) for g in reversed(weights)), *((g, n * v if alike else n, True) for g in reversed(waiting))]
+    columns = [
+        *((g, n, False) for g in reversed(weights)),
+        *((g, n * v if alike else n, True) for g in reversed(waiting)),
+    ]
     rows, used = np.zeros((1, 0), np.int64), np.zeros(1)
     for gram, most, down in columns:
         room = (one.memory[device] - used + 1e-9) / gram if gram > 0 else np.full(len(used), np.inf)
@@ -94,7 +97,7 @@ def _link(rows: Ints, v: int, alike: bool) -> States:
         return places - 1 - place
 
     def weight_column(chunk: int) -> int:
-        return rows.shape[1] - 1 - (0 if alike else chunk)
+        return places + waiting - 1 - chunk * (not alike)
 
     for move in range(2 * v + waiting):
         change = np.zeros(rows.shape[1], np.int64)
@@ -138,14 +141,14 @@ class WindowBound:
 
     def refutes(self, step: float, deadline: float) -> bool:
         """Return whether no schedule has a step of `step` ms; False after the deadline, of time.monotonic."""
-        one, n = self.one, self.one.n_microbatches
+        one = self.one
         tiny = 1e-9 * step
         head = self.windowed.head.copy()
         last = step - self.windowed.tail
         times = np.stack([one.forward, one.input])[:, :, None]
         changed = np.ones(one.n_devices, np.bool_)
         for turn in range(ROUNDS):
-            spread(one, step, head, last, changed, tiny)
+            walks.spread(one, step, head, last, changed, tiny)
             if (head + times > last + 2 * tiny).any():
                 return True
             if not changed.any():
@@ -158,7 +161,7 @@ class WindowBound:
                     changed[r] = False
                     if not self._narrow(r, step, head, last, tiny):
                         return True
-                    spread(one, step, head, last, changed, tiny)
+                    walks.spread(one, step, head, last, changed, tiny)
         return False
 
     def _narrow(self, r: int, step: float, head: Floats, last: Floats, tiny: float) -> bool:
@@ -171,7 +174,7 @@ class WindowBound:
         old_head, old_last = (np.concatenate([x[0, own], x[1, back]]) for x in (head, last))
         new_head, new_last = np.empty_like(old_head), np.empty_like(old_last)
         room = np.empty((2, n + 1, len(states.between)))
-        if not walk_device(
+        if not walks.walk_device(
             n, times, old_head, old_last, states.between, states.follow, states.empty, step, tiny, room[0], room[1],
             new_head, new_last,
         ):  # fmt: skip

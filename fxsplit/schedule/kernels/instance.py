@@ -74,9 +74,9 @@ def make_instance(
     homes: Homes,
     n_microbatches: int,
     times: Times,
-    memory: float | Sequence[float] | None,
-    kept_for_weights: float | Sequence[float],
-    held: Sequence[float] | None,
+    memory: float | Sequence[float] | None = None,
+    kept_for_weights: float | Sequence[float] = 1.0,
+    held: Sequence[float] | None = None,
 ) -> Instance:
     """Return the instance for stages without replicas; the arguments are those of `search`."""
     count, n_devices = len(homes), 1 + max(home[0] for home in homes)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.schedule.kernels.instance import Bools, Floats, Instance, Ints
 
 FAR = 1e18
 
 
-@compile_kernel
-def spread(one, step, head, last, changed, tiny):  # type: ignore[no-untyped-def]
+def spread(one: Instance, step: float, head: Floats, last: Floats, changed: Bools, tiny: float) -> None:
     """Narrow the windows along the ways of microbatches, and mark the devices with new windows as changed.
 
     head[0] and head[1]: [stages, microbatches], the earliest begin of F and I; last: their latest ends; in ms.
@@ -56,8 +53,7 @@ def spread(one, step, head, last, changed, tiny):  # type: ignore[no-untyped-def
                     changed[one.device[s]] = True
 
 
-@compile_kernel
-def _find_done(between, n_input, place):  # type: ignore[no-untyped-def]
+def _find_done(between: Ints, n_input: int, place: int) -> int:
     """Return how many of a device's F or I, at a place of its chain, are done in a state."""
     done = n_input
     for j in range(place, between.size):
@@ -65,8 +61,21 @@ def _find_done(between, n_input, place):  # type: ignore[no-untyped-def]
     return done
 
 
-@compile_kernel
-def walk_device(n, times, head, last, between, follow, empty, step, tiny, soonest, latest, new_head, new_last):  # type: ignore[no-untyped-def]
+def walk_device(
+    n: int,
+    times: Floats,
+    head: Floats,
+    last: Floats,
+    between: Ints,
+    follow: Ints,
+    empty: int,
+    step: float,
+    tiny: float,
+    soonest: Floats,
+    latest: Floats,
+    new_head: Floats,
+    new_last: Floats,
+) -> bool:
     """Find the windows that one device's walks through its states leave; return whether a walk exists.
 
     - `times`: [moves], of each F and I of the chain, and of each kind of W
@@ -74,8 +83,8 @@ def walk_device(n, times, head, last, between, follow, empty, step, tiny, soones
     - `between`: [states, chain - 1], how many more are done at a place of the chain than at the next
     - `follow`: [states, moves], the state after a move, or -1
     - `empty`: the number of the state in which nothing is in flight
-    - `soonest`, `latest`: [microbatches + 1, states], room for the times of states: the first number is that of the I at
-      the end of the chain that are done
+    - `soonest`, `latest`: room for the times of states, [microbatches + 1, states]. The first index is how
+      many I at the end of the chain are done
     """
     states, moves = follow.shape
     chain = head.shape[0]
@@ -135,4 +144,7 @@ def walk_device(n, times, head, last, between, follow, empty, step, tiny, soones
                     new_head[move, m] = min(new_head[move, m], begin)
                     new_last[move, m] = max(new_last[move, m], end)
             latest[i, c] = best if best >= now - tiny else -FAR
-    return new_head.max() < FAR
+    return bool(new_head.max() < FAR)
+
+
+KERNELS = [spread, _find_done, walk_device]

@@ -1,6 +1,9 @@
-"""Run an order, make one by priorities, and anneal it.
+"""Run orders of forwards and input gradients (F and I), with weight gradients (W) in their gaps; make and change them.
 
-An order has only forwards and input gradients (F and I). Weight gradients (W) fill its gaps, by a *rule* for each gap:
+    F and I alone:   F0 F1 .  .  I0 F2 .  I1 .  I2         a gap while an input is on its way
+    filled:          F0 F1 .  .  I0 F2 W0 I1 W1 I2 W2
+
+A *rule* for each gap says which W go there:
 
     rule 0.6    W go into the gap while it has room for 0.6 of the next one
     rule -0.6   one W goes there in any case, and the others as above
@@ -15,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.schedule.search.instance import Floats, Instance, Ints
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 
 NEVER = 1e18
-"""The time of what never happens: the step of an order that cannot run."""
+"""The time of what never happens: the step of orders that cannot run."""
 TINY = 1e-9
 """Times and memory may differ by so much: they are sums in another order."""
 
@@ -81,7 +83,7 @@ class Cooling(NamedTuple):
     """The settings of an annealing of `steps` steps.
 
     - `temperature`: at the beginning, in ms
-    - `side`: how much the ends of the devices count beside the step, and `least`: in ms, an end before it does not count
+    - `side`: how much the mean end of the devices counts beside the step; ends before `least`, in ms, count as `least`
     - `by_gap`: whether a change of rules is for one gap, not for a whole device
     - `goal`: the step at which to stop, in ms
     """
@@ -116,23 +118,7 @@ def begin(one: Instance) -> State:
     )
 
 
-def copy(state: State) -> State:
-    """Return a copy of a state."""
-    return State(*(array.copy() for array in state))
-
-
-@compile_kernel
-def _send(ready, links, arrivals, hops, latencies, link, boundary, stage, m):  # type: ignore[no-untyped-def]
-    """Note when a result that is ready arrives at a stage; links take one message at a time."""
-    if link >= 0:
-        ready = max(links[link], ready) + hops[boundary]
-        links[link] = ready
-        ready += latencies[boundary]
-    arrivals[stage, m] = ready
-
-
-@compile_kernel
-def run(one, orders, rules, state, stop):  # type: ignore[no-untyped-def]
+def run(one: Instance, orders: Ints, rules: Floats, state: State, stop: Ints) -> float:
     """Run orders from a state until each device has done `stop` entries; return the end in ms, or NEVER.
 
     After the last entry of an order come the W that are left. NEVER if devices wait for each other, or if an F finds no
@@ -221,8 +207,26 @@ def run(one, orders, rules, state, stop):  # type: ignore[no-untyped-def]
     return NEVER if left else free.max()
 
 
-@compile_kernel
-def list_orders(one, priority, most, reserve, state, orders):  # type: ignore[no-untyped-def]
+def _send(
+    ready: float,
+    links: Floats,
+    arrivals: Floats,
+    hops: Floats,
+    latencies: Floats,
+    link: int,
+    boundary: int,
+    stage: int,
+    m: int,
+) -> None:
+    """Note when a result that is ready arrives at a stage; links take one message at a time."""
+    if link >= 0:
+        ready = max(links[link], ready) + hops[boundary]
+        links[link] = ready
+        ready += latencies[boundary]
+    arrivals[stage, m] = ready
+
+
+def list_orders(one: Instance, priority: Floats, most: Ints, reserve: float, state: State, orders: Ints) -> bool:
     """Write orders by list scheduling; return whether all actions could be placed.
 
     The device that can go on first takes, of the kinds that it could start now, the one of least `priority`, or a W if
@@ -303,8 +307,7 @@ def list_orders(one, priority, most, reserve, state, orders):  # type: ignore[no
     return True
 
 
-@compile_kernel
-def _shift(row, start, kind, done, first, last, distance):  # type: ignore[no-untyped-def]
+def _shift(row: Ints, start: int, kind: int, done: int, first: int, last: int, distance: int) -> None:
     """Move the entries of a kind, of microbatches `first` to `last`, by some places past other kinds.
 
     Entries before place `start` stay; `done` is the number of entries of the kind before it.
@@ -337,8 +340,7 @@ def _shift(row, start, kind, done, first, last, distance):  # type: ignore[no-un
         i -= step
 
 
-@compile_kernel
-def _return_to(tail, state):  # type: ignore[no-untyped-def]
+def _return_to(tail: Tail, state: State) -> None:
     """Set a state back to the beginning of the tail."""
     start = tail.start
     state.free[:] = start.free
@@ -353,8 +355,7 @@ def _return_to(tail, state):  # type: ignore[no-untyped-def]
     state.queue[:, tail.weight :] = start.queue[:, tail.weight :]
 
 
-@compile_kernel
-def _count_up(chance):  # type: ignore[no-untyped-def]
+def _count_up(chance: float) -> int:
     """Return 1, or more with a chance for each further one."""
     count = 1
     while np.random.random() < chance:
@@ -362,8 +363,7 @@ def _count_up(chance):  # type: ignore[no-untyped-def]
     return count
 
 
-@compile_kernel
-def _change_rules(rules, start, by_gap):  # type: ignore[no-untyped-def]
+def _change_rules(rules: Floats, start: Ints, by_gap: bool) -> tuple[int, int]:
     """Change rules at random; return the first and last device that changed."""
     p, entries = rules.shape
     r = np.random.randint(p)
@@ -385,8 +385,7 @@ def _change_rules(rules, start, by_gap):  # type: ignore[no-untyped-def]
     return r, last
 
 
-@compile_kernel
-def _change_orders(orders, tail, n):  # type: ignore[no-untyped-def]
+def _change_orders(orders: Ints, tail: Tail, n: int) -> tuple[int, int]:
     """Move some entries of one kind on neighbouring devices at random; return the first and last device."""
     p = orders.shape[0]
     r = np.random.randint(p)
@@ -406,8 +405,9 @@ def _change_orders(orders, tail, n):  # type: ignore[no-untyped-def]
     return r, last
 
 
-@compile_kernel
-def _run_tail(one, orders, rules, tail, state, stop, cooling):  # type: ignore[no-untyped-def]
+def _run_tail(
+    one: Instance, orders: Ints, rules: Floats, tail: Tail, state: State, stop: Ints, cooling: Cooling
+) -> tuple[float, float]:
     """Run the tail of orders; return the step and the cost, which also counts the ends of the devices."""
     _return_to(tail, state)
     step = run(one, orders, rules, state, stop)
@@ -416,8 +416,9 @@ def _run_tail(one, orders, rules, tail, state, stop, cooling):  # type: ignore[n
     return step, step + cooling.side * np.maximum(state.free, cooling.least).mean()
 
 
-@compile_kernel
-def anneal(one, walk, tail, state, stop, cooling, first, last):  # type: ignore[no-untyped-def]
+def anneal(
+    one: Instance, walk: Walk, tail: Tail, state: State, stop: Ints, cooling: Cooling, first: int, last: int
+) -> bool:
     """Do the steps `first` to `last` - 1 of an annealing; return whether it has reached its goal.
 
     A change that makes the cost higher by x is kept with probability exp(-x / temperature) (Kirkpatrick et al. 1983).
@@ -444,10 +445,24 @@ def anneal(one, walk, tail, state, stop, cooling, first, last):  # type: ignore[
         else:
             walk.trial_orders[r : r_last + 1] = walk.orders[r : r_last + 1]
             walk.trial_rules[r : r_last + 1] = walk.rules[r : r_last + 1]
-    return walk.figures[1] <= cooling.goal
+    return bool(walk.figures[1] <= cooling.goal)
 
 
-@compile_kernel
-def seed_random(seed):  # type: ignore[no-untyped-def]
+def seed_random(seed: int) -> None:
     """Seed the random numbers of the kernels."""
     np.random.seed(seed)
+
+
+KERNELS = [
+    run,
+    _send,
+    list_orders,
+    _shift,
+    _return_to,
+    _count_up,
+    _change_rules,
+    _change_orders,
+    _run_tail,
+    anneal,
+    seed_random,
+]
