@@ -59,7 +59,7 @@ INNER: dict[str, list[set[str]]] = {
         {"simulation"},
         {"kernels"},
         {"generators"},
-        {"of_plan", "search"},
+        {"of_plan", "solver"},
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
     "frontend": [

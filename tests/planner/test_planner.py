@@ -33,7 +33,7 @@ from fxsplit.planner.problem.moves import list_moves
 from fxsplit.planner.problem.problem import pose_problem
 from fxsplit.planner.search import search
 from fxsplit.planner.search.search import SLACK
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.system.kernels import compile_kernel
 from tests.support.graphs import (
     best_bottleneck,
     downsets,

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from fxsplit.planner.kernels import lattice
 from fxsplit.planner.kernels.tables import Ints
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.system.kernels import compile_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")

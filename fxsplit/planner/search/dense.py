@@ -22,7 +22,7 @@ from fxsplit.planner.kernels import SMALL
 from fxsplit.planner.kernels.dense import best_chains
 from fxsplit.planner.kernels.separable import SLACK
 from fxsplit.planner.problem.problem import Path, Problem
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.system.kernels import compile_kernel
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int32]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from fxsplit.schedule.kernels import orders, walks
-from fxsplit.system.compiled import compile_kernel
+from fxsplit.system.kernels import compile_kernel
 
 
 @cache

@@ -22,10 +22,10 @@ from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.kernels import compile_kernels
 from fxsplit.schedule.kernels.instance import Instance, Ints, make_instance
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.search.annealing import ENDING, FINE, Candidate, find_best, improve, list_settings
-from fxsplit.schedule.search.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
-from fxsplit.schedule.search.starts import list_low_memory_starts, list_starts
-from fxsplit.schedule.search.windows import WindowBound, prove_bound
+from fxsplit.schedule.solver.annealing import ENDING, FINE, Candidate, find_best, improve, list_settings
+from fxsplit.schedule.solver.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
+from fxsplit.schedule.solver.starts import list_low_memory_starts, list_starts
+from fxsplit.schedule.solver.windows import WindowBound, prove_bound
 from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 from fxsplit.system.figures import show
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from fxsplit.schedule.kernels import walks
 from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
-from fxsplit.schedule.search.heads import Windowed
+from fxsplit.schedule.solver.heads import Windowed
 
 PRECISE = 2e-7
 """How close the bound comes to the largest step that windows refute, as a share of it."""
@@ -97,7 +97,7 @@ def _link(rows: Ints, v: int, alike: bool) -> States:
         return places - 1 - place
 
     def weight_column(chunk: int) -> int:
-        return places + waiting - 1 - chunk * (not alike)
+        return int(places + waiting - 1 - chunk * (not alike))
 
     for move in range(2 * v + waiting):
         change = np.zeros(rows.shape[1], np.int64)
