@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
 from fxsplit.errors import InputError
 from fxsplit.ir.graph import IR, GivenFact
@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no 
     from torch import nn
 
 DeviceLike: TypeAlias = "str | torch.device"
+TransferKind: TypeAlias = Literal["asynchronous", "blocking"]
+"""Devices compute while their messages are under way, or wait for them."""
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed for a link between two GPUs if none is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 LEAST_BYTES_PER_S = 1e-3
