@@ -41,8 +41,10 @@ def clusters(draw: st.DrawFn, free: bool) -> Machine:
         )
         for i in range(count)
     )
-    links = st.sampled_from([inf, 1e6, 1e5, 1e4])
-    return Machine(devices, (draw(links),) * (count - 1) if free else tuple(draw(links) for _ in range(count - 1)))
+    links, late = st.sampled_from([inf, 1e6, 1e5, 1e4]), st.sampled_from([0.0, 0.5, 4.0])
+    rates = (draw(links),) * (count - 1) if free else tuple(draw(links) for _ in range(count - 1))
+    latencies = (draw(late),) * (count - 1) if free else tuple(draw(late) for _ in range(count - 1))
+    return Machine(devices, rates, latencies_ms=latencies if draw(st.booleans()) else ())
 
 
 def solve(costs: Costs, machine: Machine, options: Options) -> Plan | None:
