@@ -18,8 +18,8 @@ A message occupies its link for its hop, and arrives a latency later. The next m
     device 1:              . . . | 1F0 |        0F0 arrives a latency after it has left the link
 
 With *blocking* transfers a device waits for each of its messages, as under Megatron's batched sends and receives. A
-device *stops* between two actions for the transfers there: the sends of what it has just made, and the receives of
-what its next action uses. (In a schedule with transfers written out, for those that stand there.)
+device *stops* between two actions for its transfers there: it sends the result of the last action, and receives the
+inputs of the next one. If a schedule has its transfers written out, it stops for the ones between the two actions.
 
     device 0:  | 0F0 | 0F1 |........|=|  0B0  |      0F1's value and 1B0's gradient leave once both have stopped
     device 1:        |  1F0  |  1B0 |=| 1F1 |
@@ -29,9 +29,9 @@ what its next action uses. (In a schedule with transfers written out, for those 
 - Both devices wait until it has arrived, for its hop and its latency. A device goes on once all messages of its stop
   have arrived. Its host waits too, as Megatron's host does.
 - Two messages of one stop on one link leave one after the other, in the order of the sender's row.
-- If all devices wait for each other, each takes all messages whose senders wait for it, for actions later in its row,
-  as Megatron's interleaved schedule does. So a schedule that can run with asynchronous transfers can run with blocking
-  ones.
+- If no device can go on, each takes the messages whose senders wait for it, although it needs them only later in its
+  row, as Megatron's interleaved schedule does. So every schedule that can run with asynchronous transfers can run with
+  blocking ones, and only the order of actions decides which messages are taken early.
 
 The host of an accelerator launches the actions in the same order, and runs ahead of the accelerator. It waits only
 until the inputs of an action have been launched. On the device, an action begins after its launch has begun, and ends
@@ -234,7 +234,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 
 
 class _Stops:
-    """A step under blocking transfers: devices that run their actions, and wait at stops (see the module)."""
+    """A step with blocking transfers: devices run their actions, and wait at stops, as the module says."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         # Transfers that are not written out take place where these are.
