@@ -130,6 +130,17 @@ class Oracle(Weighing):
         between = self.machine.links[min(own, other)] if abs(own - other) == 1 else min(self.machine.links, default=inf)
         return min(between, self.machine.devices[own].bytes_per_s) / 1000.0
 
+    def late(self, crossing: tuple[float, float], own: int, other: int) -> float:
+        """Return the latency in ms of a value and a gradient to another device, each only if it has bytes.
+
+        It is that of their link, or the largest if they have none.
+        """
+        latencies = self.machine.latencies_ms
+        if self.machine.devices[own].host or self.options.model == "overlapped" or not latencies:
+            return 0.0
+        between = latencies[min(own, other)] if abs(own - other) == 1 else max(latencies)
+        return between * sum(bytes_ > 0 for bytes_ in crossing)
+
     @cache  # noqa: B019  an oracle lives for one case
     def sums(self, stage: int) -> dict[str, float]:
         """Return the sums of all figures of a set of nodes, by their names."""
@@ -157,8 +168,12 @@ class Oracle(Weighing):
             taken, given = self.shared(end & ~begin)
             receive = (taken + given) / self.rate(devices[0], devices[0])
         elif self.options.traffic:
-            receive = 0.0 if near[0] is None else sum(self.crossing[begin]) / self.rate(devices[0], near[0])
-            send = 0.0 if near[1] is None else sum(self.crossing[end]) / self.rate(devices[-1], near[1])
+            if near[0] is not None:
+                receive = sum(self.crossing[begin]) / self.rate(devices[0], near[0])
+                receive += self.late(self.crossing[begin], devices[0], near[0])
+            if near[1] is not None:
+                send = sum(self.crossing[end]) / self.rate(devices[-1], near[1])
+                send += self.late(self.crossing[end], devices[-1], near[1])
         load = max(busy, receive, send) if self.options.model == "overlapped" else busy + receive + send
         # A host device launches nothing.
         if not self.machine.devices[devices[0]].host:
@@ -389,4 +404,6 @@ def make_machine(r: random.Random, costs: Costs, free: bool, *, hosts: bool) -> 
     devices = [replace(first if alike or r.random() < 0.3 else device("d"), name=f"d{i}") for i in range(count)]
     devices += [Device("host", host=True)] * hosts
     links = [link if alike or free else r.choice((inf, 1e6, 1e5, 2e6)) for _ in devices[1:]]
-    return Machine(tuple(devices), tuple(links))
+    late = r.choice((0.0, 0.0, 1.0, 10.0))
+    latencies = [late if alike or free else r.choice((0.0, 0.5, 3.0, 20.0)) for _ in links] if late else []
+    return Machine(tuple(devices), tuple(links), latencies_ms=tuple(latencies))

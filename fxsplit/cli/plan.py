@@ -202,7 +202,7 @@ class PlanArguments:
         """Return whether transfers are priced but take no time, because no bandwidth was given."""
         machine = self.machine(count)
         unlimited = all(d.bytes_per_s == inf for d in machine.devices) and set(machine.links) == {inf}
-        return unlimited and self.options.traffic
+        return unlimited and not any(machine.latencies_ms) and self.options.traffic
 
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
         """Return the best plan for `count` devices, from the question's planner or the given one.

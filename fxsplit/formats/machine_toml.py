@@ -1,6 +1,8 @@
 """A machine in TOML: devices with memory and speed, and the links between them. Example with five devices:
 
 bytes_per_s = 1.25e9            # between the devices of one entry and of the next; default: unlimited
+latency_us = 12.0               # of the same links, in microseconds; default: 0
+transfers = "blocking"          # devices wait for their messages; default: "asynchronous"
 
 [[devices]]
 name = "node0"
@@ -8,6 +10,7 @@ count = 4                       # called node0.0 .. node0.3
 memory_bytes = "80GB"           # or 80e9
 speed = 1.0                     # relative to the profiled hardware
 link_bytes_per_s = "300GB/s"    # between neighbours within this entry
+link_latency_us = 2.0           # of the same links
 bytes_per_s = 25e9              # each device's own link, if it is slower
 
 [[devices]]
@@ -24,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError, suggest
-from fxsplit.ir.facts.given.machine import MAX_DEVICES, Device, Machine
-from fxsplit.system.figures import TOO_LARGE, is_amount, parse_bytes, show
+from fxsplit.ir.facts.given.machine import MAX_DEVICES, TRANSFER_KINDS, Device, Machine, TransferKind
+from fxsplit.system.figures import AMOUNT, TOO_LARGE, is_amount, parse_bytes, show
 from fxsplit.system.files import explain_unreadable
 
-KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "bytes_per_s", "host"}
+KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "link_latency_us", "bytes_per_s", "host"}
+TOP_KEYS = ("devices", "bytes_per_s", "latency_us", "transfers")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
@@ -45,33 +49,23 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         raise InputError(f"cannot read a machine from {name!r}: {what}; give [[devices]] tables in TOML") from error
     entries = data.get("devices")
     # Refuse unknown keys: a misspelt key would be ignored silently.
-    odd = sorted(data.keys() - {"devices", "bytes_per_s"})
+    odd = sorted(data.keys() - set(TOP_KEYS))
     if odd or not isinstance(entries, list) or not entries:
         what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
-        hint = suggest(odd[0], ["devices", "bytes_per_s"]) if odd else ""
-        raise InputError(f"{name!r} {what}: give bytes_per_s and at least one [[devices]] table{hint}")
-    between = _number(data, "bytes_per_s", inf, name)
+        hint = suggest(odd[0], TOP_KEYS) if odd else ""
+        raise InputError(f"{name!r} {what}: give {', '.join(TOP_KEYS[1:])} and at least one [[devices]] table{hint}")
+    transfers = _read_transfers(data, name)
+    between = _number(data, "bytes_per_s", inf, name), _read_latency(data, "latency_us", name)
     devices: list[Device] = []
-    links: list[float] = []
+    links: list[tuple[float, float]] = []
     for i, entry in enumerate(entries):
         where = f"{name!r}, devices {i}"
-        odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
-        if odd:
-            raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}{suggest(odd[0], KEYS)}")
-        count = entry.get("count", 1)  # compare the type, since isinstance(True, int) holds
-        if type(count) is not int or count < 1:
-            raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")
-        if len(devices) + count > MAX_DEVICES:
-            raise InputError(f"{where} makes {show(len(devices) + count)} devices: give at most {MAX_DEVICES} in all")
-        label, host = entry.get("name", f"device{i}"), entry.get("host", False)
-        if not isinstance(label, str):
-            raise InputError(f"{where} has name={show(label)}: give a text")
-        if not isinstance(host, bool):
-            raise InputError(f"{where} has host={show(host)}: give true or false")
+        count, label, host = _check_entry(entry, where, len(devices), f"device{i}")
         for k in range(count):
             # A link joins a device to the device before it, in this entry or the previous one.
             if devices:
-                links.append(_number(entry, "link_bytes_per_s", inf, where) if k else between)
+                own = _number(entry, "link_bytes_per_s", inf, where), _read_latency(entry, "link_latency_us", where)
+                links.append(own if k else between)
             devices.append(
                 Device(
                     name=f"{label}.{k}" if count > 1 else label,
@@ -81,7 +75,45 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
                     host=host,
                 )
             )
-    return Machine(tuple(devices), tuple(links))
+    rates, latencies = tuple(rate for rate, _ in links), tuple(ms for _, ms in links)
+    return Machine(tuple(devices), rates, latencies_ms=latencies if any(latencies) else (), transfers=transfers)
+
+
+def _check_entry(entry: Any, where: str, so_far: int, default: str) -> tuple[int, str, bool]:
+    """Return the number of devices of an entry, their name, and whether they are hosts; raises InputError."""
+    odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
+    if odd:
+        raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}{suggest(odd[0], KEYS)}")
+    count = entry.get("count", 1)  # compare the type, since isinstance(True, int) holds
+    if type(count) is not int or count < 1:
+        raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")
+    if so_far + count > MAX_DEVICES:
+        raise InputError(f"{where} makes {show(so_far + count)} devices: give at most {MAX_DEVICES} in all")
+    label, host = entry.get("name", default), entry.get("host", False)
+    if not isinstance(label, str):
+        raise InputError(f"{where} has name={show(label)}: give a text")
+    if not isinstance(host, bool):
+        raise InputError(f"{where} has host={show(host)}: give true or false")
+    return count, label, host
+
+
+def _read_latency(table: Any, key: str, where: str) -> float:
+    """Return a latency of a table in ms, 0 if the key is absent. Raises InputError for another value."""
+    value = table.get(key, 0.0)
+    if not is_amount(value):
+        raise InputError(f"{where} has {key}={show(value)}: give microseconds, {AMOUNT}")
+    return float(value) / 1e3
+
+
+def _read_transfers(data: Any, where: str) -> TransferKind:
+    """Return the transfers of a machine. Raises InputError for an unknown word."""
+    stated = data.get("transfers", "asynchronous")
+    found: TransferKind | None = next((kind for kind in TRANSFER_KINDS if kind == stated), None)
+    if found is None:
+        raise InputError(
+            f"{where} has transfers={show(stated)}: give {' or '.join(TRANSFER_KINDS)}{suggest(stated, TRANSFER_KINDS)}"
+        )
+    return found
 
 
 def _number(table: Any, key: str, default: float, where: str) -> float:

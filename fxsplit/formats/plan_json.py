@@ -16,6 +16,7 @@ from typing import Any
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, TransferKind
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.stage import spread_activations
 from fxsplit.ir.facts.plan import Plan
@@ -33,6 +34,7 @@ _LATER = [
     "working_bytes",
     "optimizer_bytes",
     "buffer_bytes",
+    "in_latency_ms",
 ]
 _LATER += ["versions_bytes", "boundaries_bytes", "activations_bytes", "step_bytes"]
 _HELD = [f.name for f in fields(MicrobatchMemory)]
@@ -79,6 +81,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "compress": plan.compress or None,
         "shared": plan.shared_ms,
         "busiest": plan.busiest_ms,
+        "transfers": plan.transfers,
     }
 
 
@@ -137,6 +140,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             shared_ms=_number(data.get("shared", 0.0), "shared"),
             busiest_ms=_number(data.get("busiest", 0.0), "busiest"),
             compress=_read_compress(data.get("compress")),
+            transfers=_read_transfers(data.get("transfers", "asynchronous")),
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
         )
         return plan.prove(proof)
@@ -196,6 +200,14 @@ def _read_compress(value: Any) -> str:
     if value not in (None, *HOW):
         raise PlanError(f"compress is {show(value)}, and neither null nor one of {', '.join(HOW)}")
     return value or ""
+
+
+def _read_transfers(value: Any) -> TransferKind:
+    """Return whether the plan's devices wait for their messages. Raises PlanError for another word."""
+    found: TransferKind | None = next((kind for kind in TRANSFER_KINDS if kind == value), None)
+    if found is None:
+        raise PlanError(f"transfers is {show(value)}, and neither 'asynchronous' nor 'blocking'")
+    return found
 
 
 def _count(value: Any, what: str) -> int:

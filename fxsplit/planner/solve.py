@@ -123,7 +123,7 @@ class Task:
         n = len(self.machine)
         # With bounded memory there is one search for each number of stages, with more configurations in each.
         bounded = self.stage_counts != [None]
-        cells = n_states * n * (3 if len(set(self.machine.links)) > 1 else 1) * (n * n / 2 if bounded else 1)
+        cells = n_states * n * (1 if self.machine.equal_links else 3) * (n * n / 2 if bounded else 1)
         return "last" if self.idle == "any" and cells > (MOST_BOUNDED if bounded else MOST_CELLS) else self.idle
 
     @cached_property
@@ -236,6 +236,11 @@ def find_plan(task: Task, chains: Antichains, states: States, clock: SearchClock
     costs, machine, options = task.costs, task.machine, task.options
     _check_size(task, chains)
     _check_hosts(costs, machine)
+    if options.model == "overlapped" and machine.transfers == "blocking":
+        raise PlanError(
+            "cost model 'overlapped' lets devices compute while their messages are under way, and the machine has "
+            "transfers='blocking': use the cost model forwarded"
+        )
     outcome = search(task, chains, states, clock)
     best, lower = outcome.best, outcome.lower
     if best is None and outcome.hurried:

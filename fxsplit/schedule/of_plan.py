@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.moments import assume_moments, count_moving
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import StagePlan
+from fxsplit.ir.facts.price import StagePlan, count_messages
 from fxsplit.schedule.generators.catalogue import INFERENCE, SPLITTING, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     check_takes_replicas,
@@ -71,31 +72,28 @@ def name_places(plan: Plan, schedule: Schedule) -> tuple[str, ...]:
 def read_times(plan: Plan, schedule: Schedule) -> Times:
     """Return the times of a plan's stages, in ms for a microbatch.
 
-    Under the cost model `overlapped`, a transfer occupies its link while both devices go on computing. Under the other
-    cost models it keeps both devices busy, as in the plan's loads, and is part of their forwards and backwards.
-    Replicas of a stage reduce their gradients once. Raises ScheduleError if the schedule has a different number of
-    stages.
+    Under the cost model `overlapped`, a transfer occupies its link while both devices go on computing. On a machine of
+    blocking transfers both devices wait for it. Otherwise it keeps both devices busy, with its latency, as in the
+    plan's loads, and is part of their forwards and backwards. Replicas of a stage reduce their gradients once. Raises
+    ScheduleError if the schedule has a different number of stages.
     """
     if len(plan.stages) != schedule.n_stages:
         raise ScheduleError(
             f"{schedule.name} on {schedule.n_devices} devices has {schedule.n_stages} stages, and the plan "
             f"{len(plan.stages)}: plan for {schedule.n_stages} devices, one for each stage"
         )
-    busy = plan.model.name != "overlapped"
-    # A plan has one time for both directions over a cut. Split it by the bytes of each direction.
-    shares = [
-        _forward_share(s.in_sent_bytes, s.in_sent_gradient_bytes)
-        if plan.compress
-        else _forward_share(s.in_bytes, s.in_gradient_bytes)
-        for s in plan.stages
-    ]
-    shares.append(_forward_share(plan.stages[-1].out_bytes, plan.stages[-1].out_gradient_bytes))
+    # Under `direct` a stage pays for values of any other stage, which are on no link.
+    busy = plan.model.name != "overlapped" and (plan.transfers == "asynchronous" or not plan.model.forwards)
+    # Under `overlapped` a plan's transfers do not contain their latencies.
+    cuts = [_Cut.of(plan, s) for s in plan.stages]
+    last = plan.stages[-1]
+    cuts.append(_Cut(last.out_bytes, last.out_gradient_bytes, 0.0))
     forward, backward, weight, reduce = [], [], [], []
     launches: tuple[list[float], list[float]] = ([], [])
     for i, stage in enumerate(plan.stages):
         # A plan divides a stage's times by its replicas. For one microbatch a replica takes the whole time.
         several = len(stage.devices) if len(schedule.homes[i]) > 1 else 1
-        ahead = stage.receive_ms * shares[i] + stage.send_ms * shares[i + 1]
+        ahead = cuts[i].find_forward_ms(stage.receive_ms) + cuts[i + 1].find_forward_ms(stage.send_ms)
         behind = stage.receive_ms + stage.send_ms - ahead
         forward.append(several * (stage.forward_ms + ahead * busy))
         backward.append(several * (stage.backward_ms + behind * busy))
@@ -107,17 +105,57 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
             backward[i] += stage.reduce_ms
     # A transfer occupies its link until the slower end is done.
     ends = [0.0, *(max(a.send_ms, b.receive_ms) for a, b in pairwise(plan.stages))]
-    hops = [0.0 if busy else end for end in ends]
+    hops = [(0.0, 0.0) if busy else cut.split_hop(end) for cut, end in zip(cuts, ends, strict=False)]
+    late = [0.0 if busy else s.in_latency_ms for s in plan.stages]
     return Times(
         forward_ms=forward,
         backward_ms=backward,
-        forward_hop_ms=[hop * share for hop, share in zip(hops, shares, strict=False)],
-        backward_hop_ms=[hop * (1 - share) for hop, share in zip(hops, shares, strict=False)],
+        forward_hop_ms=[there for there, _ in hops],
+        backward_hop_ms=[back for _, back in hops],
         reduce_ms=reduce,
         weight_ms=weight,
         forward_launch_ms=launches[0],
         backward_launch_ms=launches[1],
+        latency_ms=late if any(late) else (),
+        transfers=plan.transfers,
     )
+
+
+class _Cut(NamedTuple):
+    """What crosses a cut for a microbatch, and the latency of each message that is part of the plan's transfers."""
+
+    value_bytes: float
+    gradient_bytes: float
+    latency_ms: float
+
+    @classmethod
+    def of(cls, plan: Plan, stage: StagePlan) -> _Cut:
+        """Return the cut before a stage."""
+        latency_ms = 0.0 if plan.model.name == "overlapped" else stage.in_latency_ms
+        if plan.compress:
+            return cls(stage.in_sent_bytes, stage.in_sent_gradient_bytes, latency_ms)
+        return cls(stage.in_bytes, stage.in_gradient_bytes, latency_ms)
+
+    def split_hop(self, transfer_ms: float) -> tuple[float, float]:
+        """Return the times of the value and the gradient on the link, without latencies.
+
+        A plan has one time for both directions over a cut. Split it by the bytes of each direction, in halves if no
+        bytes are known.
+        """
+        hop_ms, both = transfer_ms - self._find_late_ms(transfer_ms), self.value_bytes + self.gradient_bytes
+        there = hop_ms * (self.value_bytes / both if both else 0.5)
+        return there, hop_ms - there
+
+    def find_forward_ms(self, transfer_ms: float) -> float:
+        """Return the forward part of a transfer: of its hop, and of its latencies."""
+        there, _ = self.split_hop(transfer_ms)
+        messages = max(1, count_messages(self.value_bytes, self.gradient_bytes))
+        return there + self._find_late_ms(transfer_ms) * (self.value_bytes > 0) / messages
+
+    def _find_late_ms(self, transfer_ms: float) -> float:
+        """Return the latencies that are part of a transfer."""
+        # The end of a host pays for no transfer.
+        return min(transfer_ms, self.latency_ms * count_messages(self.value_bytes, self.gradient_bytes))
 
 
 def read_footprints(plan: Plan) -> list[Footprint]:
@@ -131,9 +169,3 @@ def read_footprints(plan: Plan) -> list[Footprint]:
         )
         for s in plan.stages
     ]
-
-
-def _forward_share(value_bytes: float, gradient_bytes: float) -> float:
-    """Return the forward share of the bytes over a boundary, or 0.5 if no bytes cross."""
-    both = value_bytes + gradient_bytes
-    return value_bytes / both if both else 0.5

@@ -138,6 +138,24 @@ def test_links_that_are_busy_are_told(capsys: pytest.CaptureFixture[str], plan: 
     assert "> device1: busy" in capsys.readouterr().out
 
 
+def test_a_machine_states_latencies_and_blocking_transfers(
+    capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
+) -> None:
+    """Latencies keep devices busy, by 2 x 0.5 ms a microbatch; blocking, neighbours exchange at once in between.
+
+    So they wait for the first value, three exchanges and the last gradient.
+    """
+    path, told = tmp_path / "machine.toml", {}
+    for late_us, kind in (0, "asynchronous"), (500, "asynchronous"), (500, "blocking"):
+        devices = f"[[devices]]\ncount = 2\nlink_bytes_per_s = 1e6\nlink_latency_us = {late_us}"
+        path.write_text(f"transfers = '{kind}'\n{devices}")
+        told[late_us, kind] = answer(capsys, profile, "--machine", str(path), "--n-microbatches", "4")
+    free, late, blocking = told.values()
+    assert free["links"] == late["links"] == [] and len(blocking["links"]) == 2
+    assert late["step_time"] >= free["step_time"] + 4
+    assert blocking["step_time"] == pytest.approx(free["step_time"] + 5 * 0.5, abs=0.05)
+
+
 def test_a_profile_is_planned_for_the_schedules_stages(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     arguments = [profile, "--schedule", "ZBVZeroBubble", "--devices", "3", "--n-microbatches", "6"]
     told = answer(capsys, *arguments, "--bandwidth", "1e9")

@@ -8,6 +8,7 @@ import pytest
 
 from fxsplit.errors import InputError
 from fxsplit.formats.machine_toml import read_machine
+from fxsplit.ir.facts.given.machine import Device, Machine
 from tests.support.refusals import refused
 
 
@@ -26,6 +27,16 @@ from tests.support.refusals import refused
         ("[[devices]]\nspeed = '2GB'", "speed='2GB': give a positive number"),
         ("[[devices]]\nhost = 'yes'", "host='yes': give true or false"),
         ("[[devices]]\nname = [1]", r"name=\[1\]: give a text"),
+        ("latency_us = -1\n[[devices]]\ncount = 2", "latency_us=-1: give microseconds, a finite number, zero or more"),
+        ("latency_us = nan\n[[devices]]", "latency_us=nan: give microseconds, a finite number"),
+        ("latency_us = true\n[[devices]]", "latency_us=True: give microseconds, a finite number"),
+        ("[[devices]]\ncount = 2\nlink_latency_us = '2us'", "devices 0 has link_latency_us='2us': give microseconds"),
+        ("latency_ms = 1\n[[devices]]", "has 'latency_ms': give bytes_per_s, latency_us, .*did you mean 'latency_us'"),
+        (
+            "transfers = 'block'\n[[devices]]",
+            "transfers='block': give asynchronous or blocking; did you mean 'blocking'",
+        ),
+        ("transfers = 1\n[[devices]]", "transfers=1: give asynchronous or blocking"),
         ("a = " + "[" * 20_000, "cannot read a machine"),
         ("devices = " + "[" * 20_000 + "]" * 20_000, "it is nested too deeply; give"),
     ],
@@ -57,3 +68,14 @@ def test_sizes_and_rates_may_have_units(tmp_path: Path) -> None:
     machine = read_machine(path)
     assert [(d.memory_bytes, d.bytes_per_s) for d in machine.devices] == [(40e9, 25e9)] * 2
     assert machine.links == (1.5 * 2**30,)
+
+
+def test_latencies_and_transfers(tmp_path: Path) -> None:
+    """Microseconds within an entry, and between one and the next; without any the machine states none."""
+    path = tmp_path / "machine.toml"
+    entry = "[[devices]]\nname = 'a'\ncount = 2\n"
+    path.write_text(f"latency_us = 12\ntransfers = 'blocking'\n{entry}link_latency_us = 2.5\n[[devices]]")
+    machine = read_machine(path)
+    assert machine.latencies_ms == (0.0025, 0.012) and machine.transfers == "blocking"
+    path.write_text(f"transfers = 'asynchronous'\n{entry}")
+    assert read_machine(path) == Machine((Device("a.0"), Device("a.1")), (float("inf"),))

@@ -22,10 +22,22 @@ SIZES: dict[str, Any] = {"in_bytes": 1.0, "out_bytes": 2.0, "memory_bytes": 3.0,
 LAUNCHES: dict[str, Any] = {"forward_launch_ms": 6.0, "backward_launch_ms": 7.0}
 STAGES = (
     StagePlan(nodes=("a", "b"), devices=(0,), recompute=True, **FIGURES, **SIZES, **LAUNCHES),
-    StagePlan(nodes=("c",), devices=(1, 2), **FIGURES, **SIZES),
+    StagePlan(nodes=("c",), devices=(1, 2), in_latency_ms=0.25, **FIGURES, **SIZES),
 )
 PLAN = Plan(
-    STAGES, ("x", "y", "z"), 14.0, 99.0, "GPipe", 6, 2, 7, CostModel("replicated", False, 1.0), None, "a GPU", 3.5
+    STAGES,
+    ("x", "y", "z"),
+    14.0,
+    99.0,
+    "GPipe",
+    6,
+    2,
+    7,
+    CostModel("replicated", False, 1.0),
+    None,
+    "a GPU",
+    3.5,
+    transfers="blocking",
 )
 PLAN = PLAN.prove("bound")
 
@@ -66,6 +78,8 @@ def test_what_other_programs_read() -> None:
         (("cost_model",), "free", "cost_model is 'free', and not one of forwarded"),
         (("single",), None, "it has no 'single'"),
         (("proof",), "hope", "proof is 'hope', and neither 'search' nor 'bound' nor null"),
+        (("transfers",), "blocked", "transfers is 'blocked', and neither 'asynchronous' nor 'blocking'"),
+        (("stages", 1, "in_latency_ms"), -1, "in_latency_ms of stage 1 is -1"),
         (("single",), -1, "single is -1: it must be a finite number, zero or more"),
         (("single",), True, "single is True"),
         (("rows",), 1.5, "rows is 1.5: it must be a whole number"),

@@ -41,8 +41,10 @@ def clusters(draw: st.DrawFn, free: bool) -> Machine:
         )
         for i in range(count)
     )
-    links = st.sampled_from([inf, 1e6, 1e5, 1e4])
-    return Machine(devices, (draw(links),) * (count - 1) if free else tuple(draw(links) for _ in range(count - 1)))
+    links, late = st.sampled_from([inf, 1e6, 1e5, 1e4]), st.sampled_from([0.0, 0.5, 4.0])
+    rates = (draw(links),) * (count - 1) if free else tuple(draw(links) for _ in range(count - 1))
+    latencies = (draw(late),) * (count - 1) if free else tuple(draw(late) for _ in range(count - 1))
+    return Machine(devices, rates, latencies_ms=latencies if draw(st.booleans()) else ())
 
 
 def solve(costs: Costs, machine: Machine, options: Options) -> Plan | None:
@@ -65,6 +67,9 @@ def test_equals_brute_force(solver: str, model: str, free: bool, use_all: bool, 
     @try_examples(examples)
     @given(profiles(5), clusters(free), st.booleans())
     def check(costs: Costs, machine: Machine, traffic: bool) -> None:
+        # A profile without times on hosts is refused.
+        if any(d.host for d in machine.devices) and not any(n.host_ms for n in costs.nodes):
+            return
         options = Options(model=model, free=free, use_all=use_all, traffic=traffic)
         best = best_bottleneck(costs, machine, workload(machine), options)
         plan = solve(costs, machine, options)

@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import CostModel, StagePlan
-from fxsplit.schedule import generate
+from fxsplit.planner import Options
+from fxsplit.planner.planner import Planner
+from fxsplit.schedule import generate, simulate
 from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
 from fxsplit.schedule.simulation.memory import Footprint
+from tests.support.graphs import node, workload
 
 NOTHING = dict.fromkeys(("receive_ms", "send_ms", "reduce_ms", "load_ms", "in_bytes", "out_bytes", "memory_bytes"), 0.0)
 
@@ -47,6 +52,46 @@ def test_overlapped_transfers_are_under_way() -> None:
     times = read_times(plan(*CUT.stages, model="overlapped"), generate("1F1B", 2, 4))
     assert times.forward_ms == [10.0, 10.0] and times.backward_ms == [20.0, 20.0]
     assert times.forward_hop_ms == [0.0, 3.0] and times.backward_hop_ms == [0.0, 1.0]
+
+
+def test_latencies_are_part_of_transfers_that_keep_devices_busy() -> None:
+    """Of 10 ms, 2 x 3 are the latencies of a value and a gradient, and three quarters of the rest are the value's."""
+    late = replace(CUT.stages[0], send_ms=10.0), replace(CUT.stages[1], receive_ms=10.0, in_latency_ms=3.0)
+    times = read_times(plan(*late), generate("1F1B", 2, 4))
+    assert times.forward_ms == [16.0, 17.0] and times.backward_ms == [24.0, 25.0]
+    assert times.latency_ms == () and times.transfers == "asynchronous"
+    # Without a gradient, all of the latency is the value's.
+    alone = replace(late[0], out_gradient_bytes=0.0), replace(late[1], in_gradient_bytes=0.0)
+    assert read_times(plan(*alone), generate("1F1B", 2, 4)).forward_ms == [20.0, 21.0]
+
+
+def test_latencies_of_overlapped_and_blocking_transfers_are_on_the_links() -> None:
+    """The transfers of a blocking plan contain the latencies of both messages; those of an overlapped one do not."""
+    hand_over = replace(CUT.stages[0], send_ms=10.0), replace(CUT.stages[1], receive_ms=10.0, in_latency_ms=3.0)
+    blocking = read_times(replace(plan(*hand_over), transfers="blocking"), generate("1F1B", 2, 4))
+    assert blocking.forward_ms == [10.0, 10.0] and blocking.latency_ms == [0.0, 3.0]
+    assert blocking.forward_hop_ms == [0.0, 3.0] and blocking.backward_hop_ms == [0.0, 1.0]
+    assert blocking.transfers == "blocking"
+    overlapped = CUT.stages[0], replace(CUT.stages[1], in_latency_ms=3.0)
+    times = read_times(plan(*overlapped, model="overlapped"), generate("1F1B", 2, 4))
+    assert times.forward_hop_ms == [0.0, 3.0] and times.latency_ms == [0.0, 3.0] and times.transfers == "asynchronous"
+
+
+def test_a_blocking_stage_is_as_busy_as_its_load() -> None:
+    """In the middle of a long batch, the second stage takes its load for each microbatch: it computes and exchanges."""
+    nodes = tuple(
+        replace(node(f"n{i}", [f"n{i - 1}"] if i else [], output_bytes=2, gradient_bytes=1), backward_ms=2.0)
+        for i in range(2)
+    )
+    costs = Costs(nodes, (), ("n1",), rows=1)
+    machine = Machine((Device("a"), Device("b")), (1e4,), latencies_ms=(0.5,), transfers="blocking")
+    made = Planner(costs).plan(machine, workload(machine), Options())
+    assert made.transfers == "blocking" and [s.load_ms for s in made.stages] == [3.0 + 0.3 + 1.0] * 2
+    steps = []
+    for count in (20, 21):
+        schedule = generate("GPipe", 2, count)
+        steps.append(simulate(schedule, read_times(made, schedule)).step_ms)
+    assert steps[1] - steps[0] == pytest.approx(made.bottleneck_ms)
 
 
 def test_a_transfer_is_over_when_its_slower_end_is() -> None:

@@ -135,7 +135,9 @@ def machines(draw: st.DrawFn, max_devices: int = 4, bounded: bool = True) -> Mac
         Device(f"d{i}", torch.device("cpu"), draw(memory), draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])))
         for i in range(count)
     )
-    return Machine(devices, tuple(draw(st.sampled_from([inf, 1e6, 1e5, 1e4])) for _ in range(count - 1)))
+    links = tuple(draw(st.sampled_from([inf, 1e6, 1e5, 1e4])) for _ in range(count - 1))
+    latencies = tuple(draw(st.sampled_from([0.0, 0.0, 0.5, 4.0])) for _ in links)
+    return Machine(devices, links, latencies_ms=latencies)
 
 
 def workload(machine: Machine, n_microbatches: int = 3) -> Workload:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact, FxsplitError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Machine, TransferKind
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.price import (
@@ -52,6 +52,7 @@ class Plan(Shown, Fact):
     - `compress` is the compression of values that cross cuts: empty, `bf16` or `int8`
     - `fixed_rows` are the sizes of microbatches that the graph is for, if forward() makes its number of rows a
       constant; empty for a graph that takes other sizes as well
+    - `transfers` says whether the machine's devices compute while their messages are under way, or wait for them
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -72,6 +73,7 @@ class Plan(Shown, Fact):
     compress: str = ""
     busiest_ms: float = 0.0
     fixed_rows: tuple[int, ...] = ()
+    transfers: TransferKind = "asynchronous"
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -146,6 +148,7 @@ class Plan(Shown, Fact):
             costs.compress,
             find_busiest_ms(stages, machine, model),
             costs.fixed_rows,
+            machine.transfers,
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -324,6 +327,7 @@ class Plan(Shown, Fact):
         given = {f.name: values.pop(f.name) for f in fields(CostModel) if f.name in values}
         model = record.make_row(CostModel, given | {"name": values.pop("model", CostModel.name)}, "model")
         record.choose("model", model.name, COST_MODELS)
+        record.choose("transfers", values.get("transfers", cls.transfers), TRANSFER_KINDS)
         proof = record.choose("proof", values.pop("proof", None), ("search", "bound", None))
         costs, machine, workload = ir.get(Costs), ir.get(Machine), ir.get(Workload)
         if "load_ms" in rows[0] or costs is None or machine is None or workload is None:

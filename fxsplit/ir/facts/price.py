@@ -27,7 +27,8 @@ class CostModel:
 
     - forwarded: values needed later are handed from stage to stage, as the runtime does; transfers add to compute
     - overlapped: the same values, but a stage computes, receives and sends at once: the slowest of the three counts
-    - direct: a stage pays once for each outside value that it reads and each of its own that is read outside
+    - direct: a stage pays once for each outside value that it reads and each of its own that is read outside; links
+      have no latency
     - replicated: forwarded, and a stage may have several devices, which share its microbatches and sum gradients
 
     `traffic=False` leaves values between stages unpriced. `optimizer_factor` is the bytes of optimizer state per byte
@@ -53,7 +54,9 @@ class StagePlan:
     - `devices` are numbers of the machine's devices; several devices share the microbatches. Times are on these
       devices, already divided among them
     - `send_ms` and `receive_ms` are the transfers over the stage's two boundaries, values forward and gradients back
-      together, and `reduce_ms` is the all-reduce of a replicated stage's gradients
+      together, with the latency of each message unless transfers overlap with computing
+    - `in_latency_ms` is the latency of the link over the first boundary, 0 if nothing crosses it
+    - `reduce_ms` is the all-reduce of a replicated stage's gradients
     - `load_ms` is the time in which the stage is busy with one microbatch
     - `recompute`: the stage keeps no activations, and runs its forward again before its backward. `backward_ms`
       includes this
@@ -119,6 +122,7 @@ class StagePlan:
     sent_bytes: float = 0.0
     sent_gradient_bytes: float = 0.0
     step_bytes: float = 0.0
+    in_latency_ms: float = 0.0
     begins_at: str = ""
     ends_at: str = ""
 
@@ -167,6 +171,7 @@ FIGURES = (
     "receive_ms",
     "send_ms",
     "reduce_ms",
+    "in_latency_ms",
     "load_ms",
     "memory_bytes",
 )
@@ -234,6 +239,7 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
         out_gradient_bytes=edges.given_gradients,
         in_sent_bytes=edges.sent[0],
         in_sent_gradient_bytes=edges.sent[1],
+        in_latency_ms=_find_latency(machine, model, split, i, edges),
         weight_ms=0.0 if host else sum(n.late_ms for n in nodes) / speed,
         forward_launch_ms=launch_forward,
         backward_launch_ms=launch_backward,
@@ -304,10 +310,33 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
     receive = send = 0.0
     # Values that the caller gives to the first stage, and gets from the last, are free.
     if i > 0:
-        receive = sum(edges.sent) / machine.bytes_per_ms(devices[0], split[i - 1][1][-1])
+        receive = _price_messages(machine, model, edges.sent, devices[0], split[i - 1][1][-1])
     if i < len(split) - 1:
-        send = sum(edges.sends) / machine.bytes_per_ms(devices[-1], split[i + 1][1][0])
+        send = _price_messages(machine, model, edges.sends, devices[-1], split[i + 1][1][0])
     return receive, send
+
+
+def _price_messages(machine: Machine, model: CostModel, sent: tuple[float, float], own: int, other: int) -> float:
+    """Return how long a value and a gradient of these bytes keep device `own` busy, in ms.
+
+    A message costs its bytes over the bandwidth, and its latency unless the device computes meanwhile. No bytes are no
+    message.
+    """
+    late = 0.0 if model.name == "overlapped" else count_messages(*sent) * machine.latency_ms(own, other)
+    return sum(sent) / machine.bytes_per_ms(own, other) + late
+
+
+def _find_latency(machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> float:
+    """Return the latency of the link before stage `i`, in ms; 0 if no message crosses it."""
+    if i == 0 or not model.traffic or not model.forwards or not count_messages(*edges.sent):
+        return 0.0
+    own, other = split[i][1][0], split[i - 1][1][-1]
+    return max(machine.latency_ms(own, other), machine.latency_ms(other, own))
+
+
+def count_messages(value_bytes: float, gradient_bytes: float) -> int:
+    """Return how many messages cross a boundary for a microbatch: values forward, gradients back, both or neither."""
+    return (value_bytes > 0) + (gradient_bytes > 0)
 
 
 def price_single_device(costs: Costs, machine: Machine) -> float:

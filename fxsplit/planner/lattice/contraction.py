@@ -10,7 +10,8 @@ before the layer, although the position of the mask makes no difference:
 Let v be a block that takes no time and no memory, and u a neighbour. Moving v into the stage of u adds no computing
 time. It adds no traffic either if u also makes or reads every tensor of v: the stage of v stops paying for them, and
 the stage of u pays already. If u is the only neighbour of v on one side, v may have other tensors too, provided that
-they are no larger than the tensors between u and v.
+they are no larger than the tensors between u and v, and have values and gradients only if these have: no message is
+added.
 """
 
 from __future__ import annotations
@@ -155,17 +156,17 @@ class _Graph:
         self._after = [set(a) for a in blocks.after]
         self._group = [[b] for b in range(len(blocks))]
         self.pins_of: list[set[int]] = []
-        # The bytes of each tensor: in memory, and as sent over a cut.
-        self._size: list[tuple[float, float]] = []
+        # The bytes of each tensor: in memory, and as sent over a cut; and whether it has a value, and a gradient.
+        self._size: list[tuple[float, float, bool, bool]] = []
         self._at: dict[int, set[int]] = defaultdict(set)
         for name, forward, backward, readers, is_output in costs.values:
             outside = [CALLER] if is_output or name not in blocks.home else []
             made = [name] if name in blocks.home else []
-            self._add(
-                {*outside, *(blocks.home[n] for n in (*made, *readers))}, forward + backward, sum(costs.sent[name])
-            )
+            size = forward + backward, sum(costs.sent[name]), forward > 0, backward > 0
+            self._add({*outside, *(blocks.home[n] for n in (*made, *readers))}, size)
         for exchange in costs.exchanges:
-            self._add({blocks.home[n] for n in exchange.nodes}, exchange.output_bytes, exchange.output_bytes)
+            sent_bytes = exchange.output_bytes
+            self._add({blocks.home[n] for n in exchange.nodes}, (sent_bytes, sent_bytes, False, sent_bytes > 0))
 
     @cached_property
     def _ancestors(self) -> list[int]:
@@ -179,14 +180,14 @@ class _Graph:
             masks.append(reduce(or_, ((1 << a if many else masks[a]) for a in before), 1 << b))
         return masks
 
-    def _add(self, pins: set[int], size: float, sent: float) -> None:
+    def _add(self, pins: set[int], size: tuple[float, float, bool, bool]) -> None:
         """Add a tensor, unless it can cross no cut or has no bytes."""
-        if len(pins) < 2 or size <= 0:
+        if len(pins) < 2 or size[0] <= 0:
             return
         for pin in pins:
             self._at[pin].add(len(self.pins_of))
         self.pins_of.append(pins)
-        self._size.append((size, sent))
+        self._size.append(size)
 
     def target(self, b: int) -> int | None:
         """Return the neighbour that costless block `b` may join, or None."""
@@ -210,7 +211,7 @@ class _Graph:
     def find_link(self, b: int, *, ahead: bool = False) -> int | None:
         """Return the only group before (or `ahead`: after) `b`, if `b` is its only neighbour there too.
 
-        The tensors that `b` has elsewhere must be no larger than the tensors between the two.
+        The tensors that `b` has elsewhere must be no larger than the tensors between the two, nor add a message.
         """
         near, back = (self._after, self.before) if ahead else (self.before, self._after)
         if len(near[b]) != 1:
@@ -220,14 +221,17 @@ class _Graph:
             return None
         # Compressed values count twice: neither their memory nor their bytes on the link may grow.
         own, between = self._own(b, only), self._between(b, only)
-        return only if all(sum(s[i] for s in own) <= sum(s[i] for s in between) for i in (0, 1)) else None
+        smaller = all(sum(s[i] for s in own) <= sum(s[i] for s in between) for i in (0, 1))
+        return (
+            only if smaller and all(any(s[i] for s in between) or not any(s[i] for s in own) for i in (2, 3)) else None
+        )
 
-    def _own(self, b: int, other: int) -> list[tuple[float, float]]:
-        """Return the (memory, sent) bytes of tensors at `b` that are not at `other`."""
+    def _own(self, b: int, other: int) -> list[tuple[float, float, bool, bool]]:
+        """Return the sizes of tensors at `b` that are not at `other`."""
         return [self._size[t] for t in self._at[b] - self._at[other]]
 
-    def _between(self, b: int, other: int) -> list[tuple[float, float]]:
-        """Return the (memory, sent) bytes of tensors that only `b` and `other` have."""
+    def _between(self, b: int, other: int) -> list[tuple[float, float, bool, bool]]:
+        """Return the sizes of tensors that only `b` and `other` have."""
         return [self._size[t] for t in self._at[b] & self._at[other] if self.pins_of[t] == {b, other}]
 
     def join(self, b: int, target: int) -> None:

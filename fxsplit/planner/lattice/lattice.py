@@ -148,14 +148,27 @@ def sum_live_values(costs: Costs, chains: Antichains, find: Callable[[str, float
     return np.ascontiguousarray(live[:, 0])
 
 
+def count_live_messages(costs: Costs, chains: Antichains) -> NDArray[np.float64]:
+    """Return the messages over a cut after each ideal, as float64 [ideals]: values forward and gradients back.
+
+    The count is exact, unlike a sum of bytes, which need not be 0 if nothing crosses.
+    """
+    sizes = _live(costs, chains.blocks, chains.parent, chains.last, count=True)
+    return (sizes[:, 0] > 0).astype(np.float64) + (sizes[:, 1] > 0)
+
+
 def _live(
     costs: Costs,
     blocks: Blocks,
     parent: Ints,
     last: Ints,
     find: Callable[[str, float], float] = lambda name, output_bytes: output_bytes,
+    *,
+    count: bool = False,
 ) -> NDArray[np.float64]:
     """Return bytes live across each ideal, float64 [ideals, 3]: values (as found by `find`), gradients, sent.
+
+    With `count`, each counts 1 if it has any bytes.
 
     The *pins* of a value are the blocks that make or read it. A value is live across an ideal if the ideal contains
     some of its pins, but not all. The caller is one more pin: always inside for an input of the model, never for an
@@ -185,6 +198,8 @@ def _live(
     for exchange in costs.exchanges:
         add(exchange.nodes, False, False, (0.0, exchange.output_bytes, exchange.output_bytes))
     sizes = np.array(size, np.float64).reshape(-1, 3)
+    if count:
+        sizes = (sizes > 0).astype(np.float64)
     return kernels.fit(kernel.live_bytes, parent.size)(
         parent, last, *build_csr(pins), np.array(inside, np.int32), np.array(total, np.int32), sizes
     )

@@ -136,7 +136,7 @@ def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> M
                 [stage]   .   [stage]      (0, none) -> (2, far) -> (3, near): the first stage ends far
     """
     count = len(machine)
-    apart = len(set(machine.links)) > 1
+    apart = not machine.equal_links
     kinds = ("none", "near", "far") if apart else ("none",)
     # "near" needs one device for the previous stage, "far" one more that is idle.
     least = {"none": 0, "near": 1, "far": 2}
@@ -175,7 +175,7 @@ def _leaving_out(machine: Machine, replicated: bool, named: frozenset[int]) -> M
 def _free(machine: Machine, use_all: bool, named: frozenset[int]) -> Moves:
     """Return moves over the devices in any order. Equal devices form a type, and a configuration counts each type."""
     # The transfer time of a stage must not depend on its neighbour's device.
-    if len(set(machine.links)) > 1:
+    if not machine.equal_links:
         raise PlanError(
             "a free order of devices needs equal links between all of them: state each device's own link as "
             "Device(bytes_per_s=), or keep the machine's order"

@@ -25,7 +25,7 @@ from fxsplit.planner.problem.moves import Move, Moves
 
 
 class MoveKind(NamedTuple):
-    """The properties of a move that determine its costs: speed, ms per byte, and memory.
+    """The properties of a move that determine its costs: speed, ms per byte and per message, and memory.
 
     `moments` are the microbatches that the stage holds at each moment. `resting`, `halfway`, `versions` and `sums`
     belong to the moment with most microbatches (see moments.py). If the number of stages is not fixed, they are
@@ -38,6 +38,8 @@ class MoveKind(NamedTuple):
     reduce: float
     receive: float
     send: float
+    receive_latency: float
+    send_latency: float
     resting: int
     halfway: int
     versions: int
@@ -52,7 +54,7 @@ class MoveKind(NamedTuple):
         """Return the kind of a move."""
         devices = [machine.devices[d] for d in move.devices]
         first, last = move.devices[0], move.devices[-1]
-        receive = send = 0.0
+        receive = send = receive_latency = send_latency = 0.0
         if model.traffic:
             # The caller's inputs and outputs are free. If a stage's neighbour is not on the neighbouring device, the
             # slowest link applies: bytes_per_ms of a device with itself.
@@ -60,6 +62,10 @@ class MoveKind(NamedTuple):
             after = min(last + 1, len(machine) - 1) if move.near_after else last
             receive = 0.0 if move.first else 1.0 / machine.bytes_per_ms(first, before)
             send = 0.0 if move.last else 1.0 / machine.bytes_per_ms(last, after)
+            # Overlapped, a stage computes while its messages are late.
+            if model.forwards and model.name != "overlapped":
+                receive_latency = 0.0 if move.first else machine.latency_ms(first, before)
+                send_latency = 0.0 if move.last else machine.latency_ms(last, after)
         if moves.n_stages:
             moments = workload.moments_of(moves.n_stages)[move.rank]
         else:
@@ -72,6 +78,8 @@ class MoveKind(NamedTuple):
             reduce=machine.reduce_ms_per_byte(move.devices),
             receive=receive,
             send=send,
+            receive_latency=receive_latency,
+            send_latency=send_latency,
             resting=heaviest.resting,
             halfway=heaviest.halfway,
             versions=heaviest.versions,
@@ -90,25 +98,34 @@ def tabulate(kinds: Sequence[MoveKind]) -> dict[str, Floats]:
 
 
 def price_times(
-    states: States, kinds: Mapping[str, Floats], model: CostModel, *, starts_late: bool, ends_early: bool
+    states: States,
+    messages: Floats,
+    kinds: Mapping[str, Floats],
+    model: CostModel,
+    *,
+    starts_late: bool,
+    ends_early: bool,
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
 
-    `kinds` has each figure of all kinds by name, as a column: float64 [kinds, 1].
+    `messages` (float64 [states]) are the messages over a cut at each state. `kinds` has each figure of all kinds by
+    name, as a column: float64 [kinds, 1].
     """
     column = states.column
     forward = column("forward_ms")
-    live = column("sent_bytes")
+    # Bytes and messages, [2, states].
+    arriving = np.stack([column("sent_bytes"), messages])
+    leaving = arriving.copy()
     # The first stage's inputs and the last stage's outputs are the caller's, and free.
-    arriving, leaving = live.copy(), live.copy()
     if starts_late:
-        arriving[0] = 0.0
+        arriving[:, 0] = 0.0
     if ends_early:
-        leaving[-1] = 0.0
+        leaving[:, -1] = 0.0
     own = forward + column("backward_ms") + kinds["recompute"] * forward
     computing = np.where(kinds["host"] > 0, column("host_ms"), own)
     busy = computing / kinds["speed"] + column("parameter_bytes") * kinds["reduce"]
-    received, sent = arriving * kinds["receive"], leaving * kinds["send"]
+    received = arriving[0] * kinds["receive"] + arriving[1] * kinds["receive_latency"]
+    sent = leaving[0] * kinds["send"] + leaving[1] * kinds["send_latency"]
     # An overlapped load is the maximum of computing, receiving and sending; otherwise it is their sum.
     if model.name == "overlapped":
         return busy, busy, received, sent

@@ -26,6 +26,7 @@ from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.kernels import run_counted
 from fxsplit.planner.kernels.separable import reach, reach_bounded
 from fxsplit.planner.kernels.tables import IDLE, NO_BANS, NO_NEEDS, Bools, Floats, Ints, Tables
+from fxsplit.planner.lattice.lattice import count_live_messages
 from fxsplit.planner.problem.allowed import list_allowed
 from fxsplit.planner.problem.fitting import RefusedStages, Scale
 from fxsplit.planner.problem.moves import Move, Moves, powers
@@ -319,8 +320,10 @@ def pose_problem(
     no_empty = not workload.may_idle
     ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
     figures = tabulate(kinds)
+    late = bool(np.any(figures["receive_latency"]) or np.any(figures["send_latency"]))
+    messages = count_live_messages(costs, chains) if late else np.zeros(len(states))
     start, end, start_floor, end_floor = price_times(
-        states, figures, model, starts_late=no_empty, ends_early=ends_early
+        states, messages, figures, model, starts_late=no_empty, ends_early=ends_early
     )
     capacity = np.ascontiguousarray(figures["capacity"][:, 0])
     bounded = bool(np.isfinite(capacity).any())

@@ -17,6 +17,22 @@ A message occupies its link for its hop, and arrives a latency later. The next m
     link 0>1:        |=0F0=|=0F1=|=0F2=|
     device 1:              . . . | 1F0 |        0F0 arrives a latency after it has left the link
 
+With *blocking* transfers a device waits for each of its messages, as under Megatron's batched sends and receives. A
+device *stops* between two actions for its transfers there: it sends the result of the last action, and receives the
+inputs of the next one. If a schedule has its transfers written out, it stops for the ones between the two actions.
+
+    device 0:  | 0F0 | 0F1 |........|=|  0B0  |      0F1's value and 1B0's gradient leave once both have stopped
+    device 1:        |  1F0  |  1B0 |=| 1F1 |
+
+- A message begins once its sender has stopped to send it and its receiver to take it. The messages of a stop do not
+  wait for each other: two neighbours that send to each other exchange at once.
+- Both devices wait until it has arrived, for its hop and its latency. A device goes on once all messages of its stop
+  have arrived. Its host waits too, as Megatron's host does.
+- Two messages of one stop on one link leave one after the other, in the order of the sender's row.
+- If no device can go on, each takes the messages whose senders wait for it, although it needs them only later in its
+  row, as Megatron's interleaved schedule does. So every schedule that can run with asynchronous transfers can run with
+  blocking ones, and only the order of actions decides which messages are taken early.
+
 The host of an accelerator launches the actions in the same order, and runs ahead of the accelerator. It waits only
 until the inputs of an action have been launched. On the device, an action begins after its launch has begun, and ends
 after its launch has ended. On a CPU, launches take no time and have no effect.
@@ -28,11 +44,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxsplit.errors import ScheduleError
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCE, SEND_F, STEP, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.flow import Transfer, drop_version, find_message, find_waits, list_done
+from fxsplit.errors import ScheduleError, suggest
+from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, TransferKind
+from fxsplit.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECEIVES,
+    REDUCE,
+    SEND_F,
+    STEP,
+    TRANSFERS,
+    WEIGHT_GRADIENT,
+    Action,
+)
+from fxsplit.schedule.flow import (
+    Transfer,
+    drop_version,
+    find_message,
+    find_needs,
+    find_waits,
+    list_done,
+    with_transfers,
+)
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.verify import refuse_deadlock
+from fxsplit.system.figures import show
 
 
 @dataclass(frozen=True)
@@ -47,6 +84,7 @@ class Times:
     - `forward_launch_ms` and `backward_launch_ms` are the launch times on the stage's host; 0 by default
     - `latency_ms[s]` is the time from the end of a message's hop between stages s - 1 and s to its arrival, the same in
       both directions; it applies only between different devices, and is 0 by default
+    - `transfers`: devices compute while their messages are under way, or wait for them ("blocking")
     """
 
     forward_ms: Sequence[float]
@@ -59,6 +97,7 @@ class Times:
     forward_launch_ms: Sequence[float] = ()
     backward_launch_ms: Sequence[float] = ()
     latency_ms: Sequence[float] = ()
+    transfers: TransferKind = "asynchronous"
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
@@ -152,6 +191,8 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     action that cannot go on.
     """
     check_times(schedule, times)
+    if times.transfers == "blocking":
+        return _simulate_blocking(schedule, times)
     # The time at which each result is available: on its own device, and at its receiver.
     ends: dict[Action, float] = {}
     arrivals: dict[Action, float] = {}
@@ -192,6 +233,124 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     )
 
 
+class _Stops:
+    """A step with blocking transfers: devices run their actions, and wait at stops, as the module says."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        # Transfers that are not written out take place where these are.
+        self.schedule = schedule if schedule.transfers else with_transfers(schedule)
+        self.times = times
+        # The place of each send in its row, the receive of each send, and the send of each transfer.
+        self.place: dict[Action, int] = {}
+        self.receive: dict[Action, Action] = {}
+        self.send: dict[Action, Action] = {}
+        for row in self.schedule.actions:
+            for at, action in enumerate(map(drop_version, row)):
+                if action.op in RECEIVES:
+                    self.send[action] = find_needs(self.schedule, action)[0][0]
+                    self.receive[self.send[action]] = action
+                elif action.op in TRANSFERS:
+                    self.place[action], self.send[action] = at, action
+        # The end and the launch of each action, and the time at which a device came to the stop of each transfer.
+        self.ends: dict[Action, float] = {}
+        self.launched: dict[Action, float] = {}
+        self.reached: dict[Action, float] = {}
+        # Sends to each device that it takes in its present stop for later actions.
+        self.early: list[list[Action]] = [[] for _ in self.schedule.actions]
+        self.trips: dict[tuple[int, int], list[Trip]] = {}
+        self.arrivals: dict[Action, float] = {}
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in self.schedule.actions]
+        self.free, self.host_free = [0.0] * self.schedule.n_devices, [0.0] * self.schedule.n_devices
+
+    def run(self) -> None:
+        """Run all actions; raises ScheduleError for a deadlock."""
+        while True:
+            moved = False
+            for device, row in enumerate(self.schedule.actions):
+                while len(self.spans[device]) < len(row) and self._advance(device, row[len(self.spans[device])]):
+                    moved = True
+            if not moved and not self._receive_early():
+                break
+        if any(len(found) < len(row) for found, row in zip(self.spans, self.schedule.actions, strict=True)):
+            refuse_deadlock(self.schedule)
+            lost = min(send for send in self.reached if send.op not in RECEIVES and send not in self.receive)
+            raise ScheduleError(f"{self.schedule.name}: {lost} has no receive: verify the schedule")
+
+    def _receive_early(self) -> bool:
+        """Let devices take the messages of all senders that wait for them, and return whether there are any."""
+        # All devices wait, and without this they would wait forever.
+        found = False
+        for device in range(self.schedule.n_devices):
+            for send in map(drop_version, self._read_stop(device)):
+                receive = self.receive.get(send)
+                if receive is not None and receive not in self.reached:
+                    receiver = self.schedule.homes[receive.stage][receive.replica]
+                    self.reached[receive] = self.free[receiver]
+                    self.early[receiver].append(send)
+                    found = True
+        return found
+
+    def _read_stop(self, device: int) -> tuple[Action, ...]:
+        """Return the transfers of a device's next stop; none if it computes next."""
+        row, at = self.schedule.actions[device], len(self.spans[device])
+        return row[at : next((i for i in range(at, len(row)) if row[i].op not in TRANSFERS), len(row))]
+
+    def _advance(self, device: int, action: Action) -> bool:
+        """Let a device run its next action or leave its stop, and return whether it could."""
+        stop = self._read_stop(device)
+        for transfer in map(drop_version, stop):
+            self.reached.setdefault(transfer, self.free[device])
+        sends = [*self.early[device], *(self.send[drop_version(transfer)] for transfer in stop)]
+        if not self._send(sends):
+            return False
+        over = max([self.free[device], *(self.arrivals[send] for send in sends)])
+        if sends:
+            self.host_free[device] = max(self.host_free[device], over)
+        if stop:
+            for transfer in stop:
+                self._end(device, transfer, over, over)
+            return True
+        needs = [need for need, _ in find_needs(self.schedule, action)]
+        if any(need not in self.ends for need in needs):
+            return False
+        host_begin = max([self.host_free[device], *(self.launched[need] for need in needs)])
+        self.host_free[device] = host_begin + self.times.launch(action)
+        begin = max([over, host_begin, *(self.ends[need] for need in needs)])
+        self._end(device, action, begin, max(begin + self.times.of(action), self.host_free[device]))
+        return True
+
+    def _send(self, sends: Sequence[Action]) -> bool:
+        """Send all messages whose two devices have stopped, and return whether these are all."""
+        # If several leave at once over one link, they are of one row.
+        for send in sorted(sends, key=lambda send: self.place.get(send, 0)):
+            receive = self.receive.get(send)
+            if send not in self.arrivals and send in self.reached and receive in self.reached:
+                message = find_message(self.schedule, send)
+                assert message is not None
+                ready_ms = max(self.reached[send], self.reached[receive])
+                self.arrivals[send] = _take_link(self.trips, message, ready_ms, self.times).arrive_ms
+        return all(send in self.arrivals for send in sends)
+
+    def _end(self, device: int, action: Action, begin: float, end: float) -> None:
+        """Note that an action is over."""
+        self.early[device].clear()
+        self.spans[device].append((begin, end))
+        self.free[device] = end
+        self.ends[drop_version(action)], self.launched[drop_version(action)] = end, self.host_free[device]
+
+
+def _simulate_blocking(schedule: Schedule, times: Times) -> Simulation:
+    """Simulate a step whose devices wait for their messages; raises ScheduleError for a deadlock."""
+    stops = _Stops(schedule, times)
+    stops.run()
+    # Transfers that are not written out have no spans.
+    spans = (
+        tuple(span for action, span in zip(row, found, strict=True) if schedule.transfers or action.op not in TRANSFERS)
+        for row, found in zip(stops.schedule.actions, stops.spans, strict=True)
+    )
+    return Simulation(schedule, tuple(spans), {link: tuple(found) for link, found in stops.trips.items()})
+
+
 def check_times(schedule: Schedule, times: Times) -> None:
     """Raise ScheduleError if `times` has a different number of stages than a schedule."""
     # Without this check a list of another plan that is too long would be used silently.
@@ -199,6 +358,11 @@ def check_times(schedule: Schedule, times: Times) -> None:
         count = len(getattr(times, what))
         if count != schedule.n_stages and (count or what in ("forward_ms", "backward_ms")):
             raise ScheduleError(f"{schedule.name} has {schedule.n_stages} stages, and {what} has {count} times")
+    if times.transfers not in TRANSFER_KINDS:
+        raise ScheduleError(
+            f"transfers={show(times.transfers)}: give {' or '.join(TRANSFER_KINDS)}"
+            f"{suggest(times.transfers, TRANSFER_KINDS)}"
+        )
 
 
 def _take_link(trips: dict[tuple[int, int], list[Trip]], message: Transfer, ready_ms: float, times: Times) -> Trip:

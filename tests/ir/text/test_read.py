@@ -167,6 +167,23 @@ def test_a_hand_written_text_comes_out_equal_from_the_second_round_on() -> None:
     assert [s.load_ms for s in plan.stages] == [3.0, 6.0] and plan.standing == "not proven" and plan.speedup == 1.5
 
 
+def test_latencies_and_transfers_come_back() -> None:
+    """With them the price of a plan changes: 1.5 ms for a value and 1.5 ms for a gradient."""
+    late = SMALL.replace("links (inf,)", "links (inf,)\n  latencies_ms (1.5,)\n  transfers blocking")
+    ir = parse_ir(late + PLAN, "a.ir")
+    assert render(parse_ir(render(ir), "b.ir")) == render(ir)
+    plan, machine = ir[fxsplit.Plan], ir[fxsplit.Machine]
+    assert machine.latencies_ms == (1.5,) and machine.transfers == plan.transfers == "blocking"
+    assert [s.load_ms for s in plan.stages] == [6.0, 9.0]
+    laid_out = machine.unrolled(((0,), (1,), (1,), (0,)))
+    assert "1500 us" in str(laid_out) and "blocking transfers" in str(laid_out)
+    for wrong, said in (("(1.5, 1.5)", "2 latencies of 1 links"), ("(-1.5,)", "a latency of -1.5 ms")):
+        with pytest.raises(IRSyntaxError, match=said):
+            parse_ir(late.replace("(1.5,)", wrong), "a.ir")
+    with pytest.raises(IRSyntaxError, match="transfers='blocked': give asynchronous or blocking; did you mean"):
+        parse_ir(late.replace("blocking", "blocked"), "a.ir")
+
+
 def test_a_text_cut_anywhere_is_an_error_of_its_own() -> None:
     text = SMALL + PLAN
     for end in range(0, len(text), 7):

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
-from fxsplit.errors import InputError
+from fxsplit.errors import InputError, suggest
 from fxsplit.ir.graph import IR, GivenFact
 from fxsplit.ir.text.records import Record, Row, list_values
 from fxsplit.ir.text.values import DeviceName
-from fxsplit.system.figures import TOO_LARGE, format_bytes, format_count, show
+from fxsplit.system.figures import AMOUNT, TOO_LARGE, format_bytes, format_count, is_amount, show
 from fxsplit.system.shown import Parts, Shown, Table
 
 if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no torch devices
@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no 
     from torch import nn
 
 DeviceLike: TypeAlias = "str | torch.device"
+TransferKind: TypeAlias = Literal["asynchronous", "blocking"]
+"""Devices compute while their messages are under way, or wait for them."""
+TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed for a link between two GPUs if none is stated: a 16-lane PCIe 3 link, the slowest in common use."""
 LEAST_BYTES_PER_S = 1e-3
@@ -102,8 +105,11 @@ class Machine(Shown, GivenFact):
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
     between threads of one process on a CPU. An unrolled machine has a device for each stage: `homes` are the numbers of
-    the real devices of each, `real` the real devices, and `real_links` the links between these. Raises InputError
-    unless names are unique and there is a link for each pair of neighbours.
+    the real devices of each, `real` the real devices, and `real_links` the links between these.
+
+    `latencies_ms[i]` is how long a message arrives after it has left link i, the same in both directions; all are 0 by
+    default. `transfers` says whether devices compute while their messages are under way, or wait for them. Raises
+    InputError unless names are unique and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
@@ -111,6 +117,9 @@ class Machine(Shown, GivenFact):
     homes: tuple[tuple[int, ...], ...] = ()
     real: tuple[Device, ...] = ()
     real_links: tuple[float, ...] = ()
+    latencies_ms: tuple[float, ...] = ()
+    transfers: TransferKind = "asynchronous"
+    real_latencies_ms: tuple[float, ...] = ()
 
     made_by: ClassVar[str] = "compile(devices=)"
 
@@ -138,6 +147,21 @@ class Machine(Shown, GivenFact):
                 )
             if TOO_LARGE <= link < inf:
                 raise InputError(f"a link of {link} bytes per second: give a number below {TOO_LARGE:g}, or inf")
+        self._check_messages()
+
+    def _check_messages(self) -> None:
+        """Raise InputError for latencies of other links, that are no amounts, and for unknown transfers."""
+        for latencies, links in ((self.latencies_ms, self.links), (self.real_latencies_ms, self.real_links)):
+            if latencies and len(latencies) != len(links):
+                raise InputError(f"{len(latencies)} latencies of {len(links)} links: give one in ms for each link")
+            for latency in latencies:
+                if not is_amount(latency):
+                    raise InputError(f"a latency of {show(latency)} ms: give {AMOUNT}")
+        if self.transfers not in TRANSFER_KINDS:
+            raise InputError(
+                f"transfers={show(self.transfers)}: give {' or '.join(TRANSFER_KINDS)}"
+                f"{suggest(self.transfers, TRANSFER_KINDS)}"
+            )
 
     @classmethod
     def of(
@@ -222,7 +246,20 @@ class Machine(Shown, GivenFact):
             min(inf if a == b else self._find_link(a, b) for a, b in zip(one, other, strict=False))
             for one, other in itertools.pairwise(homes)
         )
-        return Machine(tuple(made), tuple(links), tuple(tuple(home) for home in homes), self.devices, self.links)
+        latencies = tuple(
+            max(0.0 if a == b else self._find_latency(a, b) for a, b in zip(one, other, strict=False))
+            for one, other in itertools.pairwise(homes)
+        )
+        return Machine(
+            tuple(made),
+            tuple(links),
+            tuple(tuple(home) for home in homes),
+            self.devices,
+            self.links,
+            latencies if any(latencies) else (),
+            self.transfers,
+            self.latencies_ms,
+        )
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -231,11 +268,18 @@ class Machine(Shown, GivenFact):
     def uniform(self) -> bool:
         """Whether all devices are alike and all links too, so that it does not matter which of them stay idle."""
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
-        return len(kinds) == 1 and len(set(self.links)) <= 1
+        return len(kinds) == 1 and self.equal_links
+
+    @property
+    def equal_links(self) -> bool:
+        """Whether all links have the same bandwidth and latency."""
+        return len(set(self.links)) <= 1 and len(set(self.latencies_ms)) <= 1
 
     def rolled(self) -> Machine:
         """Return the machine that an unrolled one was made from: its real devices and their links."""
-        return Machine(self.real, self.real_links) if self.real else self
+        if not self.real:
+            return self
+        return Machine(self.real, self.real_links, latencies_ms=self.real_latencies_ms, transfers=self.transfers)
 
     def lift_memory_limits(self) -> Machine:
         """Return the same devices and links, with unlimited memory."""
@@ -258,6 +302,20 @@ class Machine(Shown, GivenFact):
         if self.devices[one].host:
             return inf
         return self.links[min(one, other)] if abs(one - other) == 1 else min(self.links, default=inf)
+
+    def latency_ms(self, own: int, other: int) -> float:
+        """Return how long device `own` takes for a message of no bytes from or to device `other`, in ms.
+
+        Devices that are not neighbours count as joined by the link of the largest latency.
+        """
+        together = own != other and bool(self.homes) and self.homes[own] == self.homes[other]
+        return 0.0 if self.devices[own].host or together else self._find_latency(own, other)
+
+    def _find_latency(self, one: int, other: int) -> float:
+        """Return the latency between two devices, in ms."""
+        if self.devices[one].host or not self.latencies_ms:
+            return 0.0
+        return self.latencies_ms[min(one, other)] if abs(one - other) == 1 else max(self.latencies_ms)
 
     def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
         """Return the time in which r neighbouring devices sum one byte of gradients of each, in milliseconds.
@@ -293,6 +351,7 @@ class Machine(Shown, GivenFact):
         values |= {"homes": self.homes} if self.homes else {}
         if self.real:
             values |= {"real": [_to_row(d) for d in self.real], "real_links": tuple(self.real_links)}
+        values |= list_values(self, leave_out=("devices", "links", "homes", "real", "real_links"))
         return Record("Machine", values)
 
     @classmethod
@@ -309,12 +368,18 @@ class Machine(Shown, GivenFact):
     def show(self) -> Parts:
         """Return a table of the devices and the links between them."""
         rows = []
-        for device, link in zip(self.devices, [*map(_format_rate, self.links), ""], strict=True):
+        late = self.latencies_ms or (0.0,) * len(self.links)
+        links = [
+            _format_rate(rate) + f", {ms * 1e3:g} us" * (ms > 0) for rate, ms in zip(self.links, late, strict=True)
+        ]
+        for device, link in zip(self.devices, [*links, ""], strict=True):
             memory = "unlimited" if device.memory_bytes == inf else format_bytes(device.memory_bytes)
             place = device.torch_device or ("a host" if device.host else "planned for")
             own = _format_rate(device.bytes_per_s)
             rows.append((device.name, place, memory, f"{device.speed:g}", own, link))
         yield Table(("device", "is", ">memory", ">speed", ">own link", ">link to next"), rows)
+        if self.transfers == "blocking":
+            yield "blocking transfers: devices wait for their messages"
 
 
 _TABLES = ("devices", "real")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -99,3 +100,35 @@ def test_a_stage_on_several_devices_is_as_slow_as_the_slowest() -> None:
     chimera = machine.unrolled(((0, 1), (1, 0)))
     assert [d.speed for d in chimera.devices] == [1.0, 1.0]
     assert [d.bytes_per_s for d in chimera.devices] == [1e6, 1e6] and [d.speed for d in chimera.real] == [1.0, 10.0]
+
+
+def test_latencies_of_an_unrolled_machine() -> None:
+    """Stages of one device have none between them, hosts pay none, and devices apart pay the largest."""
+    machine = Machine(
+        (Device("a"), Device("b"), Device("c")), (2e6,) * 2, latencies_ms=(1.0, 3.0), transfers="blocking"
+    )
+    assert [machine.latency_ms(*pair) for pair in ((0, 1), (2, 1), (0, 2), (1, 1))] == [1.0, 3.0, 3.0, 3.0]
+    unrolled = machine.unrolled(((0,), (1,), (1,), (0,), (2,)))
+    assert unrolled.latencies_ms == (1.0, 0.0, 1.0, 3.0) and unrolled.transfers == "blocking"
+    assert unrolled.latency_ms(2, 1) == 0.0 and unrolled.rolled() == machine
+    # Both replicas of a stage take microbatches, so the slower link counts.
+    assert machine.unrolled(((0, 2), (1, 1))).latencies_ms == (3.0,)
+    host = Machine((Device("a"), Device("b", host=True)), (inf,), latencies_ms=(1.0,))
+    assert host.latency_ms(0, 1) == 1.0 and host.latency_ms(1, 0) == 0.0
+    assert not machine.uniform and replace(machine, latencies_ms=(1.0, 1.0)).uniform
+    assert Machine.planned(3).unrolled(((0,), (1,), (0,))).latencies_ms == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"latencies_ms": (1.0, 2.0)}, "2 latencies of 1 links: give one in ms for each link"),
+        ({"latencies_ms": (-1.0,)}, r"a latency of -1.0 ms: give a finite number, zero or more"),
+        ({"latencies_ms": (nan,)}, "a latency of nan ms: give a finite number"),
+        ({"latencies_ms": ("1us",)}, "a latency of '1us' ms: give a finite number"),
+        ({"transfers": "Blocked"}, "transfers='Blocked': give asynchronous or blocking; did you mean 'blocking'"),
+    ],
+)
+def test_bad_latencies_and_transfers(fields: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Machine((Device("a"), Device("b")), (1e6,), **fields)
