@@ -123,11 +123,14 @@ def zbv(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: 
     return replace(choose([listed, filled, at_once], used), name="ZBVZeroBubble")
 
 
-def order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> list[Action]:
+def order_there_and_back(
+    n_devices: int, n_microbatches: int, device: int, more: int = 0, pairs: int = 0
+) -> list[Action]:
     """Return the forwards and input gradients of a device under ZBVZeroBubble.
 
     Device d runs 2 (n_devices - d) - 1 forwards of its first stage, then d times a forward of each stage, then
-    n_devices - d times a forward and an input gradient of its second stage, and then all four in turn.
+    n_devices - d times a forward and an input gradient of its second stage, and then all four in turn. With more memory
+    it begins with `more` forwards more of its first stage, and then `pairs` times more a forward of each stage.
     """
     stages = {"F0": device, "F1": 2 * n_devices - 1 - device}
     stages |= {"I1": stages["F1"], "I0": stages["F0"]}
@@ -142,8 +145,8 @@ def order_there_and_back(n_devices: int, n_microbatches: int, device: int) -> li
                 row.append(Action(stages[kind], kind[0], done[kind]))
                 done[kind] += 1
 
-    put(*["F0"] * (2 * (n_devices - device) - 1))
-    put(*["F1", "F0"] * device)
+    put(*["F0"] * (2 * (n_devices - device) - 1 + more))
+    put(*["F1", "F0"] * (device + pairs))
     put(*["F1", "I1"] * (n_devices - device))
     while len(row) < 4 * n_microbatches:
         put("F0", "I0", "F1", "I1")

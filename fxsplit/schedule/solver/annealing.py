@@ -36,6 +36,7 @@ class Setting(NamedTuple):
     - `warmth`: the temperature at the beginning, in forty-sixths of the time that a microbatch takes on a device
     - `window`: only the end of the order changes, from this many such times and devices before the end; 0 for all
     - `length`: about how many entries of orders run, 15 ns each, in the first annealing with this setting
+    - `fewest`: the least number of steps, also if they are longer
     """
 
     warmth: float
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
     by_gap: bool
     window: float = 0.0
     length: int = 20_000_000
+    fewest: int = 8_000
 
 
 ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
@@ -62,7 +64,9 @@ def list_settings(one: Instance) -> Iterator[Setting]:
     ending = ENDING._replace(length=ENDING_LENGTH * one.n_actions)
     if v == 1:
         turns = [ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
-    elif one.memory.min() >= p:
+    elif one.memory.min() > p:
+        turns = [ROUGH, FINE[0], FINE[1], ending, ROUGH, FINE[2]]
+    elif one.memory.min() == p:
         turns = [ending, ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     else:
         turns = [ROUGH, FINE[0], ending, FINE[1]]
@@ -78,7 +82,7 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
     """
     tail = _cut(one, start, setting)
     entries = STEP + int(start.orders.size - tail.start.at.sum())
-    steps = max(100, setting.length // entries)
+    steps = max(setting.fewest, setting.length // entries)
     # The unit of the temperature.
     each = one.work.sum() / one.n_devices / one.n_microbatches
     cooling = Cooling(

@@ -133,7 +133,7 @@ def warm_up() -> None:
     start = find_best(one, list_starts(one, v_shaped=True), list(list_rules(one, RULES)), 0.0, inf)
     assert start is not None
     for setting in (ENDING, FINE[0]):
-        improve(one, start, 0.0, setting._replace(length=1), 0, inf)
+        improve(one, start, 0.0, setting._replace(length=1, fewest=1), 0, inf)
     WindowBound(one, find_heads(one), MANY_STATES).refutes(start.step, inf)
 
 

@@ -19,6 +19,10 @@ PRIORITIES = {
     2: ((4, 3, 2, 1), (3, 4, 1, 2), (4, 2, 3, 1), (3, 2, 4, 1), (2, 4, 1, 3), (3, 1, 2, 4)),
 }
 """By the number of chunks of a device: the priorities of its kinds F0, I0, F1, I1, the least first."""
+MOST_WARM_UPS = 8
+"""How many numbers of additional forwards are tried at most."""
+PAIR_SHARES = (0.0, 0.45, 0.5, 0.6)
+"""The share of these forwards that the last device takes in pairs."""
 
 
 def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
@@ -28,7 +32,7 @@ def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
     if v == 1:
         yield from _warm_up(one)
     elif v_shaped:
-        yield read_kinds(one, [order_there_and_back(p, n, device) for device in range(p)])
+        yield from _go_there_and_back(one)
     reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
     # One microbatch after another fits any memory.
     each = [*range(0, 2 * v, 2), *reversed(range(1, 2 * v, 2))]
@@ -60,6 +64,21 @@ def _warm_up(one: Instance) -> Iterator[Ints]:
     for warm_up in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [2 * p - r for r in range(p)]):
         counts = [max(1, min(fits[r], warm_up[r])) for r in range(p)]
         yield read_kinds(one, [alternate_on(r, INPUT_GRADIENT, [0] * n, counts[r] - 1) for r in range(p)])
+
+
+def _go_there_and_back(one: Instance) -> Iterator[Ints]:
+    """Yield the order of ZBVZeroBubble, and orders that begin with more forwards, as many as memory has room for.
+
+    The first devices take more forwards of their first stage, the last devices of both: their first input gradients
+    come later.
+    """
+    p, n = len(one.stages), one.n_microbatches
+    room = int(min(2 * (one.memory.min() - p), 2 * p, n))
+    for more in range(0, room + 1, 1 + room // MOST_WARM_UPS):
+        for share in PAIR_SHARES if more else (0.0,):
+            pairs = [int(more * share * device / p) for device in range(p)]
+            rows = [order_there_and_back(p, n, d, more - 2 * pairs[d], pairs[d]) for d in range(p)]
+            yield read_kinds(one, rows)
 
 
 def _list_limits(one: Instance) -> Iterator[Ints]:
