@@ -73,7 +73,7 @@ def _go_there_and_back(one: Instance) -> Iterator[Ints]:
     come later.
     """
     p, n = len(one.stages), one.n_microbatches
-    room = int(min(2 * (one.memory.min() - p), 2 * p, n))
+    room = max(0, int(min(2 * (one.memory.min() - p), 2 * p, n)))
     for more in range(0, room + 1, 1 + room // MOST_WARM_UPS):
         for share in PAIR_SHARES if more else (0.0,):
             pairs = [int(more * share * device / p) for device in range(p)]
