@@ -15,6 +15,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
+from fxsplit.schedule.search_plan import take_schedule
+from fxsplit.schedule.torch_csv import parse_csv
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ReadPlan:
 
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from Costs. Raises PlanError for a file without a plan, and for a plan of another graph."""
-        return ir.learn(price_again(ir, read_plan(self.file), self.file))
+        return take_plan(ir, read_plan(self.file), self.file)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,23 @@ class TakePlan:
 
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from Costs. Raises PlanError for a plan of another graph."""
-        return ir.learn(price_again(ir, self.plan, "plan="))
+        return take_plan(ir, self.plan, "plan=")
+
+
+def take_plan(ir: IR, plan: Plan, name: str) -> IR:
+    """Learn a plan with the figures of the present facts, and the schedule that it states, if it is for that one.
+
+    `name` is its name, for messages. Raises PlanError for a plan of another graph, ScheduleError for a schedule that is
+    damaged.
+    """
+    made, workload = price_again(ir, plan, name), ir[Workload]
+    if not plan.schedule_csv or (plan.schedule, plan.n_microbatches) != (workload.schedule, workload.n_microbatches):
+        return ir.learn(made)
+    schedule = parse_csv(plan.schedule_csv, plan.schedule)
+    if schedule.n_stages != len(made.stages):
+        raise PlanError(f"{name} has {len(made.stages)} stages, and its schedule {schedule.n_stages}")
+    planned, scheduled = take_schedule(made, schedule, ir[Costs], ir[Machine], workload)
+    return ir.learn(scheduled, planned)
 
 
 def price_again(ir: IR, plan: Plan, name: str) -> Plan:

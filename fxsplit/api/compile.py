@@ -32,7 +32,9 @@ from fxsplit.ir.graph import Pass
 from fxsplit.ir.manager import Observer
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
+from fxsplit.schedule import Schedule
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
+from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.user_lines import warn_user
@@ -49,7 +51,7 @@ def compile(
     *,
     example_inputs: Any = None,
     n_microbatches: int | Literal["auto"] | None = None,
-    schedule: ScheduleName | Literal["auto"] = "1F1B",
+    schedule: ScheduleName | Literal["auto"] | Schedule | os.PathLike[str] = "1F1B",
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
     recompute: Policy = "plan",
@@ -87,7 +89,9 @@ def compile(
     schedule: "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble",
         "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV" or "Chimera", used by `step`; "PipeDream" or "PipeDream-2BW",
         in which the optimizer steps between microbatches; or "auto". "auto" measures, plans and simulates every choice,
-        and takes the fastest that fits in memory.
+        and takes the fastest that fits in memory. "search" plans for 1F1B, and then searches for the order of work with
+        the shortest step within each device's memory. A Schedule, or the path of a .csv file in torch's format, is run
+        as it is.
     stages_per_device: for schedules that take several (default: the number that the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
@@ -139,10 +143,12 @@ def compile(
         )
     model = inner
     machine, world = read_devices(devices, model)
+    name, fixed = read_schedule(schedule)
     options = CompileOptions(
         machine=machine,
         chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
-        schedule=schedule,
+        schedule=name,
+        fixed=fixed,
         stages_per_device=stages_per_device,
         n_microbatches=n_microbatches,
         loss_fn=loss_fn,

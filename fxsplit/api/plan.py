@@ -24,9 +24,10 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
-from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
+from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.schedule.search_plan import search_for_plan, take_schedule
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
@@ -60,7 +61,8 @@ def plan(
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
-        device). They decide how many microbatches a stage holds, and how many stages a device has.
+        device). They decide how many microbatches a stage holds, and how many stages a device has. "search" plans for
+        1F1B, and then searches for the order of work with the shortest step.
     inference: plan for outputs without gradients: from forward times only, with each weight held once. A profile that
         was measured for inference needs this.
     compress: count values and gradients with the bytes that compile(compress=) sends: "bf16" or "int8".
@@ -90,9 +92,13 @@ def plan(
     check_compress(compress)
     # The costs of a pipeline with compressed cuts count the compressed bytes already.
     costs = costs if compress is None else compress_cuts(costs, compress)
+    laid_out, workload = lay_out(where, name, n_microbatches)
     with show_progress():
-        found = Planner(costs, pins or {}, together).plan(*lay_out(where, name, n_microbatches), options)
-    return check_can_run(found)
+        found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
+        if name != SEARCH:
+            return found
+        limits = [min(laid_out.devices[d].memory_bytes for d in stage.devices) for stage in found.stages]
+        return take_schedule(found, search_for_plan(found, limits).schedule, costs, laid_out, workload)[0]
 
 
 def _check_arguments(machine: object, options: object, pins: object, together: object) -> None:

@@ -20,9 +20,11 @@ from fxsplit.cli.words import (
     add_machine,
     add_planned_file,
     add_schedule,
+    add_search,
     parse_pins,
     read_bandwidth,
     split_together,
+    take_search,
     take_text,
 )
 from fxsplit.errors import InputError, NoFit, PlanError
@@ -39,8 +41,11 @@ from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.solve import RECOMPUTE
-from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
+from fxsplit.schedule import Schedule, SearchResult
+from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.schedule.search_plan import search_for_plan, take_schedule
+from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
@@ -66,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RECOMPUTE,
         help="stages that recompute activations, to save memory",
     )
-    add_schedule(parser, SCHEDULES)
+    add_schedule(parser, [*SCHEDULES, SEARCH, "a .csv file in torch's format"])
+    add_search(parser)
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
     parser.add_argument(
@@ -103,6 +109,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", type=take_text, metavar="FOLDER", help="the folder for --emit (default: the current one)"
     )
+    parser.add_argument(
+        "--objective", choices=("bottleneck",), default="bottleneck", help="what the plan makes as small as possible"
+    )
     parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
 
 
@@ -123,10 +132,15 @@ class PlanArguments:
                 raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
+        self.found: SearchResult | None = None
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
-        costs, self.schedule = choose_passes(profile.costs, arguments.schedule, inference=arguments.inference)
+        name, self.fixed = read_schedule(arguments.schedule)
+        self.search = take_search(arguments)
+        costs, self.schedule = choose_passes(
+            profile.costs, "1F1B" if self.fixed else name, inference=arguments.inference
+        )
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
         pins = parse_pins(arguments.pins)
@@ -190,6 +204,8 @@ class PlanArguments:
     def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
         """Return the machine with one device for each stage, and the schedule's workload."""
         machine = self.machine(count)
+        if self.fixed is not None:
+            return self._lay_out_fixed(machine, self.fixed)
         laid_out, workload = lay_out(machine, self.schedule, self.arguments.n_microbatches)
         if self.arguments.pins and len(laid_out) != len(machine):
             raise InputError(
@@ -197,6 +213,15 @@ class PlanArguments:
                 "device does not say which: in Python, fxsplit.plan(pins={'layer1': 3}) takes the number of a stage"
             )
         return laid_out, workload
+
+    def _lay_out_fixed(self, machine: Machine, fixed: Schedule) -> tuple[Machine, Workload]:
+        """Return the machine and the workload for a schedule from a file, which has its own devices."""
+        file, count = self.arguments.schedule, self.arguments.n_microbatches
+        if len(machine) != fixed.n_devices:
+            raise InputError(f"--schedule {file}: it is for {fixed.n_devices} devices, and there are {len(machine)}")
+        if count not in (None, fixed.n_microbatches):
+            raise InputError(f"--n-microbatches {count}: the file {file!r} has {fixed.n_microbatches}")
+        return Scheduler.of(fixed).lay_out(machine, fixed.n_microbatches)
 
     def costs_no_transfers(self, count: int | None) -> bool:
         """Return whether transfers are priced but take no time, because no bandwidth was given."""
@@ -209,12 +234,23 @@ class PlanArguments:
 
         Raises NoFit if no plan fits, or if every plan places a node on a device that cannot run it.
         """
+        machine, workload = self.lay_out(count)
+        # A schedule that is stated action by action has all of its stages.
+        options = self.options if self.fixed is None else replace(self.options, use_all=True)
         with show_progress():
-            plan = check_can_run((planner or self.planner).plan(*self.lay_out(count), self.options))
+            plan = check_can_run((planner or self.planner).plan(machine, workload, options))
+            if self.schedule == SEARCH:
+                plan = self._search(plan, machine, workload)
         # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs only on hosts, and there is no host for it")
         return plan
+
+    def _search(self, plan: Plan, machine: Machine, workload: Workload) -> Plan:
+        """Return the plan with a searched schedule."""
+        limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+        self.found = search_for_plan(plan, limits, **self.search)
+        return take_schedule(plan, self.found.schedule, self.profile.costs, machine, workload)[0]
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as a JSON object for other programs; times are in the file's own unit."""
@@ -222,6 +258,9 @@ class PlanArguments:
         # Readers of PipeDream's files expect every node in a stage, including the inputs.
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
+        if self.found is not None:
+            answer |= {"step_time": self.found.step_ms, "step_lower_bound": self.found.bound_ms}
+            answer |= {"step_gap": self.found.gap}
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
@@ -269,6 +308,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     (_, plan) = plans[0]
     print_parts(plan.show())
+    if question.found is not None:
+        print(question.found)
     if question.costs_no_transfers(counts[0]):
         print(UNLIMITED)
     if arguments.baselines:

@@ -9,16 +9,36 @@ from fxsplit.api.compiler.microbatch_count import choose_microbatch_count
 from fxsplit.api.plan import check_can_run, choose_passes, lay_out
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.plan import choose_machine
-from fxsplit.cli.words import add_json, add_machine, add_planned_file, add_schedule, read_bandwidth, take_text
+from fxsplit.cli.words import (
+    add_json,
+    add_machine,
+    add_planned_file,
+    add_schedule,
+    add_search,
+    read_bandwidth,
+    take_search,
+    take_text,
+)
 from fxsplit.errors import InputError
 from fxsplit.formats import read
 from fxsplit.formats.plan_json import read_plan
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from fxsplit.schedule import SCHEDULES, Schedule, Simulation, Times, generate, simulate, verify
-from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler, count_devices
+from fxsplit.schedule import (
+    SCHEDULES,
+    Schedule,
+    SearchResult,
+    Simulation,
+    Times,
+    generate,
+    search,
+    simulate,
+    verify,
+)
+from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
+from fxsplit.schedule.search_plan import search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import read_csv, write_csv
@@ -31,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `simulate`."""
     add_planned_file(parser, optional="each forward takes 1, each backward 2")
     what = parser.add_mutually_exclusive_group()
-    add_schedule(what, [*SCHEDULES, INFERENCE], default="the plan's, or 1F1B")
+    add_schedule(what, [*SCHEDULES, INFERENCE, SEARCH], default="the plan's, or 1F1B")
     what.add_argument("--csv", type=take_text, metavar="FILE", help="a schedule file of torch.distributed.pipelining")
     parser.add_argument(
         "--devices",
@@ -41,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: the plan's, else two a device")
     parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
+    add_search(parser)
     add_machine(parser)
     parser.add_argument(
         "--plan",
@@ -70,6 +91,8 @@ def main(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None and arguments.file is None:
             raise InputError(f"--{name} is for a FILE, a profile that is planned first: give that too")
     fixed = _read_schedule(arguments) if arguments.csv else None
+    options = take_search(arguments)
+    found: SearchResult | None = None
     plan: Plan | None
     if arguments.file is not None:
         plan, schedule = _plan_profile(arguments, fixed)
@@ -81,6 +104,9 @@ def main(arguments: argparse.Namespace) -> int:
             raise InputError(
                 f"--plan {arguments.plan} is for {made}, and {schedule.name} for {used}: give a plan for {used}"
             )
+    if arguments.schedule == SEARCH:
+        found = _search(arguments, plan, schedule, options)
+        schedule = found.schedule
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
     simulation = simulate(schedule, times)
@@ -100,10 +126,29 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
     if arguments.json:
-        print_json(_describe(simulation, traces, plan is None))
+        proof = {} if found is None else {"step_lower_bound": found.bound_ms, "step_gap": found.gap}
+        print_json(_describe(simulation, traces, plan is None) | proof)
     else:
         _show(simulation, traces, timeline, plan is None)
+        if found is not None:
+            print(found if plan else f"lower bound {found.bound_ms:g} x one forward, gap {100 * found.gap:.2f} %")
     return 0
+
+
+def _search(arguments: argparse.Namespace, plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
+    """Return the schedule that a search finds for a plan, or for equal stages of unit times."""
+    if plan is not None:
+        limits: list[float] = []
+        if arguments.file is not None:
+            profile = read(arguments.file, by_bytes=arguments.bandwidth is not None or arguments.machine is not None)
+            machine = choose_machine(profile, arguments.machine, arguments.devices, arguments.bandwidth)
+            limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+        return search_for_plan(plan, limits, n_microbatches=base.n_microbatches, **options)
+    each = base.n_stages // base.n_devices
+    times = Times.unit(base.n_stages)
+    return search(
+        times, n_devices=base.n_devices, n_microbatches=base.n_microbatches, stages_per_device=each, **options
+    )
 
 
 def _read_schedule(arguments: argparse.Namespace) -> Schedule:
@@ -140,7 +185,9 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
                 f"({devices}, not {planned}): plan for it (fxsplit plan --schedule {name}), or give --devices {devices}"
             )
         return build_schedule(plan, Scheduler(name, devices, arguments.stages_per_device), count)
-    return generate(name, devices, count, arguments.stages_per_device)
+    # A search begins with another schedule if a device has two stages.
+    several = name == SEARCH and arguments.stages_per_device == 2
+    return generate("ZBVZeroBubble" if several else name, devices, count, arguments.stages_per_device)
 
 
 def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tuple[Plan, Schedule]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from fxsplit.errors import InputError, suggest
 from fxsplit.ir.facts.given.machine import LEAST_BYTES_PER_S
+from fxsplit.schedule.generators.catalogue import SEARCH
 from fxsplit.system.figures import SHOWN, TOO_LARGE, parse_bytes
 
 OPTIONS = {
@@ -25,6 +26,10 @@ OPTIONS = {
     "devices": "--devices",
 }
 """The command's option for each Python argument, or field of the passes partition and augment."""
+
+
+MOST_SEED = 1_000_000
+"""Seeds of a search are below this."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,6 +100,37 @@ def add_schedule(parser: argparse._ActionsContainer, names: Iterable[str], defau
     """Add --schedule, one of `names`; `default` says which one is taken without it (default: 1F1B)."""
     text = f"one of {', '.join(names)} (default: {default or '%(default)s'})"
     parser.add_argument("--schedule", type=take_text, metavar="NAME", default=None if default else "1F1B", help=text)
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options of --schedule search."""
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="K",
+        help="--schedule search: how many microbatches a device may hold (default: what its memory has room for)",
+    )
+    parser.add_argument(
+        "--search-seconds",
+        type=float,
+        metavar="S",
+        help="--schedule search: its time limit (default: 2 up to 4,000 actions, else 10)",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="--schedule search: of its random changes (default: 0)")
+
+
+def take_search(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a search. Raises InputError if they are given for another schedule, or out of range."""
+    given = {"memory": arguments.memory, "time_limit_s": arguments.search_seconds, "seed": arguments.seed}
+    named = {"memory": "--memory", "time_limit_s": "--search-seconds", "seed": "--seed"}
+    for name, value in given.items():
+        if value is not None and arguments.schedule != SEARCH:
+            raise InputError(f"{named[name]} {value}: it is for --schedule search")
+        if value is not None and name != "seed" and not 0 < value < inf:
+            raise InputError(f"{named[name]} {value}: give a number above 0")
+    if arguments.seed is not None and not 0 <= arguments.seed < MOST_SEED:
+        raise InputError(f"--seed {arguments.seed}: give a number from 0 to {MOST_SEED - 1}")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def add_constraints(parser: argparse.ArgumentParser) -> None:

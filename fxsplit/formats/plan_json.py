@@ -82,6 +82,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "shared": plan.shared_ms,
         "busiest": plan.busiest_ms,
         "transfers": plan.transfers,
+        "schedule_csv": plan.schedule_csv or None,
     }
 
 
@@ -142,6 +143,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             compress=_read_compress(data.get("compress")),
             transfers=_read_transfers(data.get("transfers", "asynchronous")),
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
+            schedule_csv=_read_schedule(data.get("schedule_csv")),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
@@ -208,6 +210,13 @@ def _read_transfers(value: Any) -> TransferKind:
     if found is None:
         raise PlanError(f"transfers is {show(value)}, and neither 'asynchronous' nor 'blocking'")
     return found
+
+
+def _read_schedule(value: Any) -> str:
+    """Return the file of the plan's schedule, empty for none. Raises PlanError for anything but text."""
+    if not (value is None or isinstance(value, str)):
+        raise PlanError(f"schedule_csv is {show(value)}, and neither null nor a schedule in torch's format")
+    return value or ""
 
 
 def _count(value: Any, what: str) -> int:

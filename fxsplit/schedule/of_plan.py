@@ -23,6 +23,7 @@ from fxsplit.schedule.generators.synchronous import (
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.memory import Footprint
 from fxsplit.schedule.simulation.simulate import Times
+from fxsplit.schedule.torch_csv import parse_csv
 
 
 def find_replicas(plan: Plan) -> Homes | None:
@@ -39,6 +40,11 @@ def build_schedule(
     `memory_bytes` is the memory of each device (default: unlimited). A replica holds enough microbatches to keep all
     devices busy, or fewer if they do not fit. Raises ScheduleError if the schedule cannot run this plan.
     """
+    if plan.schedule_csv and (scheduler.name, n_microbatches) == (plan.schedule, plan.n_microbatches):
+        schedule = parse_csv(plan.schedule_csv, plan.schedule)
+        if schedule.n_stages != len(plan.stages):
+            raise ScheduleError(f"{plan.schedule} has {schedule.n_stages} stages, and the plan {len(plan.stages)}")
+        return schedule
     homes = find_replicas(plan)
     if homes is not None and scheduler.name == INFERENCE:
         return run_forwards(homes, n_microbatches)

@@ -38,12 +38,35 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file, strict=True))
-    except (OSError, ValueError, csv.Error) as error:
+            text = file.read()
+    except (OSError, ValueError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)!r}: {explain_unreadable(error)}") from error
+    return parse_csv(text, Path(path).stem)
+
+
+def read_schedule(schedule: object) -> tuple[str, Schedule | None]:
+    """Return the name of a schedule, and the schedule itself if it is one, or the path of a file in torch's format.
+
+    Raises ScheduleError for other values, and for a file without a legal schedule.
+    """
+    if isinstance(schedule, os.PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+        schedule = read_csv(schedule)
+    if isinstance(schedule, Schedule):
+        verify(schedule)
+        return schedule.name, schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"schedule={show(schedule)}: give a name, 'auto', a Schedule or a .csv file")
+    return schedule, None
+
+
+def parse_csv(text: str, name: str) -> Schedule:
+    """Read and verify the schedule in a text. Raises ScheduleError as `read_csv` does."""
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(f"cannot read the schedule {name!r}: {explain_unreadable(error)}") from error
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()  # a blank line at the end is no rank
-    name = Path(path).stem
     rows = []
     paired: set[Action] = set()
     for rank, cells in enumerate(lines):

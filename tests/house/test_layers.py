@@ -60,6 +60,7 @@ INNER: dict[str, list[set[str]]] = {
         {"kernels"},
         {"generators"},
         {"of_plan", "solver"},
+        {"search_plan"},
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
     "frontend": [

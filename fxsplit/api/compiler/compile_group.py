@@ -29,6 +29,7 @@ from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import GPU_LINK_BYTES_PER_S, Device, Machine
 from fxsplit.ir.facts.given.torch_devices import read_memory
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text.write import render_graph
@@ -38,6 +39,8 @@ from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, s
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.schedule.search_plan import take_schedule
+from fxsplit.schedule.torch_csv import format_csv, parse_csv
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fake.without_weights import lacks_values
 
@@ -64,8 +67,12 @@ class TakePlan:
     ignores_mode: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Plan."""
-        return ir.learn(self.plan)
+        """Learn Plan, and the Workload of the schedule that it states, if it states one."""
+        if not self.plan.schedule_csv or ir[Workload].schedule_csv:
+            return ir.learn(self.plan)
+        schedule = parse_csv(self.plan.schedule_csv, self.plan.schedule)
+        _, workload = take_schedule(self.plan, schedule, ir[Costs], ir[Machine], ir[Workload])
+        return ir.learn(workload, self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +163,7 @@ class CompileGroup:
         """
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
+        stated += [] if options.fixed is None else [format_csv(options.fixed)]
         stated += [options.deferred_batch_norm, options.stage_backend, options.inference, str(options.chain)]
         stated += [str(self.reduction)]
         program = (

@@ -28,10 +28,11 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.passes import BatchNorm, Cut
+from fxsplit.passes.schedule import SearchSchedule
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
-from fxsplit.schedule import RUNNABLE, find_schedule, simulate
-from fxsplit.schedule.generators.catalogue import INFERENCE, Scheduler
+from fxsplit.schedule import RUNNABLE, Schedule, find_schedule, simulate
+from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
@@ -68,6 +69,8 @@ class CompileOptions:
     machine: Machine
     chain: Chain
     schedule: str = "1F1B"
+    # The schedule itself, if it is stated action by action; `schedule` is its name.
+    fixed: Schedule | None = None
     stages_per_device: int | None = None
     n_microbatches: int | str | None = None
     loss_fn: LossFn | None = None
@@ -137,7 +140,10 @@ class CompileOptions:
             check_stage_backend(self.stage_backend, self.machine)
         # "auto" tries only schedules that can run, so there is nothing to check.
         if self.schedule != AUTO:
-            find_schedule(self.schedule)
+            if self.fixed is None:
+                find_schedule(self.schedule)
+            else:
+                check_fixed(self.fixed, len(self.machine), self.stages_per_device)
             # A schedule itself checks the numbers that it is made for, and making one is quick.
             self.schedulers[0].homes()
             if self.stated_count is not None:
@@ -156,11 +162,13 @@ class CompileOptions:
         """The stated schedule, or all schedules that "auto" may choose from; a special one for inference."""
         if self.inference:
             return [Scheduler(INFERENCE, len(self.machine))]
+        if self.fixed is not None:
+            return [Scheduler.of(self.fixed)]
         return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
 
     def for_inference(self) -> CompileOptions:
         """Return the same options for a plan without backwards."""
-        return replace(self, inference=True, schedule="1F1B", stages_per_device=None, recompute="plan")
+        return replace(self, inference=True, schedule="1F1B", fixed=None, stages_per_device=None, recompute="plan")
 
     @cached_property
     def passes(self) -> Chain:
@@ -169,6 +177,9 @@ class CompileOptions:
         A user's chain need not name batch-norm, but without the pass replicas would write statistics in no order.
         """
         chain = self.compressing
+        names = [name_pass(step) for step in chain]
+        if self.schedule == SEARCH and SearchSchedule.name not in names and "emit" in names:
+            chain = chain.before("emit", SearchSchedule())
         if BatchNorm.name not in [name_pass(step) for step in chain]:
             return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
         return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain
@@ -216,6 +227,21 @@ class CompileOptions:
             # A number that the schedule would round is no candidate: the rounded number is tried in its own turn.
             candidates += [Candidate(scheduler, n) for n in counts if n == scheduler.nearest(n)]
         return candidates
+
+
+def check_fixed(schedule: Schedule, n_devices: int, stages_per_device: int | None) -> None:
+    """Raise InputError for a schedule that is for other devices, or that does not train as the model itself does."""
+    if schedule.n_devices != n_devices:
+        raise InputError(
+            f"schedule {schedule.name!r} is for {schedule.n_devices} devices, and there are {n_devices}: give "
+            "devices= as many, or another schedule"
+        )
+    if stages_per_device is not None:
+        raise InputError(f"stages_per_device={stages_per_device}: schedule {schedule.name!r} says where its stages are")
+    if not (schedule.trains and schedule.synchronous):
+        raise InputError(
+            f"schedule {schedule.name!r} does not train in one step a batch: give one that does, or a name"
+        )
 
 
 def check_stage_backend(backend: str, machine: Machine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -139,6 +139,10 @@ class StageSearch:
 
     def _follow(self, received: SharedPlan) -> FoundStages:
         """Return the stages for the plan of the first rank."""
+        if self.options.fixed is not None:
+            # The other ranks were given the same schedule.
+            own = Candidate(self.options.schedulers[0], received.candidate.n_microbatches)
+            received = replace(received, candidate=own)
         captured = self._capture(received.candidate)
         if received.shared:
             return FoundStages(received.candidate, captured, None, received.costs, received.moves_weights)

@@ -53,6 +53,7 @@ class Plan(Shown, Fact):
     - `fixed_rows` are the sizes of microbatches that the graph is for, if forward() makes its number of rows a
       constant; empty for a graph that takes other sizes as well
     - `transfers` says whether the machine's devices compute while their messages are under way, or wait for them
+    - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -74,6 +75,7 @@ class Plan(Shown, Fact):
     busiest_ms: float = 0.0
     fixed_rows: tuple[int, ...] = ()
     transfers: TransferKind = "asynchronous"
+    schedule_csv: str = ""
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -149,6 +151,7 @@ class Plan(Shown, Fact):
             find_busiest_ms(stages, machine, model),
             costs.fixed_rows,
             machine.transfers,
+            workload.schedule_csv,
         )
 
     def prove(self, proof: Proof | None) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal, TypeAlias, get_args
 
@@ -31,6 +31,7 @@ from fxsplit.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.simulate import Times
+from fxsplit.schedule.torch_csv import format_csv, parse_csv
 from fxsplit.system.figures import show
 
 Runnable = Literal[
@@ -48,7 +49,7 @@ Runnable = Literal[
     "Chimera",
 ]
 Asynchronous = Literal["PipeDream", "PipeDream-2BW"]
-ScheduleName: TypeAlias = Literal[Runnable, Asynchronous]
+ScheduleName: TypeAlias = Literal[Runnable, Asynchronous, "search"]
 """The names of schedules, for type checkers and editors."""
 
 Generator = Callable[..., Schedule]
@@ -74,6 +75,10 @@ SCHEDULES: dict[str, Generator] = {
 
 INFERENCE = "Inference"
 """The schedule of plans for outputs without gradients, which is no schedule of a training step."""
+SEARCH = "search"
+"""The schedule that a search finds for the times of a plan. Until then, and for other numbers of microbatches than the
+plan's, it is 1F1B.
+"""
 HELD = 3
 """The most microbatches with values at the boundaries of a stage without gradients: one that runs, one that has
 arrived, and, in a stream, one of the next batch.
@@ -98,6 +103,7 @@ COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "1F1B": lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     "ZB-H1": lambda k, m: (min(m, k),) * k,
     "ZB-H2": lambda k, m: (min(m, 2 * k),) * k,
+    SEARCH: lambda k, m: tuple(min(m, k - stage) for stage in range(k)),
     INFERENCE: lambda k, m: (HELD,) * k,
 }
 """Formulas for `Scheduler.in_flight` with k stages and m microbatches, for the schedules that have one."""
@@ -105,6 +111,8 @@ COUNTED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Generator:
     """Return the generator of the schedule called `name`. Raises ScheduleError, with all names, for an unknown name."""
+    if name == SEARCH and among == tuple(SCHEDULES):
+        return one_f_one_b
     known = isinstance(name, str) and name in SCHEDULES
     if known and name in among:
         return SCHEDULES[name]
@@ -182,14 +190,31 @@ def count_devices(name: str, n_stages: int, stages_per_device: int | None = None
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A schedule for a number of devices. Its methods raise ScheduleError for unsupported numbers."""
+    """A schedule for a number of devices. Its methods raise ScheduleError for unsupported numbers.
+
+    `fixed`: the schedule itself, in place of one that is generated; it has one number of microbatches and stages.
+    """
 
     name: str
     n_devices: int
     stages_per_device: int | None = None
+    fixed: Schedule | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Scheduler:
+        """Return the scheduler of a schedule that is stated action by action."""
+        return cls(schedule.name, schedule.n_devices, None, schedule)
 
     def schedule(self, n_microbatches: int, n_stages: int | None = None) -> Schedule:
         """Return the schedule for `n_stages` stages (default: all), perhaps with idle devices."""
+        if self.fixed is not None:
+            if (n_microbatches, n_stages or self.fixed.n_stages) != (self.fixed.n_microbatches, self.fixed.n_stages):
+                raise ScheduleError(
+                    f"{self.name} is for {self.fixed.n_microbatches} microbatches in {self.fixed.n_stages} stages, not "
+                    f"for {n_microbatches} in {n_stages or self.fixed.n_stages}: give n_microbatches="
+                    f"{self.fixed.n_microbatches}, and a plan of {self.fixed.n_stages} stages"
+                )
+            return self.fixed
         # With one stage a device, a plan may leave devices idle; with several, it must have all stages.
         made = generate(self.name, self.n_devices, n_microbatches, self.stages_per_device)
         if n_stages is None or n_stages == made.n_stages:
@@ -207,7 +232,7 @@ class Scheduler:
         A plan with an unsupported number of stages cannot run. It counts as holding all microbatches, so that memory is
         never underestimated.
         """
-        formula = COUNTED.get(self.name)
+        formula = None if self.fixed else COUNTED.get(self.name)
         if formula is not None and self.stages_per_device in (None, 1) and n_stages <= self.n_devices:
             return formula(n_stages, n_microbatches)
         try:
@@ -224,6 +249,8 @@ class Scheduler:
 
     def homes(self, n_stages: int | None = None) -> Homes:
         """Return the device of each stage, which does not depend on the number of microbatches."""
+        if self.fixed is not None:
+            return self.fixed.homes
         # A small schedule suffices. Schedules without a formula may need one microbatch for each device.
         count = 1 if self.name in COUNTED else self.n_devices
         return self.schedule(self.nearest(count), n_stages).homes
@@ -233,24 +260,28 @@ class Scheduler:
 
         `may_idle` permits stages without nodes. Raises ScheduleError for unsupported numbers.
         """
-        if self.name not in COUNTED:
+        if self.fixed or self.name not in COUNTED:
             self.schedule(n_microbatches)
-        homes = self.homes()
-        unrolled = machine.unrolled(homes)
-        counts = range(1, len(unrolled) + 1)
+        unrolled = machine.unrolled(self.homes())
+        return unrolled, self.describe(len(unrolled), n_microbatches, may_idle=may_idle)
+
+    def describe(self, n_devices: int, n_microbatches: int, *, may_idle: bool = False) -> Workload:
+        """Return the workload that the schedule gives to the stages on up to `n_devices` devices, one stage each."""
+        homes, counts = self.homes(), range(1, n_devices + 1)
         held = {k: self.in_flight(n_microbatches, k) for k in counts}
         versions = {k: self.versions(n_microbatches, k) for k in counts if self.name in ASYNCHRONOUS}
         replicated = any(len(home) > 1 for home in homes)
         inference = self.name == INFERENCE
-        splits = self.name in SPLITTING
+        splits = bool(self.fixed.splits) if self.fixed else self.name in SPLITTING
         # A stream of inference batches holds more than the schedule of one batch shows; `held` includes it.
         moments = None if inference else MomentsOf(self, n_microbatches)
-        return unrolled, Workload(
-            self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments
-        )
+        workload = Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments)
+        return replace(workload, schedule_csv=format_csv(self.fixed)) if self.fixed else workload
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest supported number of microbatches up to `n_microbatches`, or else the next larger one."""
+        if self.fixed is not None:
+            return self.fixed.n_microbatches
         # Prefer fewer: a batch may not have enough rows for more.
         for count in range(n_microbatches, 0, -1):
             with suppress(ScheduleError):
@@ -280,6 +311,8 @@ def find_moments(workload: Workload, machine: Machine) -> MomentsOf | None:
 
     `machine` has a device for each stage. None for a schedule that is not known, or that has other stages.
     """
+    if workload.schedule_csv:
+        return MomentsOf(Scheduler.of(parse_csv(workload.schedule_csv, workload.schedule)), workload.n_microbatches)
     if workload.inference or workload.schedule not in SCHEDULES:
         return None
     count = len(machine.real) or len(machine)

@@ -16,23 +16,24 @@ from typing import Literal
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT
-from fxsplit.schedule.generators.catalogue import RUNNABLE, generate
+from fxsplit.schedule.generators.catalogue import RUNNABLE, SEARCH, generate
 from fxsplit.schedule.generators.fill import evaluate, list_rules, read_kinds, write_schedule
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.kernels import compile_kernels
 from fxsplit.schedule.kernels.instance import Instance, Ints, make_instance
 from fxsplit.schedule.schedule import Homes, Schedule
+from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 from fxsplit.schedule.solver.annealing import ENDING, FINE, Candidate, find_best, improve, list_settings
 from fxsplit.schedule.solver.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
 from fxsplit.schedule.solver.starts import list_low_memory_starts, list_starts
 from fxsplit.schedule.solver.windows import WindowBound, prove_bound
-from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 from fxsplit.system.figures import show
 
 Placement = Literal["loop", "v"]
 """The way of the second stages, in torch's words: `loop` begins again at the first device, `v` goes back."""
 
-NAME = "search"
+PROVEN = 1e-6
+"""A step whose gap is at most this is called optimal."""
 CLOSE = 4e-7
 """A step that is longer than the bound by this share at most is optimal: times are sums in another order."""
 SHORT_ACTIONS, SHORT_S, LONG_S = 4_000, 2.0, 10.0
@@ -59,6 +60,10 @@ class SearchResult:
     def gap(self) -> float:
         """How far the step may be from the shortest one, as a share of the step; 0 if it is proven optimal."""
         return (self.step_ms - self.bound_ms) / self.step_ms if self.step_ms else 0.0
+
+    def __str__(self) -> str:
+        standing = "optimal" if self.gap <= PROVEN else f"gap {100 * self.gap:.2f} %"
+        return f"step {self.step_ms:.3f} ms, lower bound {self.bound_ms:.3f} ms, {standing}"
 
 
 def search(
@@ -92,7 +97,7 @@ def search(
     Raises ScheduleError for numbers out of range, and for times of another number of stages.
     """
     homes = _place(n_devices, n_microbatches, stages_per_device, placement)
-    check_times(Schedule(NAME, n_microbatches, homes, ()), times)
+    check_times(Schedule(SEARCH, n_microbatches, homes, ()), times)
     one = make_instance(homes, n_microbatches, times, memory, kept_for_weights, held)
     _check(one, time_limit_s)
     limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
@@ -104,7 +109,7 @@ def search(
     # Sums in another order differ in their last digits: the simulation decides.
     steps = [simulate(schedule, times).step_ms for schedule in schedules]
     step = min(steps)
-    schedule = replace(schedules[steps.index(step)], name=NAME)
+    schedule = replace(schedules[steps.index(step)], name=SEARCH)
     return SearchResult(schedule, step, min(float(bound), step))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.memory.moments import Moments, MomentsBy, assume_moments
 from fxsplit.ir.graph import IR, GivenFact
@@ -28,6 +29,7 @@ class Workload(GivenFact):
     - `inference`: there are no backwards, and nothing is trained
     - `recompute` says which stages keep no activations and run their forward again before their backward: "always" all
       of them, "never" none, "plan" the stages that the planner chooses within its own option
+    - `schedule_csv`: the actions of a schedule that no name and numbers give again, as a file in torch's format
     - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py). Without it,
       all microbatches of `in_flight` and all `versions` are assumed to be held at the same time
     """
@@ -43,6 +45,7 @@ class Workload(GivenFact):
     # It follows from the schedule, and is computed on demand.
     moments: MomentsBy | None = field(default=None, repr=False)
     recompute: str = "plan"
+    schedule_csv: str = ""
 
     made_by: ClassVar[str] = "compile(schedule=, n_microbatches=)"
 
@@ -78,7 +81,10 @@ class Workload(GivenFact):
                 f"in_flight needs a list for 1 to {counts[-1]} stages, with a number of at least 1 for each stage",
                 "in_flight",
             )
-        return replace(workload, moments=record.source.find_moments(workload, machine))
+        try:
+            return replace(workload, moments=record.source.find_moments(workload, machine))
+        except ScheduleError as error:
+            return record.fail(str(error), "schedule_csv")
 
     def __str__(self) -> str:
         peaks = "; ".join(f"{k} stages {list(v)}" for k, v in self.in_flight.items())

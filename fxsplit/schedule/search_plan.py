@@ -1,0 +1,113 @@
+"""Search for the schedule of a plan: its times, and the memory that its stages leave on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from fxsplit.errors import ScheduleError
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.memory.moments import count_moving
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import StagePlan, price_split
+from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.generators.synchronous import one_f_one_b
+from fxsplit.schedule.moments import list_moments
+from fxsplit.schedule.of_plan import find_replicas, read_times
+from fxsplit.schedule.schedule import Schedule
+from fxsplit.schedule.simulation.simulate import simulate
+from fxsplit.schedule.solver.search import SearchResult, search
+
+ATTEMPTS = 4
+"""How often a search begins again with less memory, if messages between stages need the rest."""
+
+
+def search_for_plan(
+    plan: Plan,
+    limits: Sequence[float] = (),
+    *,
+    memory: float | None = None,
+    n_microbatches: int | None = None,
+    time_limit_s: float | None = None,
+    seed: int = 0,
+) -> SearchResult:
+    """Return the schedule with the shortest step for a plan's stages.
+
+    - `limits`: the memory of each stage's device in bytes (default: unlimited)
+    - `memory`: how many microbatches each device may hold at most (default: what `limits` have room for)
+    - the others are those of `search`
+
+    If no searched schedule is sure to fit, it is 1F1B, which plans are made for. Raises ScheduleError for a plan with
+    replicas, and for numbers out of range.
+    """
+    if find_replicas(plan) is not None:
+        raise ScheduleError(f"{SEARCH}: a plan with replicated stages has no searched schedule: give schedule='1F1B'")
+    count = n_microbatches or plan.n_microbatches
+    base = one_f_one_b(len(plan.stages), count)
+    times = read_times(plan, base)
+    bytes_ = limits or [inf] * len(plan.stages)
+    rooms = [limit - stage.held_bytes for limit, stage in zip(bytes_, plan.stages, strict=True)]
+    found = SearchResult(replace(base, name=SEARCH), simulate(base, times).step_ms, 0.0)
+    for attempt in range(ATTEMPTS):
+        held = [_count_room(stage, room) - attempt for stage, room in zip(plan.stages, rooms, strict=True)]
+        most = [min(memory or inf, room) for room in held]
+        if min(most) < 1:
+            break
+        made = search(
+            times,
+            n_devices=len(plan.stages),
+            n_microbatches=count,
+            memory=most,
+            kept_for_weights=[_find_kept(stage) for stage in plan.stages],
+            time_limit_s=time_limit_s,
+            seed=seed,
+        )
+        # The bound of the first search holds for all: later ones have less memory.
+        found = replace(found, bound_ms=min(found.bound_ms or made.bound_ms, found.step_ms))
+        if made.step_ms < found.step_ms and _fits(plan, made.schedule, rooms):
+            return replace(made, bound_ms=found.bound_ms)
+    return found
+
+
+def take_schedule(
+    plan: Plan, schedule: Schedule, costs: Costs, machine: Machine, workload: Workload
+) -> tuple[Plan, Workload]:
+    """Return the plan and the workload with a schedule that is stated action by action.
+
+    The stages stay as they are, and their memory is that under the schedule.
+    """
+    scheduler = Scheduler.of(schedule)
+    made = scheduler.describe(len(machine), schedule.n_microbatches, may_idle=workload.may_idle)
+    made = replace(made, recompute=workload.recompute)
+    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
+    priced = tuple(price_split(costs, machine, made, split, plan.model))
+    again = Plan.assemble(
+        priced, costs, machine, made, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
+    )
+    return again.prove(plan.proof), made
+
+
+def _count_room(stage: StagePlan, room: float) -> float:
+    """Return how many microbatches a stage may hold in `room` bytes while one of them runs."""
+    each = max(stage.resting_bytes, stage.halfway_bytes)
+    runs = max(stage.forward_bytes, stage.early_bytes, stage.late_bytes, stage.whole_bytes)
+    return inf if each <= 0 else (room - max(runs - each, 0.0)) / each
+
+
+def _find_kept(stage: StagePlan) -> float:
+    """Return the share of a stage's activations that only its weight gradient frees."""
+    # Between its halves a backward may hold more than before it: gradients that wait.
+    most = max(stage.resting_bytes, stage.halfway_bytes)
+    return 1.0 if most <= 0 else stage.halfway_bytes / most
+
+
+def _fits(plan: Plan, schedule: Schedule, rooms: Sequence[float]) -> bool:
+    """Return whether each stage stays within its room in all moments of a schedule, messages on their way included."""
+    moments = list_moments(schedule)
+    return all(
+        max(count_moving(stage, moment) for moment in own) <= room
+        for stage, own, room in zip(plan.stages, moments, rooms, strict=True)
+    )
