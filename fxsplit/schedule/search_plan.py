@@ -20,6 +20,7 @@ from fxsplit.schedule.of_plan import find_replicas, read_times
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.solver.search import SearchResult, search
+from fxsplit.system.figures import show
 
 ATTEMPTS = 4
 """How often a search begins again with less memory, if messages between stages need the rest."""
@@ -40,20 +41,24 @@ def search_for_plan(
     - `memory`: how many microbatches each device may hold at most (default: what `limits` have room for)
     - the others are those of `search`
 
-    If no searched schedule is sure to fit, it is 1F1B, which plans are made for. Raises ScheduleError for a plan with
-    replicas, and for numbers out of range.
+    If no searched schedule is sure to fit and as fast as 1F1B, which plans are made for, it is 1F1B, without a bound.
+    Raises ScheduleError for a plan with replicas, and for numbers out of range.
     """
     if find_replicas(plan) is not None:
         raise ScheduleError(f"{SEARCH}: a plan with replicated stages has no searched schedule: give schedule='1F1B'")
+    if memory is not None and memory < 1:
+        raise ScheduleError(
+            f"{SEARCH}: memory={show(memory)}: a device must hold one microbatch at least: give 1 or more"
+        )
     count = n_microbatches or plan.n_microbatches
     base = one_f_one_b(len(plan.stages), count)
     times = read_times(plan, base)
     bytes_ = limits or [inf] * len(plan.stages)
     rooms = [limit - stage.held_bytes for limit, stage in zip(bytes_, plan.stages, strict=True)]
-    found = SearchResult(replace(base, name=SEARCH), simulate(base, times).step_ms, 0.0)
+    planned = simulate(base, times).step_ms
     for attempt in range(ATTEMPTS):
         held = [_count_room(stage, room) - attempt for stage, room in zip(plan.stages, rooms, strict=True)]
-        most = [min(memory or inf, room) for room in held]
+        most = [room if memory is None else min(memory, room) for room in held]
         if min(most) < 1:
             break
         made = search(
@@ -65,11 +70,11 @@ def search_for_plan(
             time_limit_s=time_limit_s,
             seed=seed,
         )
-        # The bound of the first search holds for all: later ones have less memory.
-        found = replace(found, bound_ms=min(found.bound_ms or made.bound_ms, found.step_ms))
-        if made.step_ms < found.step_ms and _fits(plan, made.schedule, rooms):
-            return replace(made, bound_ms=found.bound_ms)
-    return found
+        if (memory is not None or made.step_ms <= planned) and _fits(plan, made.schedule, rooms):
+            return made
+    if memory is not None:
+        raise ScheduleError(f"{SEARCH}: no schedule with memory={show(memory)} is sure to fit the devices: give less")
+    return SearchResult(replace(base, name=SEARCH), planned, 0.0)
 
 
 def take_schedule(
