@@ -144,21 +144,7 @@ class PlanArguments:
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
         pins = parse_pins(arguments.pins)
-        together: list[Sequence[str]] = split_together(arguments.together)
-        place = arguments.cut_at or ANYWHERE
-        try:
-            check_place(place)
-            wholes = list_wholes(self.profile.costs, place)
-        except (ValueError, PlanError) as error:
-            raise InputError(f"--cut-at {place[:SHOWN]}: {error}") from error
-        if place != ANYWHERE and not wholes:
-            if getattr(arguments, "emit", None) == "titan":
-                raise InputError(
-                    "--emit titan: the profile names no modules, and torchtitan has modules in every stage: give a "
-                    "profile that fxsplit has measured"
-                )
-            raise InputError(f"--cut-at {place[:SHOWN]}: the profile names no modules, so leave it out")
-        together += wholes.values()
+        together: list[Sequence[str]] = [*split_together(arguments.together), *self._list_wholes()]
         self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
         self.load_s = time.perf_counter() - begin
         if self.profile.costs.noise is not None:
@@ -176,6 +162,23 @@ class PlanArguments:
         )
         if arguments.inference:
             check_without_backwards(self.options)
+
+    def _list_wholes(self) -> list[Sequence[str]]:
+        """Return the sets of nodes that --cut-at leaves whole. Raises InputError for a place that there is not."""
+        place = self.arguments.cut_at or ANYWHERE
+        try:
+            check_place(place)
+            wholes = list_wholes(self.profile.costs, place)
+        except (ValueError, PlanError) as error:
+            raise InputError(f"--cut-at {place[:SHOWN]}: {error}") from error
+        if place != ANYWHERE and not wholes:
+            if getattr(self.arguments, "emit", None) == "titan":
+                raise InputError(
+                    "--emit titan: the profile names no modules, and torchtitan has modules in every stage: give a "
+                    "profile that fxsplit has measured"
+                )
+            raise InputError(f"--cut-at {place[:SHOWN]}: the profile names no modules, so leave it out")
+        return list(wholes.values())
 
     def counts(self) -> list[int | None]:
         """Return the numbers of devices to plan for; None means the devices of the file or the machine.

@@ -41,7 +41,7 @@ from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places,
 from fxsplit.schedule.search_plan import search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
-from fxsplit.schedule.torch_csv import read_csv, write_csv
+from fxsplit.schedule.torch_csv import parse_csv, read_csv, write_csv
 from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
@@ -171,6 +171,11 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     """Return the schedule of a name and numbers that are given, of the plan, or of defaults."""
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
+    if plan is not None and plan.schedule_csv and (arguments.schedule, devices) == (None, None):
+        stated = Scheduler.of(parse_csv(plan.schedule_csv, name))
+        # For another number of microbatches a search has found nothing.
+        if name != SEARCH or arguments.n_microbatches in (None, plan.n_microbatches):
+            return build_schedule(plan, stated, arguments.n_microbatches or plan.n_microbatches)
     if devices is None:
         devices = count_devices(name, len(plan.stages), arguments.stages_per_device) if plan else 4
     count = arguments.n_microbatches

@@ -437,3 +437,76 @@ def test_under_chimera_devices_have_their_own_names(
     assert cli.main(["simulate", "--plan", str(tmp_path / "chimera.json")]) == 0
     printed = capsys.readouterr().out
     assert "device0 " in printed and "device1 " in printed and "device0/" not in printed
+
+
+def test_search(plan: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--plan", plan, "--schedule", "search")
+    named = answer(capsys, "--plan", plan)
+    assert found.keys() - named.keys() == {"step_lower_bound", "step_gap"}
+    assert found["step_lower_bound"] <= found["step_time"] <= named["step_time"] and found["schedule"] == "search"
+    assert found["step_gap"] == pytest.approx(1 - found["step_lower_bound"] / found["step_time"])
+    tight = answer(capsys, "--plan", plan, "--schedule", "search", "--memory", "1", "--n-microbatches", "7")
+    assert max(tight["peak_activations"]) == 1 and tight["n_microbatches"] == 7
+    assert answer(capsys, profile, "--devices", "3", "--schedule", "search", "--seed", "2")["step_gap"] <= 1e-6
+    assert cli.main(["simulate", "--plan", plan, "--schedule", "search", "--search-seconds", "5"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"step [\d.]+ ms, lower bound [\d.]+ ms, optimal", last)
+
+
+def test_search_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    one = answer(capsys, "--schedule", "search", "--devices", "4", "--n-microbatches", "8", "--memory", "4")
+    # Equal stages of unit times: ZB-H1 takes 27, and nothing is faster in its memory.
+    assert one["step_time"] == 27 and one["step_lower_bound"] == pytest.approx(27) and one["unit"] == "forward"
+    two = answer(capsys, "--schedule", "search", "--devices", "4", "--n-microbatches", "8", "--stages-per-device", "2")
+    assert two["n_stages"] == 8 and two["step_time"] == 51
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "2"], "--memory 2.0: it is for --schedule search"),
+        (["--schedule", "ZB-H1", "--seed", "1"], "--seed 1: it is for --schedule search"),
+        (["--schedule", "search", "--search-seconds", "0"], "--search-seconds 0.0: give a number above 0"),
+        (["--schedule", "search", "--memory", "nan"], "--memory nan: give a number above 0"),
+        (["--schedule", "search", "--seed", "-1"], "--seed -1: give a number from 0"),
+        (["--schedule", "search", "--memory", "0.5"], "one microbatch"),
+        (["--schedule", "search", "--stages-per-device", "3"], "3 stages a device"),
+    ],
+)
+def test_wrong_searches(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_searched_plan_replays(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--devices", "3", "--n-microbatches", "6", "--schedule", "search", "--memory", "2", "--json"]
+    assert cli.main(["plan", profile, *options]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["step_lower_bound"] <= made["step_time"] and made["schedule"] == "search"
+    path = tmp_path / "searched.json"
+    path.write_text(json.dumps(made))
+    assert read_plan(path).schedule_csv == made["schedule_csv"]
+    again = answer(capsys, "--plan", str(path), "--to-csv", str(tmp_path / "order.csv"))
+    assert again["step_time"] == made["step_time"] and max(again["peak_activations"]) <= 2
+    assert (tmp_path / "order.csv").read_text() == made["schedule_csv"].replace("\r\n", "\n")
+    # The file of a schedule is planned for as it is.
+    stated = ["--devices", "3", "--schedule", str(tmp_path / "order.csv"), "--json"]
+    assert cli.main(["plan", profile, *stated]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["schedule_csv"] == made["schedule_csv"] and planned["n_microbatches"] == 6
+    path.write_text(json.dumps(planned))
+    assert answer(capsys, "--plan", str(path))["schedule"] == "order"
+    assert cli.main(["simulate", "--plan", str(path), "--n-microbatches", "5"]) == 2
+    assert "order is for 6 microbatches" in capsys.readouterr().err
+    for more, message in (
+        (["--devices", "2"], "it is for 3 devices, and there are 2"),
+        (["--devices", "3", "--n-microbatches", "5"], "has 6"),
+    ):
+        assert cli.main(["plan", profile, "--schedule", str(tmp_path / "order.csv"), *more]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text(json.dumps(made | {"schedule_csv": made["schedule_csv"].replace("0F1", "0F0", 1)}))
+    assert cli.main(["simulate", "--plan", str(path)]) == 2
+    assert "0F0: done twice" in capsys.readouterr().err
+    path.write_text(json.dumps(made | {"schedule_csv": 3}))
+    assert cli.main(["simulate", "--plan", str(path)]) == 2
+    assert "schedule_csv is 3" in capsys.readouterr().err

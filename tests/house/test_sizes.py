@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.house.sources import ROOT, body_lines, functions, modules, parameters, room
+from tests.house.sources import ROOT, body_lines, functions, modules, parameters
 
 MAX_FILE_LINES, MAX_BODY_LINES, MAX_PARAMETERS = 600, 50, 8
 # Verbs of the public face: their keywords are the user's options.

@@ -140,14 +140,18 @@ class CompileOptions:
             check_stage_backend(self.stage_backend, self.machine)
         # "auto" tries only schedules that can run, so there is nothing to check.
         if self.schedule != AUTO:
-            if self.fixed is None:
-                find_schedule(self.schedule)
-            else:
-                check_fixed(self.fixed, len(self.machine), self.stages_per_device)
-            # A schedule itself checks the numbers that it is made for, and making one is quick.
-            self.schedulers[0].homes()
-            if self.stated_count is not None:
-                self.schedulers[0].schedule(self.stated_count)
+            self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Raise InputError or ScheduleError for a schedule that cannot run with the other options."""
+        if self.fixed is None:
+            find_schedule(self.schedule)
+        else:
+            check_fixed(self.fixed, len(self.machine), self.stages_per_device)
+        # A schedule itself checks the numbers that it is made for, and making one is quick.
+        self.schedulers[0].homes()
+        if self.stated_count is not None:
+            self.schedulers[0].schedule(self.stated_count)
 
     @property
     def planned_recompute(self) -> str:
@@ -239,9 +243,7 @@ def check_fixed(schedule: Schedule, n_devices: int, stages_per_device: int | Non
     if stages_per_device is not None:
         raise InputError(f"stages_per_device={stages_per_device}: schedule {schedule.name!r} says where its stages are")
     if not (schedule.trains and schedule.synchronous):
-        raise InputError(
-            f"schedule {schedule.name!r} does not train in one step a batch: give one that does, or a name"
-        )
+        raise InputError(f"schedule {schedule.name!r} does not train in one step a batch: give one that does")
 
 
 def check_stage_backend(backend: str, machine: Machine) -> None:

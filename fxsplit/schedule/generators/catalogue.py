@@ -113,14 +113,15 @@ def find_schedule(name: str, among: tuple[str, ...] = tuple(SCHEDULES)) -> Gener
     """Return the generator of the schedule called `name`. Raises ScheduleError, with all names, for an unknown name."""
     if name == SEARCH and among == tuple(SCHEDULES):
         return one_f_one_b
-    known = isinstance(name, str) and name in SCHEDULES
-    if known and name in among:
+    there = isinstance(name, str) and name in SCHEDULES
+    if there and name in among:
         return SCHEDULES[name]
-    if known:
+    if there:
         raise ScheduleError(f"schedule {name!r} can be simulated but not used here: give {', '.join(among)}")
     if name == INFERENCE:
         raise ScheduleError(f"schedule {name!r} trains nothing: plan and compile with inference=True instead")
-    raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(among)}{suggest(name, among)}")
+    known = (*among, SEARCH) if among == tuple(SCHEDULES) else among
+    raise ScheduleError(f"unknown schedule {show(name)}: known are {', '.join(known)}{suggest(name, known)}")
 
 
 def generate(

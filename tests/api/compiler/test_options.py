@@ -19,7 +19,7 @@ from fxsplit.api.compiler.options import Candidate, CompileOptions, load_costs
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.facts.costs.compress import HOW, Compress
 from fxsplit.runtime.stage.recompute import POLICIES, Policy
-from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, RUNNABLE, SCHEDULES, ScheduleName, Scheduler
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, RUNNABLE, SCHEDULES, SEARCH, ScheduleName, Scheduler
 from tests.support.gpus import stand_in
 from tests.support.models import FAST, Mlp
 from tests.support.refusals import refused
@@ -119,4 +119,4 @@ def test_inductor_is_refused_where_it_would_record_cuda_graphs(monkeypatch: pyte
 
 def test_names_that_editors_complete_are_those_that_there_are() -> None:
     assert get_args(Policy) == tuple(POLICIES) and get_args(Compress) == HOW
-    assert (*RUNNABLE, *ASYNCHRONOUS) == get_args(ScheduleName) == tuple(SCHEDULES)
+    assert (*RUNNABLE, *ASYNCHRONOUS, SEARCH) == get_args(ScheduleName) == (*SCHEDULES, SEARCH)

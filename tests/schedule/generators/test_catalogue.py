@@ -9,7 +9,15 @@ import pytest
 from fxsplit.errors import ScheduleError
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.schedule import generate
-from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, COUNTED, INFERENCE, MOST_ACTIONS, SCHEDULES, Scheduler
+from fxsplit.schedule.generators.catalogue import (
+    ASYNCHRONOUS,
+    COUNTED,
+    INFERENCE,
+    MOST_ACTIONS,
+    SCHEDULES,
+    SEARCH,
+    Scheduler,
+)
 
 
 def test_fewer_stages_than_devices() -> None:
@@ -93,4 +101,7 @@ def test_wrong_numbers_are_refused_before_planning() -> None:
 def test_formulas_reach_where_lists_are_too_long() -> None:
     """512 devices have a schedule of more than a million actions, and can be planned for."""
     _, workload = Scheduler("1F1B", 512).lay_out(Machine.planned(512), 1024)
-    assert set(COUNTED) == {"GPipe", "1F1B", "ZB-H1", "ZB-H2", INFERENCE} and workload.in_flight[512][:2] == (512, 511)
+    assert set(COUNTED) == {"GPipe", "1F1B", "ZB-H1", "ZB-H2", SEARCH, INFERENCE} and workload.in_flight[512][:2] == (
+        512,
+        511,
+    )

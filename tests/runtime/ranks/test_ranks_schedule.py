@@ -1,0 +1,58 @@
+"""Ranks run one searched schedule, and a schedule that is stated action by action, to the last digit as threads do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxsplit
+from fxsplit.schedule import Schedule, generate
+from tests.runtime.ranks.compared import compare, compile_both
+from tests.support.models import FAST
+from tests.support.ranks import ranks
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+
+def make_options(schedule: Any) -> dict[str, Any]:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+    return {"loss_fn": F.mse_loss, "example_inputs": x, "schedule": schedule}
+
+
+def run_schedule(rank: int, n: int, schedule: Any) -> tuple[int, str]:
+    options = make_options(schedule)
+    x = options["example_inputs"]
+    # The last batch has fewer rows.
+    count = compare(make_model(), n, lambda pipe, i: pipe.step(x[: (8, 8, 4)[i]], target=x[: (8, 8, 4)[i]]), options)
+    over_ranks, over_threads = compile_both(make_model(), n, options)
+    assert over_ranks.plan.schedule_csv == over_threads.plan.schedule_csv
+    return count, over_ranks.plan.schedule_csv
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["search", "stated"])
+def test_ranks_run_one_schedule(name: str, n: int) -> None:
+    found = ranks(n, run_schedule, generate("ZB-H2", n, 4) if name == "stated" else name)
+    assert sum(count for count, _ in found) == 3 * 12
+    texts = {text for _, text in found}
+    assert len(texts) == 1 and texts.pop()
+
+
+def run_other(rank: int, n: int) -> str:
+    schedule: Schedule = generate(("1F1B", "ZB-H1")[rank], n, 4)
+    try:
+        fxsplit.compile(make_model(), "world", passes=FAST, n_microbatches=4, **make_options(schedule))
+    except fxsplit.FxsplitError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_ranks_with_other_schedules_are_refused() -> None:
+    assert set(ranks(2, run_other)) == {"RanksDiffer"}
