@@ -100,6 +100,8 @@ def search(
     check_times(Schedule(SEARCH, n_microbatches, homes, ()), times)
     one = make_instance(homes, n_microbatches, times, memory, kept_for_weights, held)
     _check(one, time_limit_s)
+    if times.transfers == "blocking":
+        raise ScheduleError("search: transfers='blocking': orders are searched for asynchronous transfers only")
     limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
     named = [s for s in _list_named(homes, n_microbatches, times, stages_per_device) if fits(one, s)]
     warm_up()
