@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # each is imported when it is first used: passes that only pl
     from fxsplit.passes.partition import Partition
     from fxsplit.passes.profile.profile import Profile
     from fxsplit.passes.read_plan import ReadPlan, SplitBy, TakePlan
-    from fxsplit.passes.schedule import SearchSchedule
+    from fxsplit.passes.schedule import SchedulePlan
 
     DEFAULT: tuple[Profile | Augment | Order | Partition | Emit | BatchNorm, ...]
 
@@ -41,7 +41,7 @@ _HOME = {
     "augment": ("augment", "Augment"),
     "order": ("order", "Order"),
     "partition": ("partition", "Partition"),
-    "schedule": ("schedule", "SearchSchedule"),
+    "schedule": ("schedule", "SchedulePlan"),
     "emit": ("emit", "Emit"),
     "batch-norm": ("batch_norm", "BatchNorm"),
     "carry-tensors": ("carry_tensors", "CarryTensors"),

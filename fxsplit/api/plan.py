@@ -24,10 +24,10 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
-from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, ScheduleName, Scheduler, find_schedule
+from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
-from fxsplit.schedule.search_plan import search_for_plan, take_schedule
+from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
@@ -95,10 +95,7 @@ def plan(
     laid_out, workload = lay_out(where, name, n_microbatches)
     with show_progress():
         found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
-        if name != SEARCH:
-            return found
-        limits = [min(laid_out.devices[d].memory_bytes for d in stage.devices) for stage in found.stages]
-        return take_schedule(found, search_for_plan(found, limits).schedule, costs, laid_out, workload)[0]
+        return schedule_plan(found, costs, laid_out, workload)[0]
 
 
 def _check_arguments(machine: object, options: object, pins: object, together: object) -> None:

@@ -44,7 +44,7 @@ from fxsplit.planner.solve import RECOMPUTE
 from fxsplit.schedule import Schedule, SearchResult
 from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import search_for_plan, take_schedule
+from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
 from fxsplit.system.progress import track
@@ -242,18 +242,11 @@ class PlanArguments:
         options = self.options if self.fixed is None else replace(self.options, use_all=True)
         with show_progress():
             plan = check_can_run((planner or self.planner).plan(machine, workload, options))
-            if self.schedule == SEARCH:
-                plan = self._search(plan, machine, workload)
+            plan, _, self.found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
         # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs only on hosts, and there is no host for it")
         return plan
-
-    def _search(self, plan: Plan, machine: Machine, workload: Workload) -> Plan:
-        """Return the plan with a searched schedule."""
-        limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
-        self.found = search_for_plan(plan, limits, **self.search)
-        return take_schedule(plan, self.found.schedule, self.profile.costs, machine, workload)[0]
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as a JSON object for other programs; times are in the file's own unit."""

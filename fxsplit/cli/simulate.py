@@ -36,9 +36,9 @@ from fxsplit.schedule import (
     simulate,
     verify,
 )
-from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler, count_devices
+from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
-from fxsplit.schedule.search_plan import search_for_plan
+from fxsplit.schedule.search_plan import schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import parse_csv, read_csv, write_csv
@@ -95,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
     found: SearchResult | None = None
     plan: Plan | None
     if arguments.file is not None:
-        plan, schedule = _plan_profile(arguments, fixed)
+        plan, schedule, found = _plan_profile(arguments, fixed, options)
     else:
         plan = None if arguments.plan is None else read_plan(arguments.plan)
         schedule = _choose_schedule(arguments, plan) if fixed is None else fixed
@@ -104,8 +104,8 @@ def main(arguments: argparse.Namespace) -> int:
             raise InputError(
                 f"--plan {arguments.plan} is for {made}, and {schedule.name} for {used}: give a plan for {used}"
             )
-    if arguments.schedule == SEARCH:
-        found = _search(arguments, plan, schedule, options)
+    if arguments.schedule == SEARCH and found is None:
+        found = _search(plan, schedule, options)
         schedule = found.schedule
     verify(schedule)
     times = Times.unit(schedule.n_stages) if plan is None else read_times(plan, schedule)
@@ -135,15 +135,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _search(arguments: argparse.Namespace, plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
+def _search(plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
     """Return the schedule that a search finds for a plan, or for equal stages of unit times."""
     if plan is not None:
-        limits: list[float] = []
-        if arguments.file is not None:
-            profile = read(arguments.file, by_bytes=arguments.bandwidth is not None or arguments.machine is not None)
-            machine = choose_machine(profile, arguments.machine, arguments.devices, arguments.bandwidth)
-            limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
-        return search_for_plan(plan, limits, n_microbatches=base.n_microbatches, **options)
+        # The file of a plan does not state the memory of its devices.
+        return search_for_plan(plan, n_microbatches=base.n_microbatches, **options)
     each = base.n_stages // base.n_devices
     times = Times.unit(base.n_stages)
     return search(
@@ -173,8 +169,8 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     devices = arguments.devices
     if plan is not None and plan.schedule_csv and (arguments.schedule, devices) == (None, None):
         stated = Scheduler.of(parse_csv(plan.schedule_csv, name))
-        # For another number of microbatches a search has found nothing.
-        if name != SEARCH or arguments.n_microbatches in (None, plan.n_microbatches):
+        # For another number of microbatches its name says what runs, unless it has none.
+        if name not in (SEARCH, *FROM_TIMES) or arguments.n_microbatches in (None, plan.n_microbatches):
             return build_schedule(plan, stated, arguments.n_microbatches or plan.n_microbatches)
     if devices is None:
         devices = count_devices(name, len(plan.stages), arguments.stages_per_device) if plan else 4
@@ -195,8 +191,12 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     return generate("ZBVZeroBubble" if several else name, devices, count, arguments.stages_per_device)
 
 
-def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tuple[Plan, Schedule]:
+def _plan_profile(
+    arguments: argparse.Namespace, fixed: Schedule | None, options: dict[str, Any]
+) -> tuple[Plan, Schedule, SearchResult | None]:
     """Return the best plan of a profile, as `fxsplit plan` makes it, and its schedule; or the one for a fixed schedule.
+
+    `options` are those of a search, which is returned as well if there was one.
 
     Raises InputError for a machine that has another number of devices than the fixed schedule.
     """
@@ -224,10 +224,10 @@ def _plan_profile(arguments: argparse.Namespace, fixed: Schedule | None) -> tupl
         plan = Planner(costs).plan(laid_out, workload, Options(model=profile.cost_model, use_all=use_all))
     check_can_run(plan)
     if fixed is not None:
-        return plan, fixed
-    return plan, build_schedule(
-        plan, scheduler, workload.n_microbatches, [device.memory_bytes for device in machine.devices]
-    )
+        return plan, fixed, None
+    plan, workload, found = schedule_plan(plan, costs, laid_out, workload, **options)
+    memory_bytes = [device.memory_bytes for device in machine.devices]
+    return plan, build_schedule(plan, scheduler, workload.n_microbatches, memory_bytes), found
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Search for the schedule of a plan: its times, and the memory that its stages leave on their devices."""
+"""The schedule of a plan, searched or generated from its times, within the memory of its devices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,59 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.memory.moments import count_moving
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import StagePlan, price_split
-from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.generators.catalogue import FROM_TIMES, SEARCH, Scheduler, generate
 from fxsplit.schedule.generators.synchronous import one_f_one_b
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import find_replicas, read_times
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.solver.search import SearchResult, search
+from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
 ATTEMPTS = 4
 """How often a search begins again with less memory, if messages between stages need the rest."""
+
+
+def schedule_plan(
+    plan: Plan,
+    costs: Costs,
+    machine: Machine,
+    workload: Workload,
+    *,
+    memory: float | None = None,
+    time_limit_s: float | None = None,
+    seed: int = 0,
+) -> tuple[Plan, Workload, SearchResult | None]:
+    """Return a plan and its workload with the schedule that its times ask for, and the search if there was one.
+
+    Under "search" it is a searched one, and under a schedule of FROM_TIMES the one that is generated from the plan's
+    times, if it fits and is faster than the one for equal times. Other plans stay as they are, and so do those that
+    state their schedule. `memory`, `time_limit_s` and `seed` are those of `search_for_plan`, which states the errors.
+    """
+    if plan.schedule_csv:
+        stated = parse_csv(plan.schedule_csv, plan.schedule)
+        return *take_schedule(plan, stated, costs, machine, workload), None
+    limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+    if plan.schedule == SEARCH:
+        found = search_for_plan(plan, limits, memory=memory, time_limit_s=time_limit_s, seed=seed)
+        return *take_schedule(plan, found.schedule, costs, machine, workload), found
+    made = _generate_from_times(plan, machine, limits) if plan.schedule in FROM_TIMES else None
+    return (plan, workload, None) if made is None else (*take_schedule(plan, made, costs, machine, workload), None)
+
+
+def _generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -> Schedule | None:
+    """Return the plan's schedule for its times; None if it does not fit, or is no faster than that for equal times."""
+    if find_replicas(plan) is not None:
+        return None
+    each = len(machine) // (len(machine.real) or len(machine))
+    numbers = len(plan.stages) // each, plan.n_microbatches, each
+    equal = generate(plan.schedule, *numbers)
+    times = read_times(plan, equal)
+    made = generate(plan.schedule, *numbers, times)
+    rooms = [limit - stage.held_bytes for limit, stage in zip(limits, plan.stages, strict=True)]
+    faster = simulate(made, times).step_ms < simulate(equal, times).step_ms
+    return made if faster and _fits(plan, made, rooms) else None
 
 
 def search_for_plan(

@@ -12,21 +12,21 @@ from fxsplit.errors import ChainError, IRSyntaxError, ScheduleError
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
-from fxsplit.passes.schedule import SearchSchedule
+from fxsplit.passes.schedule import SchedulePlan
 from fxsplit.schedule.torch_csv import parse_csv
 
 CHAIN = "profile{repeats=1},augment,order,partition"
 
 
-def plan_model() -> IR:
+def plan_model(schedule: str = "search") -> IR:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())))
-    captured = fxsplit.capture(model, torch.randn(6, 8), devices=["cpu"] * 3, n_microbatches=6)
+    captured = fxsplit.capture(model, torch.randn(6, 8), devices=["cpu"] * 3, schedule=schedule, n_microbatches=6)
     return fxsplit.run(captured, CHAIN)
 
 
 def test_it_learns_a_schedule() -> None:
     before = plan_model()
-    after = SearchSchedule(memory=2)(before)
+    after = SchedulePlan(memory=2)(before)
     plan, workload = after[Plan], after[Workload]
     schedule = parse_csv(plan.schedule_csv, "search")
     assert workload.schedule == plan.schedule == "search" and workload.schedule_csv == plan.schedule_csv
@@ -34,12 +34,18 @@ def test_it_learns_a_schedule() -> None:
     assert workload.in_flight[3] == schedule.peak_in_flight()
     plan.verify(after)
     # A plan that has a schedule keeps it, whatever the options say.
-    again = SearchSchedule(memory=1)(after)
+    again = SchedulePlan(memory=1)(after)
     assert again[Plan].schedule_csv == plan.schedule_csv and again[Workload] == workload
 
 
+def test_other_schedules_stay_as_they_are() -> None:
+    for name in ("1F1B", "ZB-H1"):
+        before = plan_model(name)
+        assert SchedulePlan()(before) is before
+
+
 def test_text_keeps_it() -> None:
-    after = SearchSchedule(seed=3)(plan_model())
+    after = SchedulePlan(seed=3)(plan_model())
     text = str(after)
     read = parse_ir(text, "plan.ir")
     assert str(read) == text
@@ -55,6 +61,6 @@ def test_text_keeps_it() -> None:
 def test_options() -> None:
     for memory, seconds in ((-1.0, 0.0), (0.0, float("nan"))):
         with pytest.raises(ChainError, match="give a number of at least 0"):
-            SearchSchedule(memory, seconds)
+            SchedulePlan(memory, seconds)
     with pytest.raises(ScheduleError, match=r"memory=0\.5"):
-        SearchSchedule(memory=0.5)(plan_model())
+        SchedulePlan(memory=0.5)(plan_model())

@@ -19,7 +19,7 @@ from fxsplit.schedule import generate, simulate, verify
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import build_schedule, read_footprints, read_times
-from fxsplit.schedule.search_plan import search_for_plan, take_schedule
+from fxsplit.schedule.search_plan import schedule_plan, search_for_plan, take_schedule
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
 from fxsplit.schedule.torch_csv import format_csv, parse_csv
 from tests.cli.test_plan import chain
@@ -124,6 +124,30 @@ def test_plan_searches() -> None:
     assert found.schedule == SEARCH and parse_csv(found.schedule_csv, SEARCH).n_microbatches == 8
     free = fxsplit.plan(make_costs(), make_machine(4), n_microbatches=8)
     assert [s.nodes for s in found.stages] == [s.nodes for s in free.stages]
+
+
+@pytest.mark.parametrize("name", ["ZB-H2", "ZBVZeroBubble", "InterleavedZeroBubble", "V-Half", "V-Min"])
+def test_schedules_are_generated_from_the_times_of_the_plan(name: str) -> None:
+    costs, (machine, workload) = make_costs(), lay_out(make_machine(2), name, 6)
+    plan = Planner(costs).plan(machine, workload, Options(use_all=True))
+    made, scheduled, found = schedule_plan(plan, costs, machine, workload)
+    assert found is None
+    equal = build_schedule(plan, Scheduler(name, 2), 6)
+    times = read_times(plan, equal)
+    from_times = generate(name, 2, 6, times=times)
+    faster = simulate(from_times, times).step_ms < simulate(equal, times).step_ms
+    assert build_schedule(made, Scheduler(name, 2), 6).actions == (from_times if faster else equal).actions
+    assert bool(made.schedule_csv) == bool(scheduled.schedule_csv) == faster
+    assert faster or name != "ZBVZeroBubble"
+    # Another number of microbatches has the order for equal times.
+    assert build_schedule(made, Scheduler(name, 2), 8) == generate(name, 2, 8)
+    # Memory that only the order for equal times fits leaves that one.
+    limits = [stage.memory_bytes for stage in plan.stages]
+    if faster and any(a.memory_bytes > b for a, b in zip(made.stages, limits, strict=True)):
+        tight = replace(
+            machine, devices=tuple(replace(d, memory_bytes=b) for d, b in zip(machine.devices, limits, strict=True))
+        )
+        assert not schedule_plan(plan, costs, tight, workload)[0].schedule_csv
 
 
 def test_schedulers_of_schedules() -> None:

@@ -28,11 +28,11 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.passes import BatchNorm, Cut
-from fxsplit.passes.schedule import SearchSchedule
+from fxsplit.passes.schedule import SchedulePlan
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, Schedule, find_schedule, simulate
-from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler
+from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
@@ -182,8 +182,9 @@ class CompileOptions:
         """
         chain = self.compressing
         names = [name_pass(step) for step in chain]
-        if self.schedule == SEARCH and SearchSchedule.name not in names and "emit" in names:
-            chain = chain.before("emit", SearchSchedule())
+        ordered = self.fixed is None and self.schedule in (AUTO, SEARCH, *FROM_TIMES)
+        if ordered and SchedulePlan.name not in names and "emit" in names:
+            chain = chain.before("emit", SchedulePlan())
         if BatchNorm.name not in [name_pass(step) for step in chain]:
             return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
         return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain

@@ -165,7 +165,7 @@ def test_candidates_are_dumped_beside_the_plan_that_runs(tmp_path: Path) -> None
         with fxsplit.compile(model(), tight, dump=tmp_path, **given) as pipe:
             found = json.loads((tmp_path / "candidates" / "chain.json").read_text())
             folders = {path.name for path in (tmp_path / "candidates").iterdir() if path.is_dir()}
-            assert folders == {*found["step_ms"], *found["refused"]} and (tmp_path / "05-emit.ir").exists()
+            assert folders == {*found["step_ms"], *found["refused"]} and [*tmp_path.glob("0?-emit.ir")]
             # Its own costs were measured again, or another candidate took the same time.
             fastest = min(found["step_ms"], key=found["step_ms"].__getitem__)
             assert fastest.startswith(pipe.plan.schedule)
