@@ -156,16 +156,25 @@ class _Partial:
     """Partial schedules, one a row: how many of each action are done, and the times that decide what is possible.
 
     - `done`: [rows, operations x stages]
+    - `path`: [rows, actions], operation x stages + stage of each action added so far
     - `now`: [rows, devices + links + 2 x stages x microbatches]: when a device is free, when a link is free, and when
       the input of an F or I arrives (0 if it is used or not yet made). Nothing begins before the last action began, so
       no time is below that.
     """
 
-    def __init__(self, done: Ints, now: Floats):
-        self.done, self.now = done, now
+    def __init__(self, done: Ints, now: Floats, path: Ints):
+        self.done, self.now, self.path = done, now, path
 
     def keep(self, rows: NDArray[np.bool_] | Ints) -> _Partial:
-        return _Partial(self.done[rows], self.now[rows])
+        return _Partial(self.done[rows], self.now[rows], self.path[rows])
+
+    @classmethod
+    def join(cls, parts: list[_Partial]) -> _Partial:
+        return cls(
+            np.concatenate([part.done for part in parts]),
+            np.concatenate([part.now for part in parts]),
+            np.concatenate([part.path for part in parts]),
+        )
 
 
 class _Referee:
@@ -182,18 +191,21 @@ class _Referee:
     def column(self, op: int, s: int) -> int:
         return self.first + (op * self.x.n_stages + s) * self.x.n
 
-    def find(self) -> float:
+    def find(self) -> tuple[Order, ...] | None:
+        """Return orders with the shortest step, or None if none is shorter than the known one."""
         x = self.x
-        rows = _Partial(np.zeros((1, 3 * x.n_stages), np.int64), np.zeros((1, self.width)))
+        none = np.zeros((1, 3 * x.n_stages), np.int64)
+        rows = _Partial(none, np.zeros((1, self.width)), none[:, :0])
         for _ in range(3 * x.n_stages * x.n):
             grown = [self.add(rows, op, s) for op in (F, I, W) for s in range(x.n_stages)]
-            rows = _Partial(np.concatenate([g.done for g in grown]), np.concatenate([g.now for g in grown]))
-            rows = self.drop_dominated(rows)
+            rows = self.drop_dominated(_Partial.join(grown))
             if len(rows.done) > self.most:
                 raise TooManyError(f"{len(rows.done)} partial schedules of {x}")
             if not len(rows.done):
-                return NEVER
-        return float(rows.now[:, : x.p].max(axis=1).min())
+                return None
+        best = int(rows.now[:, : x.p].max(axis=1).argmin())
+        pairs = [divmod(at, x.n_stages) for at in rows.path[best].tolist()]
+        return tuple(tuple((op, s) for op, s in pairs if x.devices[s] == d) for d in range(x.p))
 
     def find_ready(self, rows: _Partial, op: int, s: int) -> Floats:
         """Return when the input of the next F or I arrives; NEVER if it is not made."""
@@ -248,7 +260,7 @@ class _Referee:
                 arrival = now[:, link] + x.latency[boundary]
             now[index, self.column(then[0], then[1]) + m] = arrival
         now[:, : self.first] = np.maximum(now[:, : self.first], begin[:, None])
-        grown = _Partial(done, now)
+        grown = _Partial(done, now, np.column_stack([rows.path, np.full(len(end), at)]))
         self.clamp(grown)
         return grown.keep(self.bound(grown) < self.below)
 
@@ -348,7 +360,12 @@ def find_optimum(x: Pipeline, known: float, most: int = 100_000) -> float:
 
     Raises TooManyError if more than `most` partial schedules must be kept.
     """
-    return min(known, _Referee(x, known, most).find())
+    orders = _Referee(x, known, most).find()
+    if orders is None:
+        return known
+    step = run_orders(x, orders)
+    assert step < known, "the branch and bound and the run of its orders disagree"
+    return step
 
 
 def find_peaks(x: Pipeline, schedule: Schedule) -> list[float]:
