@@ -422,6 +422,4 @@ def draw(random: Random, placement: str, most_microbatches: int = 5) -> Pipeline
         memory = [1 + random.randint(0, 2 * p) / 2 for _ in range(p)]
     else:
         memory = [NEVER] * p
-    return Pipeline(
-        tuple(devices), n, times, (hops[0], hops[1]), latency, tuple(held), kept, tuple(memory), placement
-    )
+    return Pipeline(tuple(devices), n, times, (hops[0], hops[1]), latency, tuple(held), kept, tuple(memory), placement)
