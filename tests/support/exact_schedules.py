@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import Times
 
-F, I, W = 0, 1, 2
+F, I, W = 0, 1, 2  # noqa: E741
 OPS = {"F": F, "I": I, "W": W}
 NEVER = float("inf")
 CLOSE = 1e-7
@@ -41,7 +41,7 @@ class TooManyError(Exception):
 class Pipeline:
     """A small pipeline: lists have one entry for each stage, `memory` one for each device.
 
-    `hops[0]` and `hops[1]` are the times of values and gradients on the link before the stage.
+    `placement` is line, v or loop. `hops[0]` and `hops[1]` are the times of values and gradients on the link before the stage.
     """
 
     devices: tuple[int, ...]
@@ -52,7 +52,7 @@ class Pipeline:
     held: tuple[float, ...]
     kept: tuple[float, ...]
     memory: tuple[float, ...]
-    label: str = ""
+    placement: str
 
     @property
     def p(self) -> int:
