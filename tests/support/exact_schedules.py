@@ -19,6 +19,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from fxsplit.schedule.kernels.instance import Instance, make_instance
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import Times
 
@@ -41,7 +42,8 @@ class TooManyError(Exception):
 class Pipeline:
     """A small pipeline: lists have one entry for each stage, `memory` one for each device.
 
-    `placement` is line, v or loop. `hops[0]` and `hops[1]` are the times of values and gradients on the link before the stage.
+    `placement` is line, v or loop. `hops[0]` and `hops[1]` are the times of values and gradients on the link before the
+    stage.
     """
 
     devices: tuple[int, ...]
@@ -386,6 +388,12 @@ def find_peaks(x: Pipeline, schedule: Schedule) -> list[float]:
 def read_orders(schedule: Schedule) -> list[Order]:
     """Return the orders of a schedule whose backwards are all split."""
     return [tuple((OPS[action.op], action.stage) for action in row) for row in schedule.actions]
+
+
+def make_arrays(x: Pipeline) -> Instance:
+    """Return a pipeline as the instance that kernels read."""
+    homes = tuple((d,) for d in x.devices)
+    return make_instance(homes, x.n, x.state_times(), x.memory, x.kept, x.held)
 
 
 def draw(random: Random, placement: str, most_microbatches: int = 5) -> Pipeline:

@@ -101,7 +101,7 @@ def test_bounds_and_steps_enclose_the_optimum_of_many(placement: str, part: int)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_referee_finds_the_best_of_all_orders(placement: str) -> None:
     tried = 0
-    for seed in range(40):
+    for seed in range(12):
         x = draw(Random(f"all {placement}{seed}"), placement, 2)
         if x.p == 2 and placement == "line":
             best = try_all_orders(x)
@@ -114,7 +114,7 @@ def test_the_referee_finds_the_best_of_all_orders(placement: str) -> None:
         else:
             continue
         assert find_optimum(x, 1.3 * best) == pytest.approx(best, rel=1e-9)
-    assert tried > 10
+    assert tried > 3
 
 
 @pytest.mark.parametrize(
