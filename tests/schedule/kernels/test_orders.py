@@ -220,6 +220,12 @@ def test_shifts_move_entries_past_other_kinds(
     assert row.tolist() == expected
 
 
+def make_walk(kinds: Ints, rules: Floats, step: float) -> orders.Walk:
+    """Return a walk that begins at these orders, with a high cost."""
+    figures = np.array([2 * step, step])
+    return orders.Walk(kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), figures)
+
+
 @pytest.mark.parametrize("cut", [0, 3, 7])
 def test_an_annealing_keeps_the_best_and_the_beginning(kernels: None, cut: int) -> None:
     """The best order has the step that is claimed, and nothing before the tail has changed."""
@@ -234,7 +240,7 @@ def test_an_annealing_keeps_the_best_and_the_beginning(kernels: None, cut: int) 
         orders.run(one, kinds, rules, start, stop)
         tail = orders.Tail(start, min(int(start.counts.min()), x.n - 1), int(start.done.min()))
         step, state = evaluate(one, kinds, rules)
-        walk = orders.Walk(*(a.copy() for a in (kinds, rules) * 3), np.array([2 * step, step]))
+        walk = make_walk(kinds, rules, step)
         orders.seed_random(seed)
         for by_gap in (False, True):
             cooling = orders.Cooling(300, step / 50, 0.2, 0.0, by_gap, True, 0.0)
@@ -261,7 +267,7 @@ def test_an_annealing_finds_the_optimum() -> None:
         rules = np.ones(kinds.shape)
         step, state = evaluate(one, kinds, rules)
         optimum = find_optimum(replace(x, memory=(inf,) * x.p), step)
-        walk = orders.Walk(*(a.copy() for a in (kinds, rules) * 3), np.array([2 * step, step]))
+        walk = make_walk(kinds, rules, step)
         tail = orders.Tail(orders.begin(one), 0, 0)
         orders.seed_random(0)
         cooling = orders.Cooling(50_000, step / 20, 0.2, 0.0, True, False, optimum * (1 + 1e-6))

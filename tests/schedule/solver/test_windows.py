@@ -96,7 +96,8 @@ def test_moves_lead_from_state_to_state(weights: tuple[float, float], memory: fl
 
 def list_legal(memory: float, alike: bool) -> set[tuple[int, ...]]:
     """Return what is in flight and what waits, for all orders of two microbatches on a device with two stages."""
-    found, todo = set(), [(0, 0, 0, 0, 0, 0)]
+    found = set[tuple[int, ...]]()
+    todo: list[tuple[int, ...]] = [(0,) * 6]
     seen = set(todo)
     while todo:
         f0, f1, i1, i0, w1, w0 = now = todo.pop()
