@@ -98,7 +98,7 @@ def write_schedule(one: Instance, kinds: Ints, state: State, homes: Homes) -> Sc
     rows = []
     for r, (order, before) in enumerate(zip(kinds.tolist(), state.before.tolist(), strict=True)):
         row: list[Action] = []
-        late: list[Action] = []
+        late = _list_weights(state.queue[r].tolist())
         counts = [0] * (2 * one.stages.shape[1])
         filled = 0
         for kind, count in zip(order, before, strict=True):
@@ -107,7 +107,15 @@ def write_schedule(one: Instance, kinds: Ints, state: State, homes: Homes) -> Sc
             action = Action(int(one.stages[r, kind // 2]), INPUT_GRADIENT if kind % 2 else FORWARD, counts[kind])
             counts[kind] += 1
             row.append(action)
-            if kind % 2:
-                late.append(action._replace(op=WEIGHT_GRADIENT))
         rows.append((*row, *late[filled:]))
     return Schedule("", one.n_microbatches, homes, tuple(rows))
+
+
+def _list_weights(stages: list[int]) -> list[Action]:
+    """Return the W of these stages in this order, with their microbatches."""
+    counts = dict.fromkeys(stages, 0)
+    found = []
+    for stage in stages:
+        found.append(Action(stage, WEIGHT_GRADIENT, counts[stage]))
+        counts[stage] += 1
+    return found

@@ -7,8 +7,9 @@ A *rule* for each gap says which W go there:
 
     rule 0.6    W go into the gap while it has room for 0.6 of the next one
     rule -0.6   one W goes there in any case, and the others as above
+    rule 2.6    as 0.6, and from there on all waiting W of the other chunk go before those of the oldest one's chunk
 
-and where memory is short, W make room for the next F. The oldest W is always first. While a device waits for an input,
+and if memory is short, W make room for the next F. Otherwise the oldest W is first. While a device waits for an input,
 nothing that it does can change when that input arrives, so the end of each gap is known when it begins.
 """
 
@@ -22,6 +23,8 @@ from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 
 NEVER = 1e18
 """The time of what never happens: the step of orders that cannot run."""
+OTHER = 2.0
+"""A rule from this number on, or its negative, puts the W of the other chunk first."""
 TINY = 1e-9
 """Times and memory may differ by so much: they are sums in another order."""
 
@@ -32,7 +35,8 @@ class State(NamedTuple):
     - `free`: when it is free, in ms; `at`: how many entries of its order are done
     - `counts`: [devices, kinds], how many of each kind are done
     - `used`: the memory in use
-    - `queue`: [devices, W], the stages whose W wait, oldest first; `made` and `done`: how many came in and went out
+    - `queue`: [devices, W], the stages of the W in their order, those done and those that wait; `made` and `done`: how
+      many came in and went out
     - `links`: [links], when a link is free
     - `values` and `gradients`: [stages, microbatches], when the input of an F or I arrives; -1 if that is not known
     - `begins`: [devices, entries], when an entry begins, and `before`: how many W come before it
@@ -85,6 +89,7 @@ class Cooling(NamedTuple):
     - `temperature`: at the beginning, in ms
     - `side`: how much the mean end of the devices counts beside the step; ends before `least`, in ms, count as `least`
     - `by_gap`: whether a change of rules is for one gap, not for a whole device
+    - `mixed`: whether rules may put the W of the other chunk first
     - `goal`: the step at which to stop, in ms
     """
 
@@ -93,6 +98,7 @@ class Cooling(NamedTuple):
     side: float
     least: float
     by_gap: bool
+    mixed: bool
     goal: float
 
 
@@ -152,6 +158,16 @@ def run(one: Instance, orders: Ints, rules: Floats, state: State, stop: Ints) ->
                     break
                 forced = rules[r, i] < 0.0
                 share = abs(rules[r, i])
+                if share >= OTHER:
+                    share -= OTHER
+                    first, place = queue[r, done[r]], done[r]
+                    for j in range(done[r], made[r]):
+                        other = queue[r, j]
+                        if other != first:
+                            # W of one stage are alike, so a swap keeps their order.
+                            queue[r, j] = first
+                            queue[r, place] = other
+                            place += 1
                 # W fill the gap, or make room in memory.
                 while True:
                     short = forward and used[r] + held[stage] > memory[r] + TINY
@@ -363,13 +379,15 @@ def _count_up(chance: float) -> int:
     return count
 
 
-def _change_rules(rules: Floats, start: Ints, by_gap: bool) -> tuple[int, int]:
+def _change_rules(rules: Floats, start: Ints, by_gap: bool, mixed: bool) -> tuple[int, int]:
     """Change rules at random; return the first and last device that changed."""
     p, entries = rules.shape
     r = np.random.randint(p)
     if by_gap:
         chance = np.random.random()
         rule = 0.0 if chance < 0.4 else 1.0 if chance < 0.7 else -1e-9 if chance < 0.85 else -1.0
+        if mixed and np.random.random() < 0.3:
+            rule += OTHER if rule >= 0.0 else -OTHER
         if np.random.random() < 0.1:
             rules[r, start[r] :] = abs(rule)
         elif start[r] < entries:
@@ -429,7 +447,7 @@ def anneal(
             return True
         temperature = cooling.temperature * (1 - i / cooling.steps) ** 2 + 1e-12
         if np.random.random() < (0.25 if cooling.by_gap else 0.05):
-            r, r_last = _change_rules(walk.trial_rules, tail.start.at, cooling.by_gap)
+            r, r_last = _change_rules(walk.trial_rules, tail.start.at, cooling.by_gap, cooling.mixed)
         else:
             r, r_last = _change_orders(walk.trial_orders, tail, one.n_microbatches)
         step, cost = _run_tail(one, walk.trial_orders, walk.trial_rules, tail, state, stop, cooling)

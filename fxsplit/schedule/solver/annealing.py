@@ -15,6 +15,7 @@ from fxsplit.schedule.generators.fill import evaluate
 from fxsplit.schedule.kernels import orders
 from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 from fxsplit.schedule.kernels.orders import NEVER, Cooling, Tail, Walk
+from fxsplit.schedule.solver.windows import share_weights
 
 SLICE = 3_000_000
 """About so many entries of orders run between two looks at the clock: 40 ms."""
@@ -58,11 +59,24 @@ ENDING_LENGTH = 25_000
 """The length of ENDING, for each action of the schedule."""
 
 
+SMALL, MEDIUM = 150, 300
+"""Up to so many actions, one change moves the step by far more than the other annealings accept: HOT ones are all that
+helps up to the first number, and help too up to the second."""
+HOT = [
+    Setting(9.0, 0.5, by_gap=True, length=2_000_000),
+    Setting(3.0, 0.5, by_gap=False, length=1_000_000),
+    Setting(30.0, 0.5, by_gap=True, length=2_000_000),
+]
+"""Change the whole order of a small instance, and rules."""
+
+
 def list_settings(one: Instance) -> Iterator[Setting]:
     """Yield the settings of one annealing after another, without end: each round takes twice as long."""
     p, v = one.stages.shape
     ending = ENDING._replace(length=ENDING_LENGTH * one.n_actions)
-    if v == 1:
+    if one.n_actions <= SMALL:
+        turns = HOT
+    elif v == 1:
         turns = [ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     elif one.memory.min() > p:
         turns = [ROUGH, FINE[0], FINE[1], ending, ROUGH, FINE[2]]
@@ -70,6 +84,8 @@ def list_settings(one: Instance) -> Iterator[Setting]:
         turns = [ending, ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     else:
         turns = [ROUGH, FINE[0], ending, FINE[1]]
+    if SMALL < one.n_actions <= MEDIUM:
+        turns = [HOT[0], *turns]
     while True:
         yield from turns
         turns = [turn._replace(length=2 * turn.length) for turn in turns]
@@ -86,7 +102,14 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
     # The unit of the temperature.
     each = one.work.sum() / one.n_devices / one.n_microbatches
     cooling = Cooling(
-        steps, setting.warmth * each / 46, setting.side, goal if setting.window else 0.0, setting.by_gap, goal
+        steps,
+        setting.warmth * each / 46,
+        setting.side,
+        goal if setting.window else 0.0,
+        setting.by_gap,
+        # The order of W that are alike changes nothing.
+        not all(share_weights(one, r) for r in range(one.n_devices)),
+        goal,
     )
     step, state = evaluate(one, start.orders, start.rules)
     cost = step + cooling.side * float(np.maximum(state.free, cooling.least).mean())

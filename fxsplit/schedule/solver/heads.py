@@ -7,7 +7,7 @@ schedule), and the memory of each device.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,12 +148,17 @@ def _find_most_forwards(one: Instance, r: int) -> float:
     """Return the longest time of forwards that fit in a device's memory, in ms."""
     own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
     held, times = one.held[own], one.forward[own]
-    most = np.minimum(np.floor((room + 1e-9) / held[0]), n)
+    most = _count_fitting(room, held[0], n)
     counts = np.arange(int(most) + 1)
     if len(own) == 1:
         return float(most * times[0])
-    rest = np.minimum(np.floor((room - counts * held[0] + 1e-9) / held[1]), n)
+    rest = _count_fitting(room - counts * held[0], held[1], n)
     return float((counts * times[0] + rest * times[1]).max())
+
+
+def _count_fitting(room: Any, held: float, n: int) -> Any:
+    """Return how many of `n` microbatches fit; all of them if they hold nothing."""
+    return np.minimum(np.floor((room + 1e-9) / max(held, 1e-12)), n)
 
 
 def _find_most_left(one: Instance, r: int) -> float:
@@ -163,7 +168,7 @@ def _find_most_left(one: Instance, r: int) -> float:
     """
     own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
     held, late = one.held[own], one.late[own]
-    most = [np.arange(int(min(np.floor((room + 1e-9) / h), n)) + 1) for h in held]
+    most = [np.arange(int(_count_fitting(room, h, n)) + 1) for h in held]
     grid = np.meshgrid(*most)
     rest = room - sum(count * h for count, h in zip(grid, held, strict=True))
     left = sum(count * (one.input[s] + one.weight[s]) for count, s in zip(grid, own, strict=True))

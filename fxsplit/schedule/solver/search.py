@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import inf
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT
-from fxsplit.schedule.generators.catalogue import RUNNABLE, SEARCH, generate
+from fxsplit.schedule.generators.catalogue import MOST_ACTIONS, RUNNABLE, SEARCH, generate
 from fxsplit.schedule.generators.fill import evaluate, list_rules, read_kinds, write_schedule
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.kernels import compile_kernels
@@ -97,11 +98,15 @@ def search(
     Raises ScheduleError for numbers out of range, and for times of another number of stages.
     """
     homes = _place(n_devices, n_microbatches, stages_per_device, placement)
+    if not _is_whole(seed):
+        raise ScheduleError(f"search: seed={show(seed)}: give a whole number")
     check_times(Schedule(SEARCH, n_microbatches, homes, ()), times)
+    _check_times(times)
+    _check_amounts("memory", memory, n_devices)
+    _check_amounts("kept_for_weights", kept_for_weights, len(homes))
+    _check_amounts("held", [held] if isinstance(held, Real) else held, len(homes))
     one = make_instance(homes, n_microbatches, times, memory, kept_for_weights, held)
     _check(one, time_limit_s)
-    if times.transfers == "blocking":
-        raise ScheduleError("search: transfers='blocking': orders are searched for asynchronous transfers only")
     limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
     named = [s for s in _list_named(homes, n_microbatches, times, stages_per_device) if fits(one, s)]
     warm_up()
@@ -147,8 +152,14 @@ def warm_up() -> None:
 def _place(n_devices: int, n_microbatches: int, stages_per_device: int, placement: str) -> Homes:
     """Return the device of each stage; raises ScheduleError for numbers out of range."""
     for what, count in (("n_devices", n_devices), ("n_microbatches", n_microbatches)):
-        if count < 1:
-            raise ScheduleError(f"search: {what}={show(count)}: give at least 1")
+        if not _is_whole(count) or count < 1:
+            raise ScheduleError(f"search: {what}={show(count)}: give a whole number of at least 1")
+    actions = 3 * n_devices * n_microbatches * 2
+    if actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"search: n_devices={show(n_devices)} and n_microbatches={show(n_microbatches)} are up to {show(actions)} "
+            f"actions, more than {MOST_ACTIONS}: give fewer microbatches"
+        )
     if stages_per_device not in (1, 2):
         raise ScheduleError(f"search: stages_per_device={show(stages_per_device)}: give 1 or 2")
     if placement not in ("loop", "v"):
@@ -156,6 +167,39 @@ def _place(n_devices: int, n_microbatches: int, stages_per_device: int, placemen
     if stages_per_device == 1:
         return line(n_devices)
     return go_there_and_back(n_devices) if placement == "v" else deal_in_turn(n_devices, 2)
+
+
+def _is_whole(value: object) -> bool:
+    """Return whether a value is a whole number, of Python or numpy."""
+    return isinstance(value, Integral)
+
+
+def _check_times(times: Times) -> None:
+    """Raise ScheduleError unless all times are amounts, with one for each stage, and transfers are asynchronous."""
+    if times.transfers == "blocking":
+        raise ScheduleError("search: transfers='blocking': orders are searched for asynchronous transfers only")
+    for what in (field.name for field in fields(times) if field.name != "transfers"):
+        found = getattr(times, what)
+        _check_amounts(what, found or 0.0, len(times.forward_ms))
+        if inf in found:
+            raise ScheduleError(f"search: {what} has an infinite time: give finite ones")
+    for s, (backward, weight) in enumerate(zip(times.backward_ms, times.weight_ms, strict=False)):
+        if weight > backward:
+            raise ScheduleError(
+                f"search: weight_ms={show(weight)} of stage {s} is more than its backward_ms={backward}"
+            )
+
+
+def _check_amounts(what: str, given: Any, count: int) -> None:
+    """Raise ScheduleError unless `given` is None, a number of at least 0, or a list of `count` of them."""
+    if given is None:
+        return
+    single = isinstance(given, Real)
+    values = [given] if single else list(given)
+    if not all(isinstance(value, Real) and float(value) >= 0 for value in values):
+        raise ScheduleError(f"search: {what}={show(given)}: give numbers of at least 0")
+    if not single and len(values) != count:
+        raise ScheduleError(f"search: {what} has {len(values)} numbers: give {count}")
 
 
 def _check(one: Instance, time_limit_s: float | None) -> None:
@@ -168,7 +212,7 @@ def _check(one: Instance, time_limit_s: float | None) -> None:
             )
     if one.held.min() < 0 or one.late.min() < 0 or (one.late > one.held + 1e-9).any():
         raise ScheduleError("search: held and kept_for_weights are shares: give numbers of 0 to 1")
-    if time_limit_s is not None and not time_limit_s > 0:
+    if time_limit_s is not None and not (isinstance(time_limit_s, float | int) and time_limit_s > 0):
         raise ScheduleError(f"search: time_limit_s={show(time_limit_s)}: give seconds above 0")
 
 

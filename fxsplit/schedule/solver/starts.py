@@ -60,7 +60,7 @@ def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
 def _warm_up(one: Instance) -> Iterator[Ints]:
     """Yield orders that begin with some forwards on each device, and then alternate: those of 1F1B, ZB-H1 and ZB-H2."""
     p, n = len(one.stages), one.n_microbatches
-    fits = np.floor(np.minimum(one.memory / one.held[one.stages[:, 0]] + 1e-9, n)).astype(int)
+    fits = np.floor(np.minimum(one.memory / np.maximum(one.held[one.stages[:, 0]], 1e-12) + 1e-9, n)).astype(int)
     for warm_up in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [2 * p - r for r in range(p)]):
         counts = [max(1, min(fits[r], warm_up[r])) for r in range(p)]
         yield read_kinds(one, [alternate_on(r, INPUT_GRADIENT, [0] * n, counts[r] - 1) for r in range(p)])
