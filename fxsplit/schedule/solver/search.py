@@ -39,14 +39,14 @@ CLOSE = 4e-7
 """A step that is longer than the bound by this share at most is optimal: times are sums in another order."""
 SHORT_ACTIONS, SHORT_S, LONG_S = 4_000, 2.0, 10.0
 """The default time limit in seconds, up to this number of actions and above."""
-START_SHARE = 0.3
-"""The share of the time limit after which no further orders begin."""
 RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
 """The rules of the gaps of the first device and of the last that are tried on the orders from which a search begins."""
 FINE_RULES = tuple((first, last) for first in (0.0, 0.3, 0.6, 0.9) for last in (0.0, 0.3, 0.6, 0.9))
 """The rules of the gaps of the first and of the last device that are tried on the best of the first orders."""
 FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
-"""Up to the first number of states windows are searched before orders, up to the second after them, and not above."""
+"""Up to the first number of states windows are searched before orders, up to the second after some, and not above."""
+FIRST_TURNS = 2
+"""How many annealings come before windows with many states: a number, so that the result does not depend on time."""
 
 
 @dataclass(frozen=True)
@@ -230,22 +230,21 @@ def _search(
     one: Instance, named: list[Schedule], homes: Homes, seed: int, deadline: float
 ) -> tuple[Schedule | None, float]:
     """Return the best schedule found, or None if there is none, and the bound of a step in ms."""
-    begin = time.monotonic()
     windowed = find_heads(one)
     low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
-    best = _start(one, named, homes, low * (1 + CLOSE), begin + START_SHARE * (deadline - begin))
+    best = _start(one, named, homes, low * (1 + CLOSE), deadline)
     if best is None:
         return None, low
     if best.step > low * (1 + CLOSE):
         proofs = WindowBound(one, windowed, MANY_STATES)
         # Windows with many states take seconds, and other bounds are often met before.
-        prove_at = begin if proofs.size <= FEW_STATES else begin + (deadline - begin) / 2
-    settings, turn, proven = list_settings(one), seed * 1000, False
+        first = 0 if proofs.size <= FEW_STATES else FIRST_TURNS
+    settings, turn, proven = list_settings(one), 0, False
     while best.step > low * (1 + CLOSE) and time.monotonic() < deadline:
-        if not proven and proofs.complete and time.monotonic() >= prove_at:
+        if not proven and proofs.complete and turn >= first:
             low, proven = prove_bound(proofs, low, best.step, deadline), True
             continue
-        found = improve(one, best, low * (1 + CLOSE), next(settings), turn, deadline)
+        found = improve(one, best, low * (1 + CLOSE), next(settings), seed * 1000 + turn, deadline)
         best = min(best, found, key=lambda candidate: candidate.step)
         turn += 1
     _, state = evaluate(one, best.orders, best.rules)
