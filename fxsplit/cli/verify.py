@@ -23,6 +23,7 @@ from fxsplit.cli.words import (
 from fxsplit.errors import FxsplitError, InputError, suggest
 from fxsplit.ir.facts.given.machine import check_device_count
 from fxsplit.schedule import RUNNABLE
+from fxsplit.schedule.generators.catalogue import SEARCH
 from fxsplit.system.figures import SHOWN, parse_bytes
 from fxsplit.system.progress_bar import show_phase
 
@@ -90,7 +91,7 @@ def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n-microbatches", type=_take_count, metavar="N|auto", help="default: two a device, if rows allow"
     )
-    add_schedule(parser, (*RUNNABLE, "auto"))
+    add_schedule(parser, (*RUNNABLE, SEARCH, "auto", "a .csv file in torch's format"))
     parser.add_argument("--stages-per-device", type=int, metavar="N", help="default: the schedule's own number")
     parser.add_argument("--recompute", type=take_text, default="plan", metavar="WHEN", help="when stages recompute")
     parser.add_argument("--compress", type=take_text, metavar="HOW", help="bf16 or int8 (default: cuts are exact)")

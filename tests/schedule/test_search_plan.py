@@ -47,12 +47,12 @@ def simulated_ms(plan: Plan, name: str) -> float:
 
 def test_no_named_schedule_is_faster() -> None:
     plan, _ = make_plan()
-    found = search_for_plan(plan)
+    found = search_for_plan(plan, time_limit_s=60)
     verify(found.schedule)
     assert found.step_ms == simulate(found.schedule, read_times(plan, found.schedule)).step_ms
     assert found.bound_ms <= found.step_ms <= min(simulated_ms(plan, n) for n in ("GPipe", "1F1B", "ZB-H1", "ZB-H2"))
     assert found.step_ms < simulated_ms(plan, "1F1B") and found.schedule.name == SEARCH
-    assert search_for_plan(plan).schedule == found.schedule
+    assert search_for_plan(plan, time_limit_s=60).schedule == found.schedule
 
 
 @pytest.mark.parametrize("room", [1.0, 1.3, 2.0])
