@@ -2,6 +2,7 @@
 
 python -m bench.schedule_search                    # the tables of bench/README.md, on the models of bench.zero_bubble
 python -m bench.schedule_search --picture idle.svg # one of them under 1F1B, ZBVZeroBubble and search, as a picture
+python -m bench.schedule_search --small 250        # 250 small instances of each placement beside an exact referee
 
 Memory is a share of what the first rank holds under 1F1B: as many microbatches as there are ranks.
 """
@@ -11,13 +12,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from random import Random
 
 from bench.zero_bubble import INSTANCES, Instance, count_kept, make_times
 from fxsplit.report import save_picture
 from fxsplit.schedule import SearchResult, Times, generate, search, simulate
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.solver.search import warm_up
+from tests.support import exact_schedules
 from tests.support.torch_schedules import make_theirs
 
 MEMORY = {0.5: 30.0, 0.625: 30.0, 0.75: 30.0, 1.0: 10.0, 1.25: 10.0, 1.5: 10.0, 2.0: 10.0}
@@ -88,6 +92,38 @@ def tabulate_latency(one: Instance, seed: int) -> Iterator[str]:
         yield f"| {latency_ms:g} | {' | '.join(cells)} |"
 
 
+def count_small(count: int, seed: int) -> Iterator[str]:
+    """Yield the rows of a table: how often bound and step equal the optimum of small random instances, by placement."""
+    yield "| placement | instances | bound above | bound equal | step equal | step within 1 % | worst |"
+    yield "|---|---|---|---|---|---|---|"
+    for placement in ("line", "v", "loop"):
+        steps, bounds = [], []
+        for number in range(seed, seed + count):
+            drawn = exact_schedules.draw(Random(f"{placement}{number}"), placement)
+            found = search(
+                drawn.state_times(),
+                n_devices=drawn.p,
+                n_microbatches=drawn.n,
+                stages_per_device=1 if placement == "line" else 2,
+                placement="loop" if placement == "loop" else "v",
+                memory=list(drawn.memory) if max(drawn.memory) < exact_schedules.NEVER else None,
+                kept_for_weights=list(drawn.kept),
+                held=list(drawn.held),
+                time_limit_s=0.5,
+            )
+            with suppress(exact_schedules.TooManyError):
+                shortest = exact_schedules.find_optimum(drawn, found.step_ms)
+                steps.append(found.step_ms / shortest - 1)
+                bounds.append(found.bound_ms / shortest - 1)
+        cells = [
+            sum(bound > 1e-7 for bound in bounds),
+            sum(abs(bound) <= 1e-6 for bound in bounds),
+            sum(step <= 1e-6 for step in steps),
+            sum(step <= 0.01 for step in steps),
+        ]
+        yield f"| {placement} | {len(steps)} | {' | '.join(map(str, cells))} | {100 * max(steps):.1f} % |"
+
+
 def draw(one: Instance, path: str) -> None:
     """Save a picture of an instance under 1F1B, ZBVZeroBubble and search."""
     timelines = []
@@ -106,11 +142,16 @@ def main() -> None:
     parser.add_argument("--instances", type=int, nargs="*", default=[*range(len(INSTANCES))], help="default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FILE")
+    parser.add_argument("--small", type=int, metavar="N")
     arguments = parser.parse_args()
     if arguments.picture:
         draw(INSTANCES[0], arguments.picture)
         return
     warm_up()
+    if arguments.small:
+        for line in count_small(arguments.small, arguments.seed):
+            print(line, flush=True)
+        return
     for line in tabulate_memory([INSTANCES[i] for i in arguments.instances], arguments.memory, arguments.seed):
         print(line, flush=True)
     print()
