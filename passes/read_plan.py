@@ -17,6 +17,7 @@ from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
 from fxsplit.schedule.search_plan import take_schedule
 from fxsplit.schedule.torch_csv import parse_csv
+from fxsplit.system.user_lines import warn_user
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,14 @@ def take_plan(ir: IR, plan: Plan, name: str) -> IR:
     damaged.
     """
     made, workload = price_again(ir, plan, name), ir[Workload]
-    if not plan.schedule_csv or (plan.schedule, plan.n_microbatches) != (workload.schedule, workload.n_microbatches):
+    if not plan.schedule_csv:
+        return ir.learn(made)
+    if (plan.schedule, plan.n_microbatches) != (workload.schedule, workload.n_microbatches):
+        warn_user(
+            f"{name} states the order of work of {plan.schedule} with {plan.n_microbatches} microbatches, and this is "
+            f"{workload.schedule} with {workload.n_microbatches}, which is run: to run that of the plan, give "
+            f"schedule={plan.schedule!r} and n_microbatches={plan.n_microbatches}"
+        )
         return ir.learn(made)
     schedule = parse_csv(plan.schedule_csv, plan.schedule)
     if schedule.n_stages != len(made.stages):
@@ -113,7 +121,8 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
         raise PlanError(f"{name} is a plan of another graph: only {where} has node {odd[0]!r}")
     most = max(d for stage in plan.stages for d in stage.devices)
     if most >= len(machine):
-        raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}")
+        of = "" if plan.schedule == workload.schedule else f"; it was made for schedule={plan.schedule!r}"
+        raise PlanError(f"{name} is a plan for {most + 1} devices or more, and there are {len(machine)}{of}")
     stage_of = spread_split(costs, {n: stage for n, stage in known.items() if n in costs.by_name})
     parts = [[n.name for n in costs.nodes if stage_of[n.name] == number] for number in range(len(plan.stages))]
     recompute = {"always": True, "never": False}.get(workload.recompute)  # None: as the plan says

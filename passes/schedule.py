@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fxsplit.errors import ChainError, ScheduleError
+from fxsplit.ir.chain import pass_text
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
+from fxsplit.schedule.generators.catalogue import SEARCH
 from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.system.figures import show
 
@@ -26,7 +28,7 @@ class SchedulePlan:
     - `seed`: another seed may find another schedule
 
     Under a schedule that depends on times, such as ZBVZeroBubble, it generates it from those of the plan. Under the
-    others it changes nothing.
+    others it changes nothing. The workload says which schedule it is: `compile(schedule="search")`.
     """
 
     memory: float = 0.0
@@ -46,11 +48,19 @@ class SchedulePlan:
     def __call__(self, ir: IR) -> IR:
         """Learn the Plan and the Workload with the schedule. A plan that states its schedule already keeps it.
 
-        Raises ScheduleError for a plan of inference, and under "search" for a plan with replicas and for less memory
-        than one microbatch needs.
+        Raises ScheduleError for a plan of inference, for options of a search if there is none, and under "search" for a
+        plan with replicas and for less memory than one microbatch needs.
         """
+        name = ir[Workload].schedule
         if ir[Workload].inference:
             raise ScheduleError("the pass schedule: inference has no backwards to put in order, so leave it out")
+        if self != SchedulePlan() and name != SEARCH:
+            raise ScheduleError(
+                f"{pass_text(self)}: its options are for schedule='search', and this one is {name!r}: give that, or "
+                "leave the options out"
+            )
+        if self != SchedulePlan() and ir[Plan].schedule_csv:
+            raise ScheduleError(f"{pass_text(self)}: the plan states its schedule already, so leave the options out")
         plan, workload, found = schedule_plan(
             ir[Plan],
             ir[Costs],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,9 @@ from fxsplit.planner.problem.borders import compress_cuts
 from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
 from fxsplit.system.progress_bar import show_progress
@@ -45,7 +48,7 @@ def plan(
     machine: int | Machine,
     *,
     example_inputs: Any = None,
-    schedule: ScheduleName = "1F1B",
+    schedule: ScheduleName | Schedule | os.PathLike[str] = "1F1B",
     n_microbatches: int | None = None,
     inference: bool = False,
     compress: Compress | None = None,
@@ -62,7 +65,7 @@ def plan(
     example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
         device). They decide how many microbatches a stage holds, and how many stages a device has. "search" plans for
-        1F1B, and then searches for the order of work with the shortest step.
+        1F1B, and then searches for the order of work with the shortest step. Also a Schedule, or a .csv file.
     inference: plan for outputs without gradients: from forward times only, with each weight held once. A profile that
         was measured for inference needs this.
     compress: count values and gradients with the bytes that compile(compress=) sends: "bf16" or "int8".
@@ -88,11 +91,17 @@ def plan(
         costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
         warn_user(costs.noise, UnsteadyProfileWarning)
-    costs, name = choose_passes(costs, schedule, inference=inference)
+    stated, fixed = read_schedule(schedule)
+    costs, name = choose_passes(costs, "1F1B" if fixed else stated, inference=inference)
     check_compress(compress)
     # The costs of a pipeline with compressed cuts count the compressed bytes already.
     costs = costs if compress is None else compress_cuts(costs, compress)
-    laid_out, workload = lay_out(where, name, n_microbatches)
+    if fixed is None:
+        laid_out, workload = lay_out(where, name, n_microbatches)
+    else:
+        laid_out, workload = lay_out_schedule(where, fixed, n_microbatches)
+        # A schedule that is stated action by action has all of its stages.
+        options = replace(options, use_all=True)
     with show_progress():
         found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
         return schedule_plan(found, costs, laid_out, workload)[0]
@@ -194,6 +203,25 @@ def lay_out(
         check_microbatch_count(n_microbatches)
     count = choose_microbatch_count(len(machine), stated=n_microbatches)
     return Scheduler(schedule, len(machine), stages_per_device).lay_out(machine, count)
+
+
+def lay_out_schedule(
+    machine: Machine, schedule: Schedule, n_microbatches: int | None = None
+) -> tuple[Machine, Workload]:
+    """Return the machine and the workload for a schedule that is stated action by action.
+
+    Raises InputError for another number of devices or microbatches than the schedule's, and NotExportable for one with
+    replicas of stages, or with several steps.
+    """
+    if len(machine) != schedule.n_devices:
+        raise InputError(
+            f"schedule {schedule.name!r} is for {schedule.n_devices} devices, and there are {len(machine)}"
+        )
+    if n_microbatches not in (None, schedule.n_microbatches):
+        raise InputError(
+            f"n_microbatches={n_microbatches}: schedule {schedule.name!r} has {schedule.n_microbatches}: leave it out"
+        )
+    return Scheduler.of(schedule).lay_out(machine, schedule.n_microbatches)
 
 
 def build_machine(profile: ProfileFile, devices: int | None, bandwidth: float | None) -> Machine:

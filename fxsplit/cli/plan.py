@@ -11,7 +11,14 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from fxsplit.api.plan import build_machine, check_can_run, check_without_backwards, choose_passes, lay_out
+from fxsplit.api.plan import (
+    build_machine,
+    check_can_run,
+    check_without_backwards,
+    choose_passes,
+    lay_out,
+    lay_out_schedule,
+)
 from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import (
@@ -41,7 +48,7 @@ from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.solve import RECOMPUTE
-from fxsplit.schedule import Schedule, SearchResult
+from fxsplit.schedule import SearchResult
 from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.search_plan import schedule_plan
@@ -132,7 +139,7 @@ class PlanArguments:
                 raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
-        self.found: SearchResult | None = None
+        self._searches: dict[int, SearchResult] = {}
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
         profile = read(arguments.file, by_bytes)
@@ -208,7 +215,7 @@ class PlanArguments:
         """Return the machine with one device for each stage, and the schedule's workload."""
         machine = self.machine(count)
         if self.fixed is not None:
-            return self._lay_out_fixed(machine, self.fixed)
+            return lay_out_schedule(machine, self.fixed, self.arguments.n_microbatches)
         laid_out, workload = lay_out(machine, self.schedule, self.arguments.n_microbatches)
         if self.arguments.pins and len(laid_out) != len(machine):
             raise InputError(
@@ -216,15 +223,6 @@ class PlanArguments:
                 "device does not say which: in Python, fxsplit.plan(pins={'layer1': 3}) takes the number of a stage"
             )
         return laid_out, workload
-
-    def _lay_out_fixed(self, machine: Machine, fixed: Schedule) -> tuple[Machine, Workload]:
-        """Return the machine and the workload for a schedule from a file, which has its own devices."""
-        file, count = self.arguments.schedule, self.arguments.n_microbatches
-        if len(machine) != fixed.n_devices:
-            raise InputError(f"--schedule {file}: it is for {fixed.n_devices} devices, and there are {len(machine)}")
-        if count not in (None, fixed.n_microbatches):
-            raise InputError(f"--n-microbatches {count}: the file {file!r} has {fixed.n_microbatches}")
-        return Scheduler.of(fixed).lay_out(machine, fixed.n_microbatches)
 
     def costs_no_transfers(self, count: int | None) -> bool:
         """Return whether transfers are priced but take no time, because no bandwidth was given."""
@@ -242,11 +240,17 @@ class PlanArguments:
         options = self.options if self.fixed is None else replace(self.options, use_all=True)
         with show_progress():
             plan = check_can_run((planner or self.planner).plan(machine, workload, options))
-            plan, _, self.found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
+            plan, _, found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
+        if found is not None:
+            self._searches[id(plan)] = found
         # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.
         if plan.bottleneck_ms >= self.profile.never_ms:
             raise NoFit("no plan fits: some node runs only on hosts, and there is no host for it")
         return plan
+
+    def find_search(self, plan: Plan) -> SearchResult | None:
+        """Return the search that found the schedule of a plan of this question, or None."""
+        return self._searches.get(id(plan))
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as a JSON object for other programs; times are in the file's own unit."""
@@ -254,9 +258,9 @@ class PlanArguments:
         # Readers of PipeDream's files expect every node in a stage, including the inputs.
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
-        if self.found is not None:
-            answer |= {"step_time": self.found.step_ms, "step_lower_bound": self.found.bound_ms}
-            answer |= {"step_gap": self.found.gap}
+        found = self.find_search(plan)
+        if found is not None:
+            answer |= {"step_time": found.step_ms, "step_lower_bound": found.bound_ms, "step_gap": found.gap}
         return answer | {"unit": self.profile.unit, "seconds": {"load": self.load_s, **self.planner.seconds}}
 
 
@@ -294,7 +298,7 @@ def main(arguments: argparse.Namespace) -> int:
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})
         return 0
     if len(plans) > 1:
-        print_parts([_tabulate(plans)])
+        print_parts([_tabulate(plans, question)])
         for line in _explain_end(plans):
             print(line)
         if arguments.n_microbatches is None:
@@ -304,8 +308,9 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     (_, plan) = plans[0]
     print_parts(plan.show())
-    if question.found is not None:
-        print(question.found)
+    found = question.find_search(plan)
+    if found is not None:
+        print(found)
     if question.costs_no_transfers(counts[0]):
         print(UNLIMITED)
     if arguments.baselines:
@@ -316,19 +321,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tabulate(plans: Sequence[tuple[int | None, Plan]]) -> Table:
+def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:
     """Return a row for each number of devices."""
-    rows = [
-        (
-            count,
-            f"{plan.bottleneck_ms:.4f}",
-            f"{plan.speedup:.2f}",
-            plan.standing.removeprefix("gap "),
-            len(plan.stages),
-        )
-        for count, plan in plans
-    ]
-    return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages"), rows)
+    rows = []
+    for count, plan in plans:
+        figures = f"{plan.bottleneck_ms:.4f}", f"{plan.speedup:.2f}", plan.standing.removeprefix("gap ")
+        found = question.find_search(plan)
+        searched = () if found is None else (f"{found.step_ms:.3f}", found.standing.removeprefix("gap "))
+        rows.append((count, *figures, len(plan.stages), *searched))
+    heads = (">step ms", ">step gap") if question.schedule == SEARCH else ()
+    return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages", *heads), rows)
 
 
 def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:

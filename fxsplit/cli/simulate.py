@@ -36,7 +36,7 @@ from fxsplit.schedule import (
     simulate,
     verify,
 )
-from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler, count_devices
+from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler, count_devices
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
 from fxsplit.schedule.search_plan import schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
@@ -167,11 +167,11 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
     """Return the schedule of a name and numbers that are given, of the plan, or of defaults."""
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
-    if plan is not None and plan.schedule_csv and (arguments.schedule, devices) == (None, None):
-        stated = Scheduler.of(parse_csv(plan.schedule_csv, name))
-        # For another number of microbatches its name says what runs, unless it has none.
-        if name not in (SEARCH, *FROM_TIMES) or arguments.n_microbatches in (None, plan.n_microbatches):
-            return build_schedule(plan, stated, arguments.n_microbatches or plan.n_microbatches)
+    stated = plan is not None and plan.schedule_csv and (arguments.schedule, devices) == (None, None)
+    # Only a schedule from a file has no name that says what runs.
+    if plan is not None and stated and name not in (SEARCH, *SCHEDULES):
+        scheduler = Scheduler.of(parse_csv(plan.schedule_csv, name))
+        return build_schedule(plan, scheduler, arguments.n_microbatches or plan.n_microbatches)
     if devices is None:
         devices = count_devices(name, len(plan.stages), arguments.stages_per_device) if plan else 4
     count = arguments.n_microbatches

@@ -33,7 +33,8 @@ RELEASES = (BACKWARD, WEIGHT_GRADIENT)
 # At most seven digits: a longer number is a mistake, and a list of that length would exhaust memory.
 _TOKEN = re.compile(
     r"(?P<stage>\d{1,7})(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|F|B|I|W)(?P<microbatch>\d{0,7})"
-    r"(?:r(?P<replica>\d{1,7}))?(?:v(?P<version>\d{1,7}))?"
+    r"(?:r(?P<replica>\d{1,7}))?(?:v(?P<version>\d{1,7}))?",
+    re.ASCII,
 )
 
 

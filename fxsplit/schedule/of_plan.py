@@ -13,7 +13,7 @@ from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.moments import assume_moments, count_moving
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import StagePlan, count_messages
-from fxsplit.schedule.generators.catalogue import INFERENCE, SPLITTING, Scheduler
+from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, SPLITTING, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     check_takes_replicas,
     count_in_flight,
@@ -44,7 +44,11 @@ def build_schedule(
         schedule = parse_csv(plan.schedule_csv, plan.schedule)
         if schedule.n_stages != len(plan.stages):
             raise ScheduleError(f"{plan.schedule} has {schedule.n_stages} stages, and the plan {len(plan.stages)}")
+        if schedule.homes != scheduler.homes(len(plan.stages)):
+            raise ScheduleError(f"{plan.schedule}: its stages are on other devices than those of the plan")
         return schedule
+    if plan.schedule == scheduler.name == SEARCH and not plan.schedule_csv:
+        raise ScheduleError("the plan has no searched schedule yet: run the pass 'schedule' after 'partition'")
     homes = find_replicas(plan)
     if homes is not None and scheduler.name == INFERENCE:
         return run_forwards(homes, n_microbatches)

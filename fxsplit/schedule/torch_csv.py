@@ -37,7 +37,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     Raises ScheduleError, with rank and cell, for a file that is no schedule or an illegal one.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             text = file.read()
     except (OSError, ValueError) as error:
         raise ScheduleError(f"cannot read the schedule {os.fspath(path)!r}: {explain_unreadable(error)}") from error

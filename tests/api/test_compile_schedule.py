@@ -73,8 +73,9 @@ def test_a_saved_plan_replays_its_schedule(tmp_path: Path) -> None:
     again, model = train("search", plan=tmp_path / "plan.json")
     assert again.plan.schedule_csv == pipe.plan.schedule_csv
     assert_trained(model)
-    # Under another schedule only the stages are taken.
-    other, _ = train("ZB-H1", plan=tmp_path / "plan.json")
+    # Under another schedule only the stages are taken, with a warning.
+    with pytest.warns(UserWarning, match="states the order of work of search with 6 microbatches, and this is ZB-H1"):
+        other, _ = train("ZB-H1", plan=tmp_path / "plan.json")
     assert other.plan.schedule == "ZB-H1" and not other.plan.schedule_csv
     assert [s.nodes for s in other.plan.stages] == [s.nodes for s in pipe.plan.stages]
 
@@ -102,14 +103,16 @@ def test_a_schedule_is_run_as_it_is(tmp_path: Path) -> None:
         (generate("PipeDream", 3, 6), {}, "does not train in one step a batch"),
         ("missing.csv", {}, "cannot read the schedule 'missing.csv'"),
         (3, {}, "give a name, 'auto', a Schedule or a .csv file"),
-        ("search", {"stages_per_device": 2}, "2 stages a device"),
+        ("search", {"stages_per_device": 2}, "search: 2 stages a device: plans with a searched schedule have one"),
+        (generate("Chimera", 4, 4), {"devices": 4, "n_microbatches": 4}, "has stages on several devices"),
         ("serch", {}, "did you mean"),
         ("search", {"inference": True}, "there is one schedule"),
     ],
 )
 def test_refused(schedule: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((InputError, ScheduleError), match=message):
-        fxsplit.compile(make_model(), ["cpu"] * 3, schedule=schedule, **{"n_microbatches": 6, **options})
+        given = {"n_microbatches": 6, **options}
+        fxsplit.compile(make_model(), ["cpu"] * given.pop("devices", 3), schedule=schedule, **given)
 
 
 def test_an_illegal_schedule_is_refused() -> None:

@@ -22,6 +22,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.ir.manager import run_chain
 from fxsplit.passes import Augment, Order, Partition
+from fxsplit.passes.schedule import SchedulePlan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
@@ -64,7 +65,7 @@ def run_passes(
     def pin(ir: IR) -> IR:
         return Pins.add(ir, pins) if pins else ir
 
-    chain: list[Any] = [Augment(free=options.free), Order(), Partition(**fields)]
+    chain: list[Any] = [Augment(free=options.free), Order(), Partition(**fields), SchedulePlan()]
     chain.insert(2 if late else 0, pin)
     try:
         with warnings.catch_warnings(action="ignore", category=FxsplitWarning):
@@ -198,7 +199,7 @@ def test_an_argument_of_another_type_or_without_effect_is_named(arguments: dict[
     call: Any = fxsplit.plan
     with pytest.raises(InputError, match=message):
         call(costs, **{"machine": 2, **arguments})
-    with pytest.raises(ScheduleError, match=r"unknown schedule \['1F1B'\]: known are"):
+    with pytest.raises(ScheduleError, match=r"schedule=\['1F1B'\]: give a name, 'auto', a Schedule"):
         call(costs, 2, schedule=["1F1B"])
 
 

@@ -499,7 +499,7 @@ def test_a_searched_plan_replays(profile: str, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["simulate", "--plan", str(path), "--n-microbatches", "5"]) == 2
     assert "order is for 6 microbatches" in capsys.readouterr().err
     for more, message in (
-        (["--devices", "2"], "it is for 3 devices, and there are 2"),
+        (["--devices", "2"], "is for 3 devices, and there are 2"),
         (["--devices", "3", "--n-microbatches", "5"], "has 6"),
     ):
         assert cli.main(["plan", profile, "--schedule", str(tmp_path / "order.csv"), *more]) == 2
@@ -507,6 +507,27 @@ def test_a_searched_plan_replays(profile: str, tmp_path: Path, capsys: pytest.Ca
     path.write_text(json.dumps(made | {"schedule_csv": made["schedule_csv"].replace("0F1", "0F0", 1)}))
     assert cli.main(["simulate", "--plan", str(path)]) == 2
     assert "0F0: done twice" in capsys.readouterr().err
+    for damage, message in (
+        ("\r\n".join(made["schedule_csv"].split("\r\n")[2::-1]), "on other devices than those of the plan"),
+        (None, "the plan has no searched schedule yet"),
+    ):
+        path.write_text(json.dumps(made | {"schedule_csv": damage}))
+        assert cli.main(["simulate", "--plan", str(path)]) == 2
+        assert message in capsys.readouterr().err
     path.write_text(json.dumps(made | {"schedule_csv": 3}))
     assert cli.main(["simulate", "--plan", str(path)]) == 2
     assert "schedule_csv is 3" in capsys.readouterr().err
+
+
+def test_a_range_of_devices_is_searched_row_by_row(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--schedule", "search", "--n-microbatches", "6", "--json"]
+    assert cli.main(["plan", profile, "--devices", "2..4", *options]) == 0
+    rows = json.loads(capsys.readouterr().out)["curve"]
+    for row in rows:
+        assert cli.main(["plan", profile, "--devices", str(row["n_devices"]), *options]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert (row["step_time"], row["step_lower_bound"]) == (alone["step_time"], alone["step_lower_bound"])
+    assert len({row["step_time"] for row in rows}) >= 2
+    assert cli.main(["plan", profile, "--devices", "2..4", *options[:-1]]) == 0
+    table = capsys.readouterr().out
+    assert "step ms" in table and all(f"{row['step_time']:.3f}" in table for row in rows)

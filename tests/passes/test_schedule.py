@@ -33,15 +33,19 @@ def test_it_learns_a_schedule() -> None:
     assert max(schedule.peak_activations()) <= 2
     assert workload.in_flight[3] == schedule.peak_in_flight()
     plan.verify(after)
-    # A plan that has a schedule keeps it, whatever the options say.
-    again = SchedulePlan(memory=1)(after)
+    # A plan that has a schedule keeps it, and options that would ask for another one are refused.
+    again = SchedulePlan()(after)
     assert again[Plan].schedule_csv == plan.schedule_csv and again[Workload] == workload
+    with pytest.raises(ScheduleError, match=r"schedule\{memory=1\}: the plan states its schedule already"):
+        SchedulePlan(memory=1)(after)
 
 
 def test_other_schedules_stay_as_they_are() -> None:
     for name in ("1F1B", "ZB-H1"):
         before = plan_model(name)
         assert SchedulePlan()(before) is before
+        with pytest.raises(ScheduleError, match=f"its options are for schedule='search', and this one is '{name}'"):
+            SchedulePlan(memory=2)(before)
 
 
 def test_text_keeps_it() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fxsplit
 from fxsplit.api.plan import lay_out
-from fxsplit.errors import ScheduleError
+from fxsplit.errors import InputError, ScheduleError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.ir.facts.memory.moments import count_moving
@@ -21,7 +23,7 @@ from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import build_schedule, read_footprints, read_times
 from fxsplit.schedule.search_plan import schedule_plan, search_for_plan, take_schedule
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
-from fxsplit.schedule.torch_csv import format_csv, parse_csv
+from fxsplit.schedule.torch_csv import format_csv, parse_csv, write_csv
 from tests.cli.test_plan import chain
 
 SIZES = [40, 30, 20, 10, 20, 30, 50, 20]
@@ -148,6 +150,19 @@ def test_schedules_are_generated_from_the_times_of_the_plan(name: str) -> None:
             machine, devices=tuple(replace(d, memory_bytes=b) for d, b in zip(machine.devices, limits, strict=True))
         )
         assert not schedule_plan(plan, costs, tight, workload)[0].schedule_csv
+
+
+def test_plan_takes_schedules(tmp_path: Path) -> None:
+    own = generate("ZB-H1", 4, 8)
+    write_csv(own, tmp_path / "own.csv")
+    stated: list[Any] = [own, tmp_path / "own.csv", str(tmp_path / "own.csv")]
+    for schedule in stated:
+        plan = fxsplit.plan(make_costs(), make_machine(4), schedule=schedule)
+        assert parse_csv(plan.schedule_csv, own.name) == own and plan.n_microbatches == 8
+    with pytest.raises(InputError, match="'ZB-H1' is for 4 devices, and there are 3"):
+        fxsplit.plan(make_costs(), make_machine(3), schedule=own)
+    with pytest.raises(InputError, match="n_microbatches=4: schedule 'ZB-H1' has 8"):
+        fxsplit.plan(make_costs(), make_machine(4), schedule=own, n_microbatches=4)
 
 
 def test_schedulers_of_schedules() -> None:

@@ -126,6 +126,8 @@ class SharedPlan:
             at = names.index("partition")
             # If the user put a pass between these, `augment` and `order` run here too: that pass may read their facts.
             skipped = set(SEARCH) if names[at - 2 : at + 1] == list(SEARCH) else {"partition"}
+            # The plan states the schedule that the first rank found.
+            skipped |= {"schedule"} if self.plan.schedule_csv else set()
             kept = [TakePlan(self.plan) if n == "partition" else p for n, p in zip(names, chain, strict=True)]
             chain = Chain(tuple(p for n, p in zip(names, kept, strict=True) if n == "partition" or n not in skipped))
         count = options.n_microbatches

@@ -243,6 +243,8 @@ def check_fixed(schedule: Schedule, n_devices: int, stages_per_device: int | Non
         )
     if stages_per_device is not None:
         raise InputError(f"stages_per_device={stages_per_device}: schedule {schedule.name!r} says where its stages are")
+    if any(len(home) > 1 for home in schedule.homes):
+        raise InputError(f"schedule {schedule.name!r} has stages on several devices: give its name, not a Schedule")
     if not (schedule.trains and schedule.synchronous):
         raise InputError(f"schedule {schedule.name!r} does not train in one step a batch: give one that does")
 

@@ -155,6 +155,11 @@ def _generate(name: str, n_devices: int, n_microbatches: int, stages_per_device:
 def _prepare(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None) -> Callable[..., Schedule]:
     """Return the generator of a schedule with its numbers, which are checked; raises ScheduleError."""
     generator = inference if name == INFERENCE else find_schedule(name)
+    if name == SEARCH and stages_per_device not in (None, 1):
+        raise ScheduleError(
+            f"{SEARCH}: {stages_per_device} stages a device: plans with a searched schedule have one "
+            "(fxsplit.schedule.search takes two)"
+        )
     counts = {"devices": n_devices, "microbatches": n_microbatches, "stages a device": stages_per_device}
     for what, count in counts.items():
         if count is not None and count < 1:
@@ -314,7 +319,7 @@ def find_moments(workload: Workload, machine: Machine) -> MomentsOf | None:
     """
     if workload.schedule_csv:
         return MomentsOf(Scheduler.of(parse_csv(workload.schedule_csv, workload.schedule)), workload.n_microbatches)
-    if workload.inference or workload.schedule not in SCHEDULES:
+    if workload.inference or workload.schedule not in (*SCHEDULES, SEARCH):
         return None
     count = len(machine.real) or len(machine)
     homes = machine.homes or tuple((i,) for i in range(count))

@@ -8,7 +8,7 @@ one of microbatch i. Jobs of equal length lose nothing by that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,8 @@ def make_instance(
     weight = np.array(times.weight_ms if len(times.weight_ms) else [b / 2 for b in times.backward_ms], float)
     crosses = np.append(False, device[1:] != device[:-1])
     shares = np.full(count, 1 / stages.shape[1]) if held is None else np.array(held, float)
-    limits = np.full(n_devices, UNLIMITED if memory is None else memory, float)
+    given: Any = UNLIMITED if memory is None else memory
+    limits = np.array([min(m, UNLIMITED) for m in ([given] * n_devices if np.ndim(given) == 0 else given)], float)
     links: dict[tuple[int, int], int] = {}
 
     def number(source: int, destination: int) -> int:
@@ -112,5 +113,5 @@ def make_instance(
         max(1, len(links)),
         shares,
         shares * np.broadcast_to(np.array(kept_for_weights, float), count),
-        np.minimum(limits, UNLIMITED),
+        limits,
     )

@@ -15,6 +15,8 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal
 
+import numpy as np
+
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT
 from fxsplit.schedule.generators.catalogue import MOST_ACTIONS, RUNNABLE, SEARCH, generate
@@ -62,9 +64,13 @@ class SearchResult:
         """How far the step may be from the shortest one, as a share of the step; 0 if it is proven optimal."""
         return (self.step_ms - self.bound_ms) / self.step_ms if self.step_ms else 0.0
 
+    @property
+    def standing(self) -> str:
+        """The proof in words: "optimal", or "gap 3.10 %"."""
+        return "optimal" if self.gap <= PROVEN else f"gap {100 * self.gap:.2f} %"
+
     def __str__(self) -> str:
-        standing = "optimal" if self.gap <= PROVEN else f"gap {100 * self.gap:.2f} %"
-        return f"step {self.step_ms:.3f} ms, lower bound {self.bound_ms:.3f} ms, {standing}"
+        return f"step {self.step_ms:.3f} ms, lower bound {self.bound_ms:.3f} ms, {self.standing}"
 
 
 def search(
@@ -195,8 +201,8 @@ def _check_amounts(what: str, given: Any, count: int) -> None:
     if given is None:
         return
     single = isinstance(given, Real)
-    values = [given] if single else list(given)
-    if not all(isinstance(value, Real) and float(value) >= 0 for value in values):
+    values: list[Any] = [given] if single else list(given)
+    if any(type(value) is bool or not isinstance(value, (int, float, np.number)) or not value >= 0 for value in values):
         raise ScheduleError(f"search: {what}={show(given)}: give numbers of at least 0")
     if not single and len(values) != count:
         raise ScheduleError(f"search: {what} has {len(values)} numbers: give {count}")
@@ -210,7 +216,7 @@ def _check(one: Instance, time_limit_s: float | None) -> None:
             raise ScheduleError(
                 f"search: memory={show(float(memory))} of device {r}: one microbatch needs {show(need)}: give more"
             )
-    if one.held.min() < 0 or one.late.min() < 0 or (one.late > one.held + 1e-9).any():
+    if one.held.max() > 1 + 1e-9 or (one.late > one.held + 1e-9).any():
         raise ScheduleError("search: held and kept_for_weights are shares: give numbers of 0 to 1")
     if time_limit_s is not None and not (isinstance(time_limit_s, float | int) and time_limit_s > 0):
         raise ScheduleError(f"search: time_limit_s={show(time_limit_s)}: give seconds above 0")
