@@ -28,6 +28,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
 from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.schedule.generators.synchronous import REPLICABLE
+from fxsplit.schedule.search_plan import schedule_plan
 from tests.support.graphs import ir_of, machines, node, profiles
 from tests.support.models import FAST, Residual
 
@@ -50,7 +51,8 @@ def plan_profile(
         except TooFewParts:
             # A pipeline then has stages that only pass values on, and plan() leaves the choice to its caller.
             unrolled, work = lay_out(machine, schedule)
-            return Planner(costs, pins).plan(unrolled, replace(work, may_idle=True), options)
+            work = replace(work, may_idle=True)
+            return schedule_plan(Planner(costs, pins).plan(unrolled, work, options), costs, unrolled, work)[0]
     except PlanError as error:
         return str(error)
 
