@@ -113,6 +113,7 @@ __all__ = [
     "Print",
     "Profile",
     "ReadPlan",
+    "SchedulePlan",
     "SplitBy",
     "Stop",
     "TakePlan",
