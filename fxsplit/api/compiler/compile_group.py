@@ -39,8 +39,8 @@ from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, s
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
-from fxsplit.schedule.search_plan import take_schedule
-from fxsplit.schedule.torch_csv import format_csv, parse_csv
+from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.torch_csv import format_csv
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fake.without_weights import lacks_values
 
@@ -70,8 +70,7 @@ class TakePlan:
         """Learn Plan, and the Workload of the schedule that it states, if it states one."""
         if not self.plan.schedule_csv or ir[Workload].schedule_csv:
             return ir.learn(self.plan)
-        schedule = parse_csv(self.plan.schedule_csv, self.plan.schedule)
-        _, workload = take_schedule(self.plan, schedule, ir[Costs], ir[Machine], ir[Workload])
+        _, workload, _ = schedule_plan(self.plan, ir[Costs], ir[Machine], ir[Workload])
         return ir.learn(workload, self.plan)
 
 

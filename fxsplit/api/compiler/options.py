@@ -185,7 +185,7 @@ class CompileOptions:
         ordered = self.fixed is None and self.schedule in (AUTO, SEARCH, *FROM_TIMES)
         if ordered and SchedulePlan.name not in names and "emit" in names:
             chain = chain.before("emit", SchedulePlan())
-        if BatchNorm.name not in [name_pass(step) for step in chain]:
+        if BatchNorm.name not in names:
             return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
         return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain
 

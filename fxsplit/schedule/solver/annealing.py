@@ -96,11 +96,16 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
 
     Stops at the deadline, of time.monotonic. Only then does the result depend on the machine.
     """
-    tail = _cut(one, start, setting)
+    step, state = evaluate(one, start.orders, start.rules)
+    # How long a microbatch takes on a device.
+    each = one.work.sum() / one.n_devices / one.n_microbatches
+    stop = np.zeros(one.n_devices, np.int64)
+    if setting.window:
+        since = max(0.3, 1 - setting.window * one.n_devices * each / step) * step
+        stop = (state.begins < since).sum(axis=1)
+    tail = _cut(one, start, stop)
     entries = STEP + int(start.orders.size - tail.start.at.sum())
     steps = max(setting.fewest, setting.length // entries)
-    # The unit of the temperature.
-    each = one.work.sum() / one.n_devices / one.n_microbatches
     cooling = Cooling(
         steps,
         setting.warmth * each / 46,
@@ -111,31 +116,24 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
         not all(share_weights(one, r) for r in range(one.n_devices)),
         goal,
     )
-    step, state = evaluate(one, start.orders, start.rules)
     cost = step + cooling.side * float(np.maximum(state.free, cooling.least).mean())
     first, rules = start.orders, start.rules
     walk = Walk(
         first.copy(), rules.copy(), first.copy(), rules.copy(), first.copy(), rules.copy(), np.array([cost, step])
     )
-    stop = np.full(one.n_devices, start.orders.shape[1])
+    whole = np.full(one.n_devices, start.orders.shape[1])
     orders.seed_random(seed)
     slice_ = max(1, SLICE // entries)
     for at in range(0, steps, slice_):
-        if orders.anneal(one, walk, tail, state, stop, cooling, at, min(steps, at + slice_)):
+        if orders.anneal(one, walk, tail, state, whole, cooling, at, min(steps, at + slice_)):
             break
         if time.monotonic() > deadline:
             break
     return Candidate(float(walk.figures[1]), walk.best_orders, walk.best_rules)
 
 
-def _cut(one: Instance, start: Candidate, setting: Setting) -> Tail:
-    """Return the part of a candidate that a setting changes."""
-    step, state = evaluate(one, start.orders, start.rules)
-    stop = np.zeros(one.n_devices, np.int64)
-    if setting.window:
-        each = one.work.sum() / one.n_devices / one.n_microbatches
-        since = max(0.3, 1 - setting.window * one.n_devices * each / step) * step
-        stop = (state.begins < since).sum(axis=1)
+def _cut(one: Instance, start: Candidate, stop: Ints) -> Tail:
+    """Return the part of a candidate after the first `stop` entries of each device."""
     cut = orders.begin(one)
     orders.run(one, start.orders, start.rules, cut, stop)
     # Only W may be left at the end: then nothing changes, but there is always a last microbatch.

@@ -113,11 +113,11 @@ def search(
     _check_amounts("held", [held] if isinstance(held, Real) else held, len(homes))
     one = make_instance(homes, n_microbatches, times, memory, kept_for_weights, held)
     _check(one, time_limit_s)
-    limit = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
     named = [s for s in _list_named(homes, n_microbatches, times, stages_per_device) if fits(one, s)]
     warm_up()
-    limit = limit if time_limit_s is None else time_limit_s
-    found, bound = _search(one, named, homes, seed, time.monotonic() + limit)
+    usual = SHORT_S if one.n_actions <= SHORT_ACTIONS else LONG_S
+    limit_s = usual if time_limit_s is None else time_limit_s
+    found, bound = _search(one, named, homes, seed, time.monotonic() + limit_s)
     schedules = [*named, *([] if found is None else [found])]
     # Sums in another order differ in their last digits: the simulation decides.
     steps = [simulate(schedule, times).step_ms for schedule in schedules]

@@ -20,6 +20,7 @@ and the I of one microbatch belong to one walk, so the bound may be below the sh
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ PRECISE = 2e-7
 ROUNDS = 60
 
 
-class States:
+class States(NamedTuple):
     """The states of a device, apart from how many I of its first stage are done, and the moves between them.
 
     - `between`: [states, chain - 1]: the chain is F of each chunk and then I of each chunk, backwards; each is done at
@@ -41,8 +42,9 @@ class States:
     - `empty`: the state in which nothing is in flight
     """
 
-    def __init__(self, between: Ints, follow: Ints, empty: int):
-        self.between, self.follow, self.empty = between, follow, empty
+    between: Ints
+    follow: Ints
+    empty: int
 
 
 def list_states(one: Instance, device: int, limit: int) -> States | None:
@@ -169,8 +171,10 @@ class WindowBound:
         one, n, states = self.one, self.one.n_microbatches, self.states[r]
         own = one.stages[r]
         back = own[::-1]
-        weights = one.weight[own[:1]] if share_weights(one, r) else one.weight[own]
-        times = np.concatenate([one.forward[own], one.input[back], weights])
+        v = len(own)
+        # One kind of W if those of all chunks are alike.
+        kinds = states.follow.shape[1] - 2 * v
+        times = np.concatenate([one.forward[own], one.input[back], one.weight[own[:kinds]]])
         old_head, old_last = (np.concatenate([x[0, own], x[1, back]]) for x in (head, last))
         new_head, new_last = np.empty_like(old_head), np.empty_like(old_last)
         room = np.empty((2, n + 1, len(states.between)))
@@ -179,7 +183,6 @@ class WindowBound:
             new_head, new_last,
         ):  # fmt: skip
             return False
-        v = len(own)
         for kind, stages, part in ((0, own, slice(0, v)), (1, back, slice(v, 2 * v))):
             head[kind, stages] = np.maximum(head[kind, stages], new_head[part])
             last[kind, stages] = np.minimum(last[kind, stages], new_last[part])
