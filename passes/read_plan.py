@@ -15,6 +15,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
+from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.search_plan import take_schedule
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.user_lines import warn_user
@@ -102,7 +103,7 @@ def take_plan(ir: IR, plan: Plan, name: str) -> IR:
     schedule = parse_csv(plan.schedule_csv, plan.schedule)
     if schedule.n_stages != len(made.stages):
         raise PlanError(f"{name} has {len(made.stages)} stages, and its schedule {schedule.n_stages}")
-    planned, scheduled = take_schedule(made, schedule, ir[Costs], ir[Machine], workload)
+    planned, scheduled = take_schedule(made, Scheduler.of(schedule), ir[Costs], ir[Machine], workload)
     return ir.learn(scheduled, planned)
 
 

@@ -31,6 +31,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack as list_modes
 
+from fxsplit.schedule import choose_schedule
 from fxsplit.torch_internals.autograd import split as grad_split
 from fxsplit.torch_internals.autograd import sums as gradient_sums
 from tests.support.times import measure_times, state_times
@@ -83,6 +84,12 @@ def stated_times(request: pytest.FixtureRequest) -> None:
         measure_times()
     else:
         state_times()
+
+
+@pytest.fixture(autouse=True)
+def only_named_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the search out when compile() chooses a schedule: it would end after a measured time."""
+    monkeypatch.setattr(choose_schedule, "is_warm", lambda: False)
 
 
 def list_workers() -> set[threading.Thread]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxsplit import passes as standard
 from fxsplit.api.companions import warn_of_untried
-from fxsplit.api.compiler.chain import state_in_chain
+from fxsplit.api.compiler.chain import find_schedule_of, state_in_chain
 from fxsplit.api.compiler.compile_group import GradientHook, make_compile_group
 from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.compiler.devices import Devices, read_devices
@@ -33,7 +33,7 @@ from fxsplit.ir.manager import Observer
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import Policy
 from fxsplit.schedule import Schedule
-from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, ScheduleName
+from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, RUNNABLE, ScheduleName
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import show
 from fxsplit.system.interrupts import lose_no_interrupt
@@ -51,7 +51,7 @@ def compile(
     *,
     example_inputs: Any = None,
     n_microbatches: int | Literal["auto"] | None = None,
-    schedule: ScheduleName | Literal["auto"] | Schedule | os.PathLike[str] = "1F1B",
+    schedule: ScheduleName | Literal["auto"] | Schedule | os.PathLike[str] | None = None,
     stages_per_device: int | None = None,
     loss_fn: LossFn | None = None,
     recompute: Policy = "plan",
@@ -91,7 +91,8 @@ def compile(
         in which the optimizer steps between microbatches; or "auto". "auto" measures, plans and simulates every choice,
         and takes the fastest that fits in memory. "search" plans for 1F1B, and then searches for the order of work with
         the shortest step within each device's memory. A Schedule, or the path of a .csv file in torch's format, is run
-        as it is.
+        as it is. By default the stages are planned for 1F1B, and the schedule is the one among 1F1B, GPipe, ZB-H1,
+        ZB-H2 and a searched one with the shortest simulated step that fits in memory; with `plan` it is the plan's.
     stages_per_device: for schedules that take several (default: the number that the schedule is made for).
     loss_fn: loss_fn(outputs, target) -> scalar, for `step`.
     recompute: when a stage keeps no activations and runs forward again before its backward: "never", "always",
@@ -143,7 +144,7 @@ def compile(
         )
     model = inner
     machine, world = read_devices(devices, model)
-    name, fixed = read_schedule(schedule)
+    name, fixed = find_schedule_of(plan) if schedule is None else read_schedule(schedule)
     options = CompileOptions(
         machine=machine,
         chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
@@ -224,6 +225,8 @@ def recompile_like(
     chain = Chain(tuple(replace(step, compress="") if isinstance(step, standard.Cut) else step for step in kept))
     made = pipe.compiler.get_compiled(get_mode(model))
     costs = None if made is None else made.costs
+    # The copy runs the schedule that was chosen for the pipeline. A searched one is for one number of microbatches.
+    chosen = None if made is None or made.program.plan.schedule_csv else made.program.plan.schedule
     # A search over numbers of microbatches measures each of them, and costs of inference have no backwards.
     if costs is not None and (options.n_microbatches == AUTO or costs.inference):
         costs = None
@@ -233,6 +236,7 @@ def recompile_like(
         loss_fn=loss_fn,
         costs=costs,
         costs_by_name=costs is not None,
+        schedule=chosen if options.schedule is None and chosen in RUNNABLE else options.schedule,
         observed=False,
         deferred_batch_norm=False,
         inference=False,

@@ -19,7 +19,7 @@ from fxsplit.ir.facts.costs.compress import HOW
 from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, TransferKind
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.stage import spread_activations
-from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.plan import ComparedSchedule, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, show
 from fxsplit.system.files import explain_unreadable, write_whole
@@ -83,6 +83,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "busiest": plan.busiest_ms,
         "transfers": plan.transfers,
         "schedule_csv": plan.schedule_csv or None,
+        "compared": [asdict(choice) for choice in plan.compared],
     }
 
 
@@ -144,6 +145,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             transfers=_read_transfers(data.get("transfers", "asynchronous")),
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
             schedule_csv=_read_schedule(data.get("schedule_csv")),
+            compared=tuple(_read_compared(choice) for choice in as_list(data.get("compared", []))),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
@@ -217,6 +219,16 @@ def _read_schedule(value: Any) -> str:
     if not (value is None or isinstance(value, str)):
         raise PlanError(f"schedule_csv is {show(value)}, and neither null nor a schedule in torch's format")
     return value or ""
+
+
+def _read_compared(value: Any) -> ComparedSchedule:
+    """Return a schedule that was compared for the plan. Raises PlanError for figures that are none."""
+    fits = value["fits"]
+    return ComparedSchedule(
+        str(value["schedule"]),
+        _number(value["step_ms"], "step_ms"),
+        None if fits is None else _truth(fits, "fits"),
+    )
 
 
 def _count(value: Any, what: str) -> int:

@@ -43,18 +43,27 @@ def schedule_plan(
     times, if it fits and is faster than the one for equal times. Other plans stay as they are, and so do those that
     state their schedule. `memory`, `time_limit_s` and `seed` are those of `search_for_plan`, which states the errors.
     """
+    if plan.schedule_csv and workload.schedule_csv == plan.schedule_csv:
+        return plan, workload, None
     if plan.schedule_csv:
         stated = parse_csv(plan.schedule_csv, plan.schedule)
-        return *take_schedule(plan, stated, costs, machine, workload), None
-    limits = [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+        return *take_schedule(plan, Scheduler.of(stated), costs, machine, workload), None
+    limits = list_limits(plan, machine)
     if plan.schedule == SEARCH:
         found = search_for_plan(plan, limits, memory=memory, time_limit_s=time_limit_s, seed=seed)
-        return *take_schedule(plan, found.schedule, costs, machine, workload), found
-    made = _generate_from_times(plan, machine, limits) if plan.schedule in FROM_TIMES else None
-    return (plan, workload, None) if made is None else (*take_schedule(plan, made, costs, machine, workload), None)
+        return *take_schedule(plan, Scheduler.of(found.schedule), costs, machine, workload), found
+    made = generate_from_times(plan, machine, limits) if plan.schedule in FROM_TIMES else None
+    if made is None:
+        return plan, workload, None
+    return *take_schedule(plan, Scheduler.of(made), costs, machine, workload), None
 
 
-def _generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -> Schedule | None:
+def list_limits(plan: Plan, machine: Machine) -> list[float]:
+    """Return the memory that each stage may use, in bytes: that of its device, or of the smallest of its devices."""
+    return [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+
+
+def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -> Schedule | None:
     """Return the plan's schedule for its times; None if it does not fit, or is no faster than that for equal times."""
     if find_replicas(plan) is not None:
         return None
@@ -120,14 +129,13 @@ def search_for_plan(
 
 
 def take_schedule(
-    plan: Plan, schedule: Schedule, costs: Costs, machine: Machine, workload: Workload
+    plan: Plan, scheduler: Scheduler, costs: Costs, machine: Machine, workload: Workload
 ) -> tuple[Plan, Workload]:
-    """Return the plan and the workload with a schedule that is stated action by action.
+    """Return the plan and the workload under another schedule, with the same number of microbatches.
 
     The stages stay as they are, and their memory is that under the schedule.
     """
-    scheduler = Scheduler.of(schedule)
-    made = scheduler.describe(len(machine), schedule.n_microbatches, may_idle=workload.may_idle)
+    made = scheduler.describe(len(machine), workload.n_microbatches, may_idle=workload.may_idle)
     made = replace(made, recompute=workload.recompute)
     split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
     priced = tuple(price_split(costs, machine, made, split, plan.model))

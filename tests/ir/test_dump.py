@@ -17,8 +17,8 @@ from fxsplit.errors import BrokenFact, FileError, FxsplitWarning
 from fxsplit.ir.text.write import render
 from tests.support.models import FAST, Mlp, ModeDependent, Residual
 
-FILES = ["00-trace.ir", "01-profile.ir", "02-augment.ir", "03-order.ir", "04-partition.ir", "05-emit.ir"]
-FILES += ["06-batch-norm.ir", "chain.json"]
+FILES = ["00-trace.ir", "01-profile.ir", "02-augment.ir", "03-order.ir", "04-partition.ir"]
+FILES += ["05-schedule.ir", "06-emit.ir", "07-batch-norm.ir", "chain.json"]
 
 
 def dumped(folder: Path, **options: object) -> fxsplit.Pipeline:
@@ -34,7 +34,8 @@ def test_dump_writes_the_ir_before_the_first_and_after_every_pass(tmp_path: Path
     trace = (tmp_path / "a" / FILES[0]).read_text()
     assert "%stem_0 = module stem.0(%x) : float32[4, 8, 8, 8]" in trace
     assert "fact Costs" not in trace and "fact Machine {\n  devices {\n    name   torch_device\n" in trace
-    for name, section in zip(FILES[1:-1], ("Costs", "Antichains", "States", "Plan", "Stages", "Stages"), strict=True):
+    sections = ("Costs", "Antichains", "States", "Plan", "Plan", "Stages", "Stages")
+    for name, section in zip(FILES[1:-1], sections, strict=True):
         assert f"\nfact {section}" in (tmp_path / "a" / name).read_text().replace("; ", "")
 
 
@@ -51,7 +52,7 @@ def test_the_other_mode_dumps_beside(tmp_path: Path) -> None:
     with fxsplit.compile(ModeDependent(), 2, passes=FAST, dump=tmp_path) as pipe:
         pipe(torch.randn(8, 8))
         pipe.eval()(torch.randn(8, 8))
-    assert (tmp_path / "05-emit.ir").exists() and (tmp_path / "eval" / "05-emit.ir").exists()
+    assert (tmp_path / "06-emit.ir").exists() and (tmp_path / "eval" / "06-emit.ir").exists()
 
 
 def test_environment_variables(
@@ -65,7 +66,7 @@ def test_environment_variables(
     assert re.findall(r"^; after (\S+)", printed, re.MULTILINE) == ["trace", "partition"]
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "all")
     dumped(tmp_path)
-    assert len(re.findall(r"^; after", capsys.readouterr().out, re.MULTILINE)) == 7
+    assert len(re.findall(r"^; after", capsys.readouterr().out, re.MULTILINE)) == 8
     monkeypatch.setenv("FXSPLIT_PRINT_AFTER", "partitoin")
     with pytest.warns(
         FxsplitWarning, match=r"nothing is printed after 'partitoin', .*: this chain has all, trace, prof"
@@ -98,7 +99,7 @@ def test_the_rewritten_graph_is_the_model(tmp_path: Path) -> None:
 
 
 def test_steps_and_repr() -> None:
-    with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8), passes=FAST) as pipe:
+    with fxsplit.compile(Mlp(), 2, example_inputs=torch.randn(8, 8), passes=FAST, schedule="1F1B") as pipe:
         assert [s.text for s in pipe.ir.steps] == [*FAST.split(","), "batch-norm"]
         assert repr(pipe) == f"Pipeline(Mlp, 2 stages, 1F1B, bottleneck {pipe.plan.bottleneck_ms:.3f} ms, optimal)"
         assert str(pipe) == f"{pipe!r}\n{pipe.plan}" and str(pipe.ir) == render(pipe.ir).rstrip("\n")
@@ -113,8 +114,9 @@ def test_a_dump_says_what_it_is_of(tmp_path: Path) -> None:
     dumped(tmp_path, dump=tmp_path)
     told = json.loads((tmp_path / "chain.json").read_text())
     assert (told["model"], told["mode"], told["shapes"]) == ("Residual", "train", {"x": "float32[4, 3, 8, 8]"})
-    assert told["chain"] == f"{FAST},batch-norm" and set(told["versions"]) == {"fxsplit", "torch"}
-    assert [p["pass"] for p in told["passes"]] == [*FAST.split(","), "batch-norm"]
+    chain = f"{FAST.replace('emit', 'schedule{choose=true},emit')},batch-norm"
+    assert told["chain"] == chain and set(told["versions"]) == {"fxsplit", "torch"}
+    assert [p["pass"] for p in told["passes"]] == chain.split(",")
     assert all(p["seconds"] >= 0 for p in told["passes"]) and "failed" not in told
 
 
@@ -195,8 +197,8 @@ def test_an_ir_that_does_not_hold_is_dumped(tmp_path: Path) -> None:
     chain = fxsplit.DEFAULT.after("partition", lose_a_node)
     with pytest.raises(BrokenFact, match="after pass 'lose/a node': the stages of the plan do not partition"):
         fxsplit.compile(Mlp(), 2, passes=chain, example_inputs=torch.randn(8, 8), dump=tmp_path)
-    assert list_files(tmp_path)[-2:] == ["05-lose_a_node.failed.ir", "chain.json"]
-    text = (tmp_path / "05-lose_a_node.failed.ir").read_text()
+    assert list_files(tmp_path)[-2:] == ["06-lose_a_node.failed.ir", "chain.json"]
+    text = (tmp_path / "06-lose_a_node.failed.ir").read_text()
     assert text.startswith("; BrokenFact: the stages of the plan do not partition") and "fact Plan {" in text
     told = json.loads((tmp_path / "chain.json").read_text())
     assert told["failed"].startswith("after lose/a node: BrokenFact") and len(told["passes"]) == 5

@@ -102,7 +102,7 @@ def test_every_error_of_a_pass_says_which_pass(step: Any, kind: type[Exception],
     with pytest.raises(kind) as caught:
         fxsplit.compile(model, 2, example_inputs=x(), passes=DEFAULT.after("order", step))
     name = getattr(step, "__name__", "").replace("_", "-")
-    assert f"in pass '{name}' (4 of 7) on Residual in {mode} mode" in caught.value.__notes__
+    assert f"in pass '{name}' (4 of 8) on Residual in {mode} mode" in caught.value.__notes__
 
 
 def test_an_ir_that_cannot_be_shown_hides_no_error(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ def test_there_must_be_stages_to_defer_in() -> None:
 def test_every_chain_ends_with_the_pass() -> None:
     def run(text: str, deferred: bool) -> str:
         chain = to_chain(text, PASSES)
-        return str(CompileOptions(machine=fxsplit.Machine.of(1), chain=chain, deferred_batch_norm=deferred).passes)
+        options = CompileOptions(
+            machine=fxsplit.Machine.of(1), chain=chain, schedule="1F1B", deferred_batch_norm=deferred
+        )
+        return str(options.passes)
 
     assert run("profile,emit", False) == "profile,emit,batch-norm"
     assert run("profile,emit", True) == "profile,emit,batch-norm{deferred=true}"

@@ -69,7 +69,7 @@ def test_it_fits_the_devices(room: float) -> None:
     traces = trace_memory(simulate(found.schedule, read_times(plan, found.schedule)), read_footprints(plan))
     assert all(find_peak(trace) <= limit for trace in traces)
     costs, (_, workload) = make_costs(), lay_out(machine, "1F1B", 8)
-    taken, scheduled = take_schedule(plan, found.schedule, costs, machine, workload)
+    taken, scheduled = take_schedule(plan, Scheduler.of(found.schedule), costs, machine, workload)
     assert all(stage.memory_bytes <= limit for stage in taken.stages)
     assert taken.proof == plan.proof and taken.bottleneck_ms == plan.bottleneck_ms
     assert (taken.schedule, scheduled.schedule) == (found.schedule.name,) * 2
@@ -101,7 +101,7 @@ def test_1f1b_if_no_other_schedule_is_sure_to_fit() -> None:
 def test_a_plan_that_states_its_schedule_replays_it() -> None:
     plan, machine = make_plan()
     found = search_for_plan(plan, memory=3)
-    taken, workload = take_schedule(plan, found.schedule, make_costs(), machine, lay_out(machine, "1F1B", 8)[1])
+    taken, workload = take_schedule(plan, Scheduler.of(found.schedule), make_costs(), machine, lay_out(machine, "1F1B", 8)[1])
     again = build_schedule(taken, Scheduler(SEARCH, 4), 8)
     assert again == found.schedule == parse_csv(taken.schedule_csv, SEARCH)
     assert workload.schedule_csv == taken.schedule_csv == format_csv(found.schedule)

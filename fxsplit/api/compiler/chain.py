@@ -6,12 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fxsplit.errors import InputError
+from fxsplit.formats.plan_json import read_plan
 from fxsplit.ir.chain import Chain
 from fxsplit.ir.facts.given.machine import MAX_DEVICES
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.split import CutBefore, Split
 from fxsplit.ir.graph import Pass, name_pass
 from fxsplit.passes import Cut, Pin, ReadPlan, SplitBy, TakePlan, Together
+from fxsplit.schedule import Schedule
+from fxsplit.schedule.generators.catalogue import INFERENCE, SCHEDULES
+from fxsplit.schedule.generators.catalogue import SEARCH as SEARCHED
+from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
 SEARCH = ("augment", "order", "partition")
@@ -44,6 +49,19 @@ def state_in_chain(
         kept = [step for step in chain if name_pass(step) not in SEARCH]
         chain = Chain((*chain.passes[:at], taken, *kept[at:]))
     return Chain((*(Pin(name, device) for name, device in pins.items()), *chain.passes))
+
+
+def find_schedule_of(plan: Plan | Split | str | os.PathLike[str] | None) -> tuple[str | None, Schedule | None]:
+    """Return the name of the schedule that a stated plan was made for, and its actions if the name does not give them.
+
+    (None, None) without a plan, and for plans that state none: a split by hand, and a plan for inference. Raises
+    PlanError for a file without a plan, ScheduleError for a damaged schedule.
+    """
+    made = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
+    if not isinstance(made, Plan) or made.schedule == INFERENCE:
+        return None, None
+    named = made.schedule in (*SCHEDULES, SEARCHED) or not made.schedule_csv
+    return made.schedule, None if named else parse_csv(made.schedule_csv, made.schedule)
 
 
 def _choose_pass(plan: Plan | Split | str | os.PathLike[str]) -> Pass:

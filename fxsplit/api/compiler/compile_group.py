@@ -132,7 +132,10 @@ class SharedPlan:
         count = options.n_microbatches
         if self.costs is not None and not isinstance(count, int):
             count = self.candidate.n_microbatches
-        return replace(options, chain=chain, costs=self.costs or options.costs, n_microbatches=count, compress=None)
+        # The first rank has chosen the schedule, so it is no longer open.
+        schedule = options.schedule if options.inference else options.schedule or self.plan.schedule
+        costs = self.costs or options.costs
+        return replace(options, chain=chain, costs=costs, schedule=schedule, n_microbatches=count, compress=None)
 
 
 class CompileGroup:

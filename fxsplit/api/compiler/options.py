@@ -28,7 +28,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
 from fxsplit.ir.manager import Observer
 from fxsplit.passes import BatchNorm, Cut
-from fxsplit.passes.schedule import SchedulePlan
+from fxsplit.passes.schedule import PLANNED, SchedulePlan
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, Schedule, find_schedule, simulate
@@ -50,9 +50,15 @@ class Candidate:
         """The schedule and the number, such as `1F1B-4`."""
         return f"{self.scheduler.name}-{self.n_microbatches}"
 
+    def follow(self, plan: Plan) -> Candidate:
+        """Return the candidate with the plan's schedule, if another one than this was chosen for the plan."""
+        if plan.schedule == self.scheduler.name:
+            return self
+        return replace(self, scheduler=Scheduler(plan.schedule, self.scheduler.n_devices))
+
     def predict_step_ms(self, plan: Plan) -> float:
         """Return the simulated time of a training step with a plan for this candidate, in milliseconds."""
-        schedule = build_schedule(plan, self.scheduler, self.n_microbatches)
+        schedule = build_schedule(plan, self.follow(plan).scheduler, self.n_microbatches)
         return simulate(schedule, read_times(plan, schedule)).step_ms
 
     def __str__(self) -> str:
@@ -68,7 +74,7 @@ class CompileOptions:
 
     machine: Machine
     chain: Chain
-    schedule: str = "1F1B"
+    schedule: str | None = None
     # The schedule itself, if it is stated action by action; `schedule` is its name.
     fixed: Schedule | None = None
     stages_per_device: int | None = None
@@ -119,14 +125,14 @@ class CompileOptions:
         check_compress(self.compress)
         if not (self.stages_per_device is None or is_count(self.stages_per_device, least=1)):
             raise InputError(f"stages_per_device={show(self.stages_per_device)}: give a number of at least 1")
-        if not isinstance(self.schedule, str):
-            raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, or 'auto'")
+        if not (self.schedule is None or isinstance(self.schedule, str)):
+            raise InputError(f"schedule={show(self.schedule)}: give the name of a schedule, 'auto', or leave it out")
         if not isinstance(self.recompute, str) or self.recompute not in POLICIES:
             hint = suggest(self.recompute, POLICIES)
             raise InputError(f"recompute={show(self.recompute)}: give one of {', '.join(POLICIES)}{hint}")
         check_flag("inference", self.inference)
         check_flag("deferred_batch_norm", self.deferred_batch_norm)
-        if self.inference and (self.schedule, self.stages_per_device) != ("1F1B", None):
+        if self.inference and (self.planned_schedule, self.stages_per_device) != (PLANNED, None):
             raise InputError(
                 f"schedule={self.schedule!r} with inference=True: without backwards there is one schedule, so leave "
                 "schedule= and stages_per_device= out"
@@ -145,13 +151,18 @@ class CompileOptions:
     def _check_schedule(self) -> None:
         """Raise InputError or ScheduleError for a schedule that cannot run with the other options."""
         if self.fixed is None:
-            find_schedule(self.schedule)
+            find_schedule(self.planned_schedule)
         else:
             check_fixed(self.fixed, len(self.machine), self.stages_per_device)
         # A schedule itself checks the numbers that it is made for, and making one is quick.
         self.schedulers[0].homes()
         if self.stated_count is not None:
             self.schedulers[0].schedule(self.stated_count)
+
+    @property
+    def planned_schedule(self) -> str:
+        """The schedule that plans are made for. If none is stated, one is chosen for the plan."""
+        return PLANNED if self.schedule is None else self.schedule
 
     @property
     def planned_recompute(self) -> str:
@@ -168,23 +179,29 @@ class CompileOptions:
             return [Scheduler(INFERENCE, len(self.machine))]
         if self.fixed is not None:
             return [Scheduler.of(self.fixed)]
-        return list_schedulers(self.schedule, len(self.machine), self.stages_per_device)
+        return list_schedulers(self.planned_schedule, len(self.machine), self.stages_per_device)
 
     def for_inference(self) -> CompileOptions:
         """Return the same options for a plan without backwards."""
-        return replace(self, inference=True, schedule="1F1B", fixed=None, stages_per_device=None, recompute="plan")
+        return replace(self, inference=True, schedule=None, fixed=None, stages_per_device=None, recompute="plan")
 
     @cached_property
     def passes(self) -> Chain:
-        """The chain, with the pass batch-norm at its end if `chain` lacks it, deferred if the options say so.
+        """The chain, with the passes schedule and batch-norm if `chain` lacks them and they are needed.
 
         A user's chain need not name batch-norm, but without the pass replicas would write statistics in no order.
         """
         chain = self.compressing
         names = [name_pass(step) for step in chain]
-        ordered = self.fixed is None and self.schedule in (AUTO, SEARCH, *FROM_TIMES)
+        ordered = self.fixed is None and self.schedule in (None, AUTO, SEARCH, *FROM_TIMES) and not self.inference
         if ordered and SchedulePlan.name not in names and "emit" in names:
-            chain = chain.before("emit", SchedulePlan())
+            # torch.compile makes one function of a stage's backward, which cannot be split.
+            chosen = SchedulePlan(choose=True, splits=self.stage_backend is None)
+            step = chosen if self.schedule is None else SchedulePlan()
+            # Directly after the plan is made: a later pass may rewrite the graph, and then the costs are gone.
+            planned = [at for at, known in enumerate(chain.passes, 1) if Plan in getattr(known, "learns", ())]
+            at = max(planned, default=names.index("emit"))
+            chain = Chain((*chain.passes[:at], step, *chain.passes[at:]))
         if BatchNorm.name not in names:
             return Chain((*chain, BatchNorm(self.deferred_batch_norm)))
         return chain.replace(BatchNorm.name, BatchNorm(deferred=True)) if self.deferred_batch_norm else chain

@@ -85,7 +85,7 @@ class StageSearch:
             # Nodes share memory differently in this mode, and the stages of the weights do not suit it: plan again.
             moves_weights = True
             final, costs = lower(options, captured, candidate, known, observers=self.observers)
-        return FoundStages(candidate, captured, final, costs, moves_weights)
+        return FoundStages(candidate.follow(final[Plan]), captured, final, costs, moves_weights)
 
     def _explain_other_order(self, captured: IR, like: Compiled, error: PlanError) -> PlanError:
         """Return the error for another way of calling the model, if no plan leaves the weights on their stages.

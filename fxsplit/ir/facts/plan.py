@@ -36,6 +36,21 @@ PROVEN = 1e-6
 """A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
 
+@dataclass(frozen=True)
+class ComparedSchedule:
+    """A schedule that was compared for a plan: its name, and the simulated time of a step in ms.
+
+    `fits` says whether it stays within the memory of each device; None if that was not looked at.
+    """
+
+    schedule: str
+    step_ms: float
+    fits: bool | None = None
+
+    def __str__(self) -> str:
+        return f"{self.schedule} {self.step_ms:.3f} ms{' (too much memory)' if self.fits is False else ''}"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown, Fact):
     """Stages in pipeline order, and the proof of their quality.
@@ -54,6 +69,8 @@ class Plan(Shown, Fact):
       constant; empty for a graph that takes other sizes as well
     - `transfers` says whether the machine's devices compute while their messages are under way, or wait for them
     - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
+    - `compared`: the schedules from which this one was chosen, the one with the shortest step first; empty if the
+      schedule was given
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -76,6 +93,7 @@ class Plan(Shown, Fact):
     fixed_rows: tuple[int, ...] = ()
     transfers: TransferKind = "asynchronous"
     schedule_csv: str = ""
+    compared: tuple[ComparedSchedule, ...] = ()
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -294,8 +312,10 @@ class Plan(Shown, Fact):
             stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
             values |= {"bound_for": _take_digest(ir)}
         else:
-            values |= list_values(self, leave_out=("stages", *values))
+            values |= list_values(self, leave_out=("stages", "compared", *values))
             stages = order_columns(StagePlan, self.stages)
+        if self.compared:
+            values |= {"compared": order_columns(ComparedSchedule, self.compared)}
         return Record("Plan", {**values, "stages": stages}, [*str(self).splitlines(), *self._describe_cuts(ir)])
 
     def _describe_cuts(self, ir: IR) -> list[str]:
@@ -324,6 +344,7 @@ class Plan(Shown, Fact):
         The costs before it price its stages, if the record has no figures.
         """
         values, rows = dict(record.values), record.take_rows("stages")
+        values["compared"] = record.read_rows(ComparedSchedule, "compared")
         if not rows:
             record.fail("there are no stages: give a table with devices and nodes", "stages")
         values.pop("stages")
@@ -390,6 +411,11 @@ class Plan(Shown, Fact):
             yield f"measured on: {self.measured_on}"
         if self.compress:
             yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
+        own = next((choice for choice in self.compared if choice.schedule == self.schedule), None)
+        if own is not None:
+            shortest = "the shortest" if own is self.compared[0] else "the shortest that fits in memory"
+            others = ", ".join(str(choice) for choice in self.compared if choice is not own)
+            yield f"{self.schedule}, since its simulated step of {own.step_ms:.3f} ms is {shortest}: {others}"
 
     def _list_figures(self) -> tuple[list[str], list[list[str]]]:
         """Return the column heads of the table of stages, and a row for each stage."""

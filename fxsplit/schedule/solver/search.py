@@ -143,6 +143,11 @@ def fits(one: Instance, schedule: Schedule) -> bool:
     return True
 
 
+def is_warm() -> bool:
+    """Return whether the machine code of the kernels is loaded, so that a search begins at once."""
+    return warm_up.cache_info().currsize > 0
+
+
 @cache
 def warm_up() -> None:
     """Make machine code of the kernels, by a search of a step or two."""

@@ -113,7 +113,7 @@ def test_a_failing_compile_leaves_a_reproducer(tmp_path: Path, capsys: Any, monk
     path = tmp_path / "new" / "fxsplit-repro.ir"
     assert f"reproducer: fxsplit opt {path}" in raised.value.__notes__
     assert main(["opt", str(path), "--reproducer", str(tmp_path / "again.ir")]) == 1
-    assert "pass 1 of 4, 'order': MissingFact: no Antichains yet" in capsys.readouterr().err
+    assert "pass 1 of 5, 'order': MissingFact: no Antichains yet" in capsys.readouterr().err
     monkeypatch.setenv("FXSPLIT_REPRODUCER", str(tmp_path / "env"))
     with pytest.raises(fxsplit.FxsplitError):
         compile_net(passes=passes)
@@ -130,7 +130,7 @@ def test_observers_are_told_of_each_pass() -> None:
             seen.append(name)
 
     with compile_net(observers=[Watch()]):
-        assert seen == ["profile", "augment", "order", "partition", "emit", "batch-norm"]
+        assert seen == ["profile", "augment", "order", "partition", "schedule", "emit", "batch-norm"]
 
 
 def test_recompute_counts_in_a_stated_plan(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def test_a_pipeline_from_an_ir_trains_like_compile() -> None:
             ir = fxsplit.run(fxsplit.capture(model, x, n_microbatches=4), "profile{repeats=1},cut{before=[conv2]},emit")
             pipe = fxsplit.Pipeline.of(ir, loss_fn=F.mse_loss)
         else:
-            pipe = fxsplit.compile(model, 2, example_inputs=x, n_microbatches=4, loss_fn=F.mse_loss, plan=plan)
+            options: dict[str, Any] = {"n_microbatches": 4, "loss_fn": F.mse_loss, "schedule": "1F1B"}
+            pipe = fxsplit.compile(model, 2, example_inputs=x, plan=plan, **options)
         with pipe:
             assert [len(stage.nodes) for stage in pipe.plan.stages] == [6, 6] and pipe.plan.schedule == "1F1B"
             loss = pipe.step(x, target=torch.zeros(8, 5))

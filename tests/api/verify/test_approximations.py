@@ -107,7 +107,7 @@ def test_plan_prices_compressed_cuts_as_compile_does() -> None:
     ways: list[Compress | None] = [None, *HOW]
     plans = {how: fxsplit.plan(costs, slow, n_microbatches=4, compress=how) for how in ways}
     for how, plan in plans.items():
-        with fxsplit.compile(make_model(), slow, costs=costs, compress=how, **options) as pipe:
+        with fxsplit.compile(make_model(), slow, costs=costs, compress=how, schedule="1F1B", **options) as pipe:
             assert pipe.plan.stages == plan.stages and pipe.plan.compress == plan.compress == (how or "")
     loads = [plans[how].lower_bound_ms for how in (None, "bf16", "int8")]
     assert loads[0] > loads[1] > loads[2]

@@ -99,7 +99,7 @@ def test_what_is_no_fact_is_refused(odd: Any) -> None:
     """The user got 'dict' object has no attribute 'verify', and no word on the pass."""
     with pytest.raises(ChainError, match="is no fact: give an object with verify") as error:
         compile_with(FAST.before("profile", lambda ir: ir.learn(odd)))
-    assert error.value.__notes__ == ["in pass '<lambda>' (1 of 7) on Sequential in train mode"]
+    assert error.value.__notes__ == ["in pass '<lambda>' (1 of 8) on Sequential in train mode"]
 
 
 def column(name: str, value: float) -> fxsplit.Pass:

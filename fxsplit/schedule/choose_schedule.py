@@ -1,0 +1,86 @@
+"""Choose the schedule of a plan: the one with the shortest simulated step among those that fit in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.workload import Workload
+from fxsplit.ir.facts.plan import ComparedSchedule, Plan
+from fxsplit.schedule.generators.catalogue import SPLITTING, Scheduler
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times
+from fxsplit.schedule.search_plan import generate_from_times, list_limits, search_for_plan, take_schedule
+from fxsplit.schedule.simulation.simulate import simulate
+from fxsplit.schedule.solver.search import is_warm
+
+NAMES = ("1F1B", "GPipe", "ZB-H1")
+"""The schedules that every plan is compared under. Of equal steps, the first one's schedule is chosen."""
+SAME = 1e-9
+"""Steps that differ by at most this share are equal: they are sums in another order."""
+MOST_ACTIONS = 500
+"""ZB-H2 is compared up to this number of actions. Generating more takes above 15 ms without machine code."""
+LEAST_S = 0.005
+"""A search with less time is not begun, in seconds."""
+
+
+def choose_schedule(
+    plan: Plan, costs: Costs, machine: Machine, workload: Workload, *, limit_s: float, splits: bool = True
+) -> tuple[Plan, Workload]:
+    """Return a plan and its workload under the schedule with the shortest simulated step among those that fit.
+
+    The choice is among NAMES, ZB-H2 and a searched schedule. The search has what is left of `limit_s` seconds after the others
+    were simulated, and is left out unless its machine code is loaded. `splits` says whether backwards may be split: if
+    not, only 1F1B and GPipe are compared. The stages stay as they are, one on each device. The plan remembers the
+    compared steps. A plan that states the actions of its schedule keeps it.
+    """
+    if plan.schedule_csv:
+        return plan, workload
+    deadline = time.monotonic() + limit_s
+    choices = sorted(_list_choices(plan, machine, deadline, splits=splits), key=lambda choice: choice.step_ms)
+    compared = [ComparedSchedule(choice.scheduler.name, choice.step_ms) for choice in choices]
+    for number, choice in enumerate(choices):
+        made, scheduled = take_schedule(plan, choice.scheduler, costs, machine, workload)
+        used = zip(made.stages, list_limits(made, machine), strict=True)
+        compared[number] = replace(compared[number], fits=all(s.memory_bytes <= limit for s, limit in used))
+        if compared[number].fits:
+            return replace(made, compared=tuple(compared)).prove(plan.proof), scheduled
+    # Only a plan that a pass has made may need more memory than there is. It keeps its schedule.
+    return plan, workload
+
+
+class _Choice(NamedTuple):
+    """A schedule, and the simulated time of a step under it in ms."""
+
+    scheduler: Scheduler
+    step_ms: float
+
+
+def _list_choices(plan: Plan, machine: Machine, deadline: float, *, splits: bool) -> Iterator[_Choice]:
+    """Yield the schedules that a plan is compared under. A step that is the same as an earlier one has its time."""
+    memory_bytes = [device.memory_bytes for device in machine.devices]
+    steps: list[float] = []
+    for scheduler in _list_schedulers(plan, machine, deadline, splits=splits):
+        schedule = build_schedule(plan, scheduler, plan.n_microbatches, memory_bytes)
+        step_ms = simulate(schedule, read_times(plan, schedule)).step_ms
+        steps.append(next((known for known in steps if abs(known - step_ms) <= SAME * known), step_ms))
+        yield _Choice(scheduler, steps[-1])
+
+
+def _list_schedulers(plan: Plan, machine: Machine, deadline: float, *, splits: bool) -> Iterator[Scheduler]:
+    """Yield the schedulers that a plan can run under: fewer if stages have replicas, or if the step is long."""
+    yield from (Scheduler(name, len(machine)) for name in NAMES if splits or name not in SPLITTING)
+    if not splits or find_replicas(plan) is not None:
+        return
+    limits = list_limits(plan, machine)
+    if 3 * len(plan.stages) * plan.n_microbatches <= MOST_ACTIONS:
+        made = generate_from_times(replace(plan, schedule="ZB-H2"), machine, limits)
+        yield Scheduler("ZB-H2", len(machine)) if made is None else Scheduler.of(made)
+    # Orders are searched for transfers during which devices compute.
+    if is_warm() and plan.transfers == "asynchronous":
+        left_s = deadline - time.monotonic()
+        if left_s >= LEAST_S:
+            yield Scheduler.of(search_for_plan(plan, limits, time_limit_s=left_s).schedule)
