@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
+from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.graph import IR
+from fxsplit.passes import Emit, Profile
 from fxsplit.schedule import Schedule, Times, generate, search, write_csv
 
 FAST = "profile{repeats=1},augment,order,partition,emit"
@@ -66,6 +70,93 @@ def test_a_searched_schedule_trains_as_the_model() -> None:
     assert [[s.action for s in row] for row in measured.spans] == [[s.action for s in row] for row in predicted.spans]
 
 
+def test_without_a_schedule_the_fastest_is_chosen(tmp_path: Path) -> None:
+    pipe, model = train(None)
+    assert_trained(model)
+    plan = pipe.plan
+    steps = {choice.schedule: choice.step_ms for choice in plan.compared}
+    assert set(steps) == {"1F1B", "GPipe", "ZB-H1", "ZB-H2"} and steps[plan.schedule] == min(steps.values())
+    assert steps[plan.schedule] < steps["1F1B"]
+    # The stages are those of 1F1B, and nothing is measured again: the passes ran once.
+    named, _ = train("1F1B")
+    assert [s.nodes for s in plan.stages] == [s.nodes for s in named.plan.stages] and not named.plan.compared
+    assert [step.name for step in pipe.ir.steps].count("profile") == 1
+    assert str(pipe).splitlines()[-1].startswith(f"{plan.schedule}, since its simulated step of ")
+    _, predicted = pipe.trace(batches()[0], target=batches()[0])
+    assert predicted.length_ms == pytest.approx(steps[plan.schedule])
+    # The plan keeps what was compared, in both formats, and its schedule is run again with it.
+    save_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").compared == plan.compared
+    assert parse_ir(str(pipe.ir.after("schedule")), "pipe.ir")[Plan].compared == plan.compared
+    for stated in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        again, model = train(None, plan=stated)
+        assert (again.plan.schedule, again.plan.schedule_csv) == (plan.schedule, plan.schedule_csv)
+        assert_trained(model)
+
+
+def test_a_stated_plan_brings_its_schedule(tmp_path: Path) -> None:
+    own = generate("ZB-H1", 3, 6)
+    stated, _ = train(Schedule("own", 6, own.homes, own.actions))
+    save_plan(stated.plan, tmp_path / "plan.json")
+    again, model = train(None, plan=tmp_path / "plan.json")
+    assert again.plan.schedule == "own" and again.plan.schedule_csv == stated.plan.schedule_csv
+    assert_trained(model)
+    # A split by hand has none, so the fastest is chosen.
+    split, model = train(None, plan=fxsplit.cut_before("4", "8"))
+    assert split.plan.compared and not again.plan.compared
+    assert_trained(model)
+
+
+def test_the_chosen_schedule_is_that_of_both_modes() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Dropout(0.5))))
+    x = torch.randn(8, 8)
+    with fxsplit.compile(model, 2, example_inputs=x, n_microbatches=4, loss_fn=F.mse_loss, passes=FAST) as pipe:
+        chosen = pipe.plan.schedule
+        assert chosen != "1F1B"
+        pipe.eval()
+        pipe.step(x, target=x)
+        assert {program.scheduler.name for program in pipe.compiler.list_programs()} == {chosen}
+        assert fxsplit.verify(pipe, x, target=x).equal
+
+
+def test_inference_goes_with_it() -> None:
+    x = torch.zeros(12, 16).double()
+    for schedule in (None, "1F1B"):
+        with fxsplit.compile(make_model(), 2, example_inputs=x, inference=True, schedule=schedule, passes=FAST) as pipe:
+            assert pipe.plan.schedule == "Inference" and not pipe.plan.compared
+    model, y = make_model(), batches()[0]
+    with fxsplit.compile(model, 2, loss_fn=F.mse_loss, passes=FAST) as pipe:
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(y), model(y))
+            assert pipe.plan.schedule == "Inference"
+        pipe.step(y, target=y)
+        assert pipe.plan.compared and pipe.plan.schedule != "Inference"
+
+
+def test_compiled_stages_keep_their_backwards_whole() -> None:
+    x = torch.randn(8, 16).double()
+    with fxsplit.compile(make_model(), 2, example_inputs=x, stage_backend="aot_eager", passes=FAST) as pipe:
+        assert {choice.schedule for choice in pipe.plan.compared} == {"1F1B", "GPipe"}
+
+
+def test_a_rewrite_after_the_plan_leaves_the_choice_before_it() -> None:
+    def rewrite(ir: IR) -> IR:
+        return ir.rewrite(ir.gm, Plan)
+
+    def plan_evenly(ir: IR) -> IR:
+        return ir.learn(Plan.of(ir, [["0", "1"], ["2", "3"]]))
+
+    chain = fxsplit.DEFAULT.replace("profile", Profile(repeats=1))
+    x = torch.zeros(8, 16).double()
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).double()
+    with fxsplit.compile(model, 2, example_inputs=x, passes=chain.after("partition", rewrite)) as pipe:
+        assert [step.name for step in pipe.ir.steps][4:6] == ["schedule", "rewrite"] and pipe.plan.compared
+    # fxsplit cannot tell that a function plans. After a rewrite the costs are gone, and 1F1B stays.
+    own = [Profile(repeats=1), plan_evenly, rewrite, Emit()]
+    with fxsplit.compile(model, 2, example_inputs=x, passes=own) as pipe:
+        assert pipe.plan.schedule == "1F1B" and not pipe.plan.compared
+
+
 def test_a_saved_plan_replays_its_schedule(tmp_path: Path) -> None:
     pipe, _ = train("search", passes="profile{repeats=1},augment,order,partition,schedule{memory=2},emit")
     save_plan(pipe.plan, tmp_path / "plan.json")
@@ -107,6 +198,7 @@ def test_a_schedule_is_run_as_it_is(tmp_path: Path) -> None:
         (generate("Chimera", 4, 4), {"devices": 4, "n_microbatches": 4}, "has stages on several devices"),
         ("serch", {}, "did you mean"),
         ("search", {"inference": True}, "there is one schedule"),
+        (None, {"stages_per_device": 2}, "1F1B"),
     ],
 )
 def test_refused(schedule: Any, options: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ A mark is an HTML comment on the line before a block:
 
 <!-- not run: REASON -->          the block is only looked at
 <!-- file: NAME -->               the block is written to this file, and not run
-<!-- output varies: REASON -->    of the output shown, numbers may differ
+<!-- output varies: REASON -->    of the output shown, numbers and names of schedules may differ
 """
 
 from __future__ import annotations

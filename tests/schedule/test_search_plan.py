@@ -101,7 +101,9 @@ def test_1f1b_if_no_other_schedule_is_sure_to_fit() -> None:
 def test_a_plan_that_states_its_schedule_replays_it() -> None:
     plan, machine = make_plan()
     found = search_for_plan(plan, memory=3)
-    taken, workload = take_schedule(plan, Scheduler.of(found.schedule), make_costs(), machine, lay_out(machine, "1F1B", 8)[1])
+    taken, workload = take_schedule(
+        plan, Scheduler.of(found.schedule), make_costs(), machine, lay_out(machine, "1F1B", 8)[1]
+    )
     again = build_schedule(taken, Scheduler(SEARCH, 4), 8)
     assert again == found.schedule == parse_csv(taken.schedule_csv, SEARCH)
     assert workload.schedule_csv == taken.schedule_csv == format_csv(found.schedule)

@@ -37,9 +37,9 @@ def run_schedule(rank: int, n: int, schedule: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["search", "stated"])
+@pytest.mark.parametrize("name", ["search", "stated", "chosen"])
 def test_ranks_run_one_schedule(name: str, n: int) -> None:
-    found = ranks(n, run_schedule, generate("ZB-H2", n, 4) if name == "stated" else name)
+    found = ranks(n, run_schedule, {"search": "search", "stated": generate("ZB-H2", n, 4), "chosen": None}[name])
     assert sum(count for count, _ in found) == 3 * 12
     texts = {text for _, text in found}
     assert len(texts) == 1 and texts.pop()
