@@ -21,8 +21,8 @@ NAMES = ("1F1B", "GPipe", "ZB-H1")
 """The schedules that every plan is compared under. Of equal steps, the first one's schedule is chosen."""
 SAME = 1e-9
 """Steps that differ by at most this share are equal: they are sums in another order."""
-MOST_ACTIONS = 500
-"""ZB-H2 is compared up to this number of actions. Generating more takes above 15 ms without machine code."""
+MOST_ACTIONS = 200
+"""ZB-H2 is compared up to this number of actions. Generating more takes above 30 ms without machine code."""
 LEAST_S = 0.005
 """A search with less time is not begun, in seconds."""
 
@@ -32,10 +32,12 @@ def choose_schedule(
 ) -> tuple[Plan, Workload]:
     """Return a plan and its workload under the schedule with the shortest simulated step among those that fit.
 
-    The choice is among NAMES, ZB-H2 and a searched schedule. The search has what is left of `limit_s` seconds after the others
-    were simulated, and is left out unless its machine code is loaded. `splits` says whether backwards may be split: if
-    not, only 1F1B and GPipe are compared. The stages stay as they are, one on each device. The plan remembers the
-    compared steps. A plan that states the actions of its schedule keeps it.
+    The choice is among NAMES, ZB-H2 and a searched schedule. The stages stay as they are, one on each device. The plan
+    remembers the compared steps. A plan that states the actions of its schedule keeps it.
+
+    - `limit_s`: the search ends so many seconds after the choice began, and is left out if its machine code is not
+      loaded
+    - `splits`: whether backwards may be split; otherwise only 1F1B and GPipe are compared
     """
     if plan.schedule_csv:
         return plan, workload
@@ -76,7 +78,7 @@ def _list_schedulers(plan: Plan, machine: Machine, deadline: float, *, splits: b
     if not splits or find_replicas(plan) is not None:
         return
     limits = list_limits(plan, machine)
-    if 3 * len(plan.stages) * plan.n_microbatches <= MOST_ACTIONS:
+    if is_warm() or 3 * len(plan.stages) * plan.n_microbatches <= MOST_ACTIONS:
         made = generate_from_times(replace(plan, schedule="ZB-H2"), machine, limits)
         yield Scheduler("ZB-H2", len(machine)) if made is None else Scheduler.of(made)
     # Orders are searched for transfers during which devices compute.

@@ -152,7 +152,7 @@ def test_a_rewrite_after_the_plan_leaves_the_choice_before_it() -> None:
     with fxsplit.compile(model, 2, example_inputs=x, passes=chain.after("partition", rewrite)) as pipe:
         assert [step.name for step in pipe.ir.steps][4:6] == ["schedule", "rewrite"] and pipe.plan.compared
     # fxsplit cannot tell that a function plans. After a rewrite the costs are gone, and 1F1B stays.
-    own = [Profile(repeats=1), plan_evenly, rewrite, Emit()]
+    own: list[Any] = [Profile(repeats=1), plan_evenly, rewrite, Emit()]
     with fxsplit.compile(model, 2, example_inputs=x, passes=own) as pipe:
         assert pipe.plan.schedule == "1F1B" and not pipe.plan.compared
 

@@ -25,7 +25,7 @@ def small_weights_count() -> None:
 
 
 def compare_output(block: Block, printed: str) -> None:
-    """Compare a real output with a block that shows it; in an output that varies, numbers and names of schedules may differ."""
+    """Compare a real output with a block that shows it; numbers and names of schedules may differ if it varies."""
     shown = block.text
     if block.mark == "output varies":
         shown, printed = (" ".join(_VARYING.sub("#", text).split()) for text in (shown, printed))

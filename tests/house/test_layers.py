@@ -61,6 +61,7 @@ INNER: dict[str, list[set[str]]] = {
         {"generators"},
         {"of_plan", "solver"},
         {"search_plan"},
+        {"choose_schedule"},
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
     "frontend": [
