@@ -4,8 +4,8 @@ python -m bench.chosen_schedule                # six networks on two CPU devices
 python -m bench.chosen_schedule --match gpt    # only those whose name contains a text
 
 All schedules of a network run the same stages, one step of each in turns. The table has the median step under each, as
-a multiple of the shortest, and the same of the predicted steps in round brackets. Run it on a machine at rest: two steps
-under one schedule differ by a few percent.
+a multiple of the shortest, and the same of the predicted steps in round brackets. Run it on a machine at rest: steps
+under one schedule differ by a few percent too.
 """
 
 from __future__ import annotations

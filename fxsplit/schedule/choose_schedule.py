@@ -19,10 +19,12 @@ from fxsplit.schedule.solver.search import is_warm
 
 NAMES = ("1F1B", "GPipe", "ZB-H1")
 """The schedules that every plan is compared under. Of equal steps, the first one's schedule is chosen."""
-SAME = 1e-9
-"""Steps that differ by at most this share are equal: they are sums in another order."""
-MOST_ACTIONS = 200
-"""ZB-H2 is compared up to this number of actions. Generating more takes above 30 ms without machine code."""
+SAME = 1e-5
+"""Steps that differ by at most this share are equal: nothing is measured so exactly."""
+MOST_GENERATED, MOST_COMPILED, MOST_SEARCHED = 120, 1_000, 300
+"""ZB-H2 is compared up to the first number of actions, or up to the second if machine code generates it, and a searched
+schedule up to the third. Above them, generating takes longer than the 50 ms that a choice has.
+"""
 LEAST_S = 0.005
 """A search with less time is not begun, in seconds."""
 
@@ -77,12 +79,12 @@ def _list_schedulers(plan: Plan, machine: Machine, deadline: float, *, splits: b
     yield from (Scheduler(name, len(machine)) for name in NAMES if splits or name not in SPLITTING)
     if not splits or find_replicas(plan) is not None:
         return
-    limits = list_limits(plan, machine)
-    if is_warm() or 3 * len(plan.stages) * plan.n_microbatches <= MOST_ACTIONS:
+    limits, actions = list_limits(plan, machine), 3 * len(plan.stages) * plan.n_microbatches
+    if actions <= (MOST_COMPILED if is_warm() else MOST_GENERATED):
         made = generate_from_times(replace(plan, schedule="ZB-H2"), machine, limits)
         yield Scheduler("ZB-H2", len(machine)) if made is None else Scheduler.of(made)
     # Orders are searched for transfers during which devices compute.
-    if is_warm() and plan.transfers == "asynchronous":
+    if is_warm() and actions <= MOST_SEARCHED and plan.transfers == "asynchronous":
         left_s = deadline - time.monotonic()
         if left_s >= LEAST_S:
             yield Scheduler.of(search_for_plan(plan, limits, time_limit_s=left_s).schedule)

@@ -70,14 +70,16 @@ def test_it_is_the_shortest_step_that_fits(seed: int, room: float) -> None:
     schedule = read_schedule(made)
     step = simulate(schedule, read_times(made, schedule)).step_ms
     steps = {name: simulate_named(facts, name) for name in NAMED}
-    assert step == pytest.approx(min(step_ms for step_ms, fits in steps.values() if fits), rel=1e-9)
+    assert step == pytest.approx(min(step_ms for step_ms, fits in steps.values() if fits), rel=1e-5)
     assert steps[made.schedule][1] and workload.schedule == made.schedule
     assert all(stage.memory_bytes <= limit for stage in made.stages)
     assert [s.nodes for s in made.stages] == [s.nodes for s in facts[0].stages]
     assert (made.proof, made.bottleneck_ms) == (facts[0].proof, facts[0].bottleneck_ms)
     # The plan says what was compared, and which of the faster ones did not fit.
     assert sorted(c.step_ms for c in made.compared) == [c.step_ms for c in made.compared]
-    assert {c.schedule: pytest.approx(c.step_ms) for c in made.compared} == {n: s for n, (s, _) in steps.items()}
+    assert {c.schedule: pytest.approx(c.step_ms, rel=1e-5) for c in made.compared} == {
+        name: step_ms for name, (step_ms, _) in steps.items()
+    }
     own = [c.schedule for c in made.compared].index(made.schedule)
     assert [c.fits for c in made.compared] == [False] * own + [True] + [None] * (len(NAMED) - own - 1)
 
@@ -117,7 +119,7 @@ def test_a_search_takes_part_if_it_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
     made, workload = choose_schedule(*facts, limit_s=60)
     found = search_for_plan(facts[0], time_limit_s=60)
     steps = {c.schedule: c.step_ms for c in made.compared}
-    assert steps[SEARCH] == pytest.approx(found.step_ms, rel=1e-9) == made.compared[0].step_ms
+    assert steps[SEARCH] == pytest.approx(found.step_ms, rel=1e-5) == made.compared[0].step_ms
     assert simulate(read_schedule(made), read_times(made, read_schedule(made))).step_ms == pytest.approx(found.step_ms)
     assert bool(made.schedule_csv) == (made.schedule == SEARCH) and workload.schedule_csv == made.schedule_csv
     # No time is left, or devices wait for their messages.
