@@ -175,7 +175,7 @@ def test_who_steps_and_who_does_not() -> None:
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     options: Any = {"n_microbatches": 4, "loss_fn": F.cross_entropy, "passes": FAST}
     with (
-        fxsplit.compile(model, ["cpu"] * 2, **options) as pipe,
+        fxsplit.compile(model, ["cpu"] * 2, schedule="1F1B", **options) as pipe,
         pytest.raises(InputError, match=r"1F1B waits for the whole batch: call optimizer.step\(\)"),
     ):
         pipe.step(x, target=y, optimizer=sgd)

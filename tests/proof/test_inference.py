@@ -88,11 +88,13 @@ def test_training_calls_plan_anew_and_evaluation_shares_their_stages() -> None:
     with torch.no_grad():
         pipe = compile_fast(model, x, loss_fn=loss_fn, n_microbatches=1)
         pipe(x)
+    assert pipe.plan.schedule == "Inference"
     pipe.train()
     twin.train()
     loss, wanted = pipe.step(x, target=y), loss_fn(twin(x), y)
     wanted.backward()
-    assert pipe.plan.schedule == "1F1B" and all(s.backward_ms > 0 for s in pipe.plan.stages)
+    trained = pipe.plan.schedule
+    assert trained != "Inference" and all(s.backward_ms > 0 for s in pipe.plan.stages)
     torch.testing.assert_close(loss, wanted.detach())
     for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad, msg=name)
@@ -100,7 +102,7 @@ def test_training_calls_plan_anew_and_evaluation_shares_their_stages() -> None:
     twin.eval()
     with torch.no_grad():
         assert torch.equal(pipe(x), twin(x))
-    assert pipe.plan.schedule == "1F1B", "the weights lie where training has put them"
+    assert pipe.plan.schedule == trained, "the weights lie where training has put them"
     pipe.close()
 
 
@@ -109,7 +111,7 @@ def test_outputs_that_want_gradients_in_evaluation_plan_for_training() -> None:
     with torch.no_grad():
         pipe = compile_fast(model, x)
     pipe(x).sum().backward()
-    assert pipe.plan.schedule == "1F1B" and model.get_parameter("layers.0.weight").grad is not None
+    assert pipe.plan.schedule != "Inference" and model.get_parameter("layers.0.weight").grad is not None
     pipe.close()
 
 

@@ -43,7 +43,7 @@ def test_every_failure_comes_back_in_another_process(tmp_path: Path) -> None:
     for how, error in errors.items():
         code, said = found[paths[how]]
         assert code == 1, (how, said)
-        assert f"pass 1 of 6, 'break{{how={how}}}': {type(error).__name__}" in said.replace(
+        assert f"pass 1 of 7, 'break{{how={how}}}': {type(error).__name__}" in said.replace(
             "break': ", f"break{{how={how}}}': "
         ), said
         # Facts of the model itself are comments in a file, so a list of what is known may differ.

@@ -80,7 +80,7 @@ def test_schedules_are_verified_and_kept() -> None:
     pipe, program = compiled(Mlp(), torch.randn(8, 8))
     with pipe:
         made = program.schedule(4)
-        assert isinstance(made, Schedule) and program.schedule(4) is made and made.name == "1F1B"
+        assert isinstance(made, Schedule) and program.schedule(4) is made and made.name == pipe.plan.schedule
         forward, backward = program.pass_forward(3), program.pass_backward(3)
         ops = [[action.op for action in row] for row in (*forward.actions, *backward.actions)]
         assert ops == [["F"] * 3] * 2 + [["B"] * 3] * 2 and program.pass_backward(3) is backward

@@ -51,8 +51,8 @@ class Candidate:
         return f"{self.scheduler.name}-{self.n_microbatches}"
 
     def follow(self, plan: Plan) -> Candidate:
-        """Return the candidate with the plan's schedule, if another one than this was chosen for the plan."""
-        if plan.schedule == self.scheduler.name:
+        """Return the candidate with the schedule that was chosen for a plan, or itself if none was chosen."""
+        if not plan.compared or plan.schedule == self.scheduler.name:
             return self
         return replace(self, scheduler=Scheduler(plan.schedule, self.scheduler.n_devices))
 

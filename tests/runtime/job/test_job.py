@@ -111,7 +111,8 @@ def test_a_gradient_is_handed_back_before_the_weights_are_added(monkeypatch: pyt
     begun = threading.Event()
     add, back = Sums.add, Job.HANDLERS[BACKWARD]
     in_time: list[bool] = []
-    with fxsplit.compile(deep(), 2, loss_fn=mean_square, n_microbatches=1, passes=FAST) as pipe:
+    options: dict[str, Any] = {"loss_fn": mean_square, "n_microbatches": 1, "passes": FAST}
+    with fxsplit.compile(deep(), 2, schedule="1F1B", **options) as pipe:
         x = torch.randn(4, 8)
         pipe.step(x, target=x)
 

@@ -127,7 +127,7 @@ def test_what_is_kept(recompute: Policy, monkeypatch: pytest.MonkeyPatch) -> Non
     chain = "profile{repeats=1},augment,order,partition{recompute=auto,optimizer_factor=0},emit"
     x = torch.randn(400, 8)
     options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": chain, "recompute": recompute}
-    options["example_inputs"] = x
+    options |= {"example_inputs": x, "schedule": "1F1B"}
     with fxsplit.compile(model, 2, **options) as roomy:
         need = max(s.memory_bytes for s in roomy.plan.stages)
     # A plan recomputes if memory is short. The other policies are stated, and every plan counts them.
