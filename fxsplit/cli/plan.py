@@ -25,9 +25,11 @@ from fxsplit.cli.words import (
     add_constraints,
     add_json,
     add_machine,
+    add_picture,
     add_planned_file,
     add_schedule,
     add_search,
+    check_picture,
     parse_pins,
     read_bandwidth,
     split_together,
@@ -106,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="stop after S seconds with the best plan found (default: no limit)",
     )
+    add_picture(parser, "the plan, or the speed-up over a range of devices,")
     add_json(parser)
 
 
@@ -131,6 +134,7 @@ class PlanArguments:
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
+        check_picture(arguments)
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         # torchtitan has modules in every stage, and one rank for each stage.
@@ -293,6 +297,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise InputError(f"--to {arguments.to}: it needs --emit titan")
     with show_progress():
         plans = [(count, question.plan(count)) for count in track(counts, "numbers of devices")]
+    draw_picture(arguments, plans)
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})
@@ -319,6 +324,18 @@ def main(arguments: argparse.Namespace) -> int:
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
+
+
+def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None, Plan]]) -> None:
+    """Draw the picture that --picture asks for: of one plan, or of the speed-up of several."""
+    if not arguments.picture:
+        return
+    if len(plans) == 1:
+        plans[0][1].picture(arguments.picture, dark=arguments.dark)
+        return
+    from fxsplit.report import save_devices_picture
+
+    save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
 
 
 def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:
@@ -365,6 +382,7 @@ def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
     made = emit_titan(plan, costs, schedule)
     folder = question.arguments.to or "."
     made.save(folder)
+    draw_picture(question.arguments, [(counts[0], plan)])
     if question.arguments.json:
         print_json({"parts": made.parts, "folder": folder} | question.answer(plan))
         return 0

@@ -73,6 +73,11 @@ INNER: dict[str, list[set[str]]] = {
         {"capture"},
         {"other_shapes"},
     ],
+    "report": [
+        {"drawing", "graph", "perfetto", "terminal"},
+        {"pictures"},
+        {"picture"},
+    ],
     "planner": [
         {"clock", "kernels"},
         {"lattice"},

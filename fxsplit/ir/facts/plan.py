@@ -5,6 +5,7 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -29,6 +30,7 @@ from fxsplit.ir.facts.split import Split, find_split
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.text.records import Record, Row, list_values, order_columns, write_record
 from fxsplit.system.figures import format_bytes, format_count, show
+from fxsplit.system.imports import import_above
 from fxsplit.system.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
@@ -54,6 +56,7 @@ class Plan(Shown, Fact):
       constant; empty for a graph that takes other sizes as well
     - `transfers` says whether the machine's devices compute while their messages are under way, or wait for them
     - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
+    - `costs` and `machine` are those that the plan was priced for, to show and explain it; None in a plan from a file
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -76,6 +79,8 @@ class Plan(Shown, Fact):
     fixed_rows: tuple[int, ...] = ()
     transfers: TransferKind = "asynchronous"
     schedule_csv: str = ""
+    costs: Costs | None = None
+    machine: Machine | None = None
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -152,6 +157,8 @@ class Plan(Shown, Fact):
             costs.fixed_rows,
             machine.transfers,
             workload.schedule_csv,
+            costs,
+            machine,
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -294,7 +301,7 @@ class Plan(Shown, Fact):
             stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
             values |= {"bound_for": _take_digest(ir)}
         else:
-            values |= list_values(self, leave_out=("stages", *values))
+            values |= list_values(self, leave_out=("stages", "costs", "machine", *values))
             stages = order_columns(StagePlan, self.stages)
         return Record("Plan", {**values, "stages": stages}, [*str(self).splitlines(), *self._describe_cuts(ir)])
 
@@ -390,6 +397,21 @@ class Plan(Shown, Fact):
             yield f"measured on: {self.measured_on}"
         if self.compress:
             yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
+
+    def embed(self) -> str:
+        """Return the picture of the plan as HTML, for notebooks."""
+        return str(import_above("report.picture").embed_plan(self))
+
+    def picture(self, path: str | os.PathLike[str], *, dark: bool = False) -> None:
+        """Draw the graph with its stages and cuts, the load of each stage, and its memory beside the limit.
+
+        path: ends in .svg, .png or .pdf; the last two need matplotlib.
+        dark: on dark paper.
+
+        A plan that was read from a file knows only the ends of its stages, unless it was read with its profile. Raises
+        InputError for another ending, and FileError if the file cannot be written.
+        """
+        import_above("report.picture").save_plan_picture(self, path, dark=dark)
 
     def _list_figures(self) -> tuple[list[str], list[list[str]]]:
         """Return the column heads of the table of stages, and a row for each stage."""
