@@ -75,9 +75,11 @@ INNER: dict[str, list[set[str]]] = {
     ],
     "report": [
         {"drawing", "graph", "perfetto", "terminal"},
-        {"pictures"},
-        {"picture"},
+        {"export", "pictures"},
+        {"page", "picture"},
     ],
+    "report.page": [{"story"}, {"data", "words"}, {"tables"}, {"sections"}, {"page"}],
+    "report.pictures": [{"bars", "graph", "places", "timeline"}, {"curves", "plan"}],
     "planner": [
         {"clock", "kernels"},
         {"lattice"},
@@ -106,7 +108,7 @@ INNER: dict[str, list[set[str]]] = {
     ],
     "api": [
         {"companions", "compiler"},
-        {"generation", "profile", "to_titan", "to_torch"},
+        {"generation", "profile", "report", "to_titan", "to_torch"},
         {"pipeline"},
         {"checkpoint", "compile", "plan"},
         {"toolkit", "verify"},

@@ -451,6 +451,31 @@ class Pipeline(Shown, WithExports):
             stepper,
         )
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        target: Any = None,
+        optimizer: Optimizer | None = None,
+        seconds: float = 20.0,
+        **kwargs: Any,
+    ) -> None:
+        """Write one HTML file that shows the plan, why it is so, its step, and what changes would bring.
+
+        path: the file, such as "report.html"; it needs no server and no network.
+        args, target, optimizer, kwargs: a batch, as `step` takes it. With one, a training step is run and measured, as
+            `trace` does, and the report shows it too.
+        seconds: the time for planning with other devices, bandwidths, microbatches and faster layers.
+
+        Raises FileError if the file cannot be written; an existing file is then unchanged.
+        """
+        from fxsplit.api.report.of_pipeline import report_pipeline  # only reports need planning and a template
+
+        measured = None
+        if args or kwargs or target is not None:
+            measured, _ = self.trace(*args, target=target, optimizer=optimizer, **kwargs)
+        report_pipeline(self._present(), path, measured, seconds)
+
     def status(self) -> Status:
         """Return the present operation of each worker; call it from another thread, or after an interrupt."""
         return Status() if self._engine is None else self._engine.get_status()

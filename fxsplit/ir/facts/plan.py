@@ -167,6 +167,23 @@ class Plan(Shown, Fact):
         object.__setattr__(self, "proof", proof)
         return self
 
+    def attach(self, costs: Costs, machine: Machine | None = None) -> Plan:
+        """Return the plan with the costs that it was made from, and the machine, to show and explain it.
+
+        Raises PlanError for costs of other nodes than those of its stages.
+        """
+        # Plans from PipeDream's files have the inputs of the model in the first stage.
+        given = {i.name for i in costs.inputs}
+        stages = tuple(replace(s, nodes=tuple(n for n in s.nodes if n not in given)) for s in self.stages)
+        odd = sorted(set(costs.by_name) ^ {name for stage in stages for name in stage.nodes})
+        if odd:
+            raise PlanError(
+                f"the profile is of another graph than the plan: only one of them has node {odd[0]!r}; give the "
+                "profile that the plan was made from"
+            )
+        found = replace(self, stages=stages, costs=costs, machine=machine or self.machine)
+        return found.prove(self.proof)
+
     @property
     def bottleneck_ms(self) -> float:
         """The load of the slowest stage."""

@@ -1,7 +1,7 @@
 """Fold: the graph of a plan with one box for the nodes of a module in a stage, few enough to look at.
 
 A stage begins as one box. The box that takes longest is divided into the parts of its module, again and again, until
-the stage has as many boxes as wanted. If there are too many parts, runs of them share boxes: `layers.0 .. layers.5`.
+the stage has as many boxes as wanted. If there are too many parts, runs of them share boxes: `layers.0 .. 5`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,10 @@ def _join_runs(box: Fold, parts: dict[str, list[NodeCost]], most: int) -> list[F
             found.append(_make_part(box, run[0], parts[run[0]]))
             continue
         held = tuple(node for name in run for node in parts[name])
-        found.append(Fold(box.stage, f"{run[0]} .. {run[-1]}", None, held))
+        # What both names begin with is said once.
+        shared = box.path and all(name.startswith(f"{box.path}.") for name in (run[0], run[-1]))
+        last = run[-1][len(box.path) + 1 :] if shared and box.path else run[-1]
+        found.append(Fold(box.stage, f"{run[0]} .. {last}", None, held))
     return found
 
 

@@ -79,7 +79,7 @@ def draw_graph(plan: Plan, costs: Costs | None) -> Scene:
     The columns of a long pipeline stand in several rows.
     """
     count = len(plan.stages)
-    graph = _fold_places(plan) if costs is None else fold_graph(plan, costs, MOST_IN_LONG if count > LONG else MOST)
+    graph = fold_for_picture(plan, costs)
     across = count if count <= LONG else -(-count // -(-count // LONG))
     indent = GAP if count > across else 0.0
     scene = Scene("graph", f"The graph in {format_count(count, 'stage')}, with its cuts", 0.0, 0.0)
@@ -103,6 +103,13 @@ def draw_graph(plan: Plan, costs: Costs | None) -> Scene:
         scene.height = below + lanes + MARGIN
     _draw_arcs(sheet)
     return scene
+
+
+def fold_for_picture(plan: Plan, costs: Costs | None) -> FoldedGraph:
+    """Return the boxes and arcs that `draw_graph` draws; their keys are "fold" and the number of a box."""
+    if costs is None:
+        return _fold_places(plan)
+    return fold_graph(plan, costs, MOST_IN_LONG if len(plan.stages) > LONG else MOST)
 
 
 def _fold_places(plan: Plan) -> FoldedGraph:

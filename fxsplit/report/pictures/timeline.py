@@ -31,19 +31,20 @@ def draw_timelines(
     memory: bool = False,
     limits: Sequence[float] = (),
     path: Collection[tuple[int, int]] = (),
-    name: str = "timeline",
+    keyed: bool = False,
 ) -> Scene:
     """Return timelines as a picture.
 
     - `memory` draws the memory of each device below, in bytes, beside its limit in `limits`
     - `path` are actions of the first timeline to draw with a border, as (device, place in its row): the critical path
+    - `keyed` gives each block the key "span" with the numbers of its timeline, row and place, for a page
     """
     longest = max((t.length_ms for t in timelines), default=0.0)
     scale = WIDTH / longest if longest else 0.0
     title = "; ".join(title_timeline(t) for t in timelines) or "no timeline"
-    scene = Scene(name, title, NAMED + WIDTH + 2 * MARGIN, MARGIN)
+    scene = Scene("timeline", title, NAMED + WIDTH + 2 * MARGIN, MARGIN)
     for number, timeline in enumerate(timelines):
-        _draw_rows(scene, timeline, scale, number, set(path) if not number else set())
+        _draw_rows(scene, timeline, scale, number if keyed else -1, set() if number else set(path))
         if memory and timeline.memory:
             _draw_memory(scene, timeline, scale, limits)
         scene.height += 12
@@ -69,7 +70,7 @@ def _draw_rows(scene: Scene, timeline: Timeline, scale: float, number: int, path
             break
         top, bar = scene.height, LINK_BAR if is_link else BAR
         _name_row(scene, label, top, is_link=is_link)
-        scene.add(Box(MARGIN + NAMED, top, timeline.length_ms * scale, bar, "faint", key=f"row {number} {device}"))
+        scene.add(Box(MARGIN + NAMED, top, timeline.length_ms * scale, bar, "faint"))
         stages = sorted({span.action.stage for span in spans})
         for place, (action, begin_ms, end_ms) in enumerate(spans):
             left, width = MARGIN + NAMED + begin_ms * scale, (end_ms - begin_ms) * scale
@@ -78,7 +79,7 @@ def _draw_rows(scene: Scene, timeline: Timeline, scale: float, number: int, path
             edge = "ink" if on_path else "paper"
             # Of two stages on a device, the blocks of the later one are lower.
             drop = min(6.0, 3.0 * stages.index(action.stage)) if not is_link else 0.0
-            key = f"span {number} {device} {place}"
+            key = f"span {number} {device} {place}" if number >= 0 else ""
             scene.add(
                 Box(left, top + drop, max(width, 0.3), bar - drop, role, edge, PATTERNS.get(action.op, ""), key=key)
             )
