@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from fxsplit.api.plan import (
@@ -39,7 +40,7 @@ from fxsplit.cli.words import (
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
-from fxsplit.formats.plan_json import plan_to_dict
+from fxsplit.formats.plan_json import describe_plan
 from fxsplit.ir.facts.costs.compress import HOW
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.given.workload import Workload
@@ -56,6 +57,7 @@ from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
+from fxsplit.system.files import make_folder, write_whole
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
@@ -115,7 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`, and the additional ones of `plan`."""
     add_arguments(parser)
-    parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.py and schedule.csv")
+    parser.add_argument(
+        "--emit",
+        choices=("titan", "dot", "model-explorer"),
+        help="write the plan for torchtitan (titan.py and schedule.csv), or its graph with its stages for Graphviz "
+        "(plan.dot) or for Model Explorer (model-explorer.json and node data)",
+    )
     parser.add_argument(
         "--to", type=take_text, metavar="FOLDER", help="the folder for --emit (default: the current one)"
     )
@@ -258,7 +265,7 @@ class PlanArguments:
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as a JSON object for other programs; times are in the file's own unit."""
-        answer = plan_to_dict(plan)
+        answer = describe_plan(plan)
         # Readers of PipeDream's files expect every node in a stage, including the inputs.
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
@@ -294,7 +301,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.emit:
         return _emit(question, counts)
     if arguments.to:
-        raise InputError(f"--to {arguments.to}: it needs --emit titan")
+        raise InputError(f"--to {arguments.to}: it needs --emit")
     with show_progress():
         plans = [(count, question.plan(count)) for count in track(counts, "numbers of devices")]
     draw_picture(arguments, plans)
@@ -370,10 +377,12 @@ def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
 
 
 def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
-    """Write the plan for torchtitan, and print the modules of each stage."""
+    """Write the plan for torchtitan and print the modules of each stage, or for a viewer of graphs."""
     if len(counts) > 1:
         raise InputError(f"--devices {question.arguments.devices}: --emit writes one plan, give one number")
     costs = question.profile.costs
+    if question.arguments.emit != "titan":
+        return _emit_graph(question, counts[0])
     check_forward(costs)
     check_modules(costs, len(question.lay_out(counts[0])[0]))
     plan = question.plan(counts[0])
@@ -389,6 +398,27 @@ def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
     for number, modules in enumerate(made.parts):
         print(f"stage {number}: {', '.join(modules)}")
     print(f"{CONFIG} and {SCHEDULE} written to {folder}")
+    return 0
+
+
+def _emit_graph(question: PlanArguments, count: int | None) -> int:
+    """Write the graph of the plan for a viewer, and print the plan and the names of the files."""
+    from fxsplit.report.export.dot import write_dot
+    from fxsplit.report.export.model_explorer import write_model_explorer
+
+    plan, costs = question.plan(count), question.profile.costs
+    folder = Path(question.arguments.to or ".")
+    as_dot = question.arguments.emit == "dot"
+    files = {"plan.dot": write_dot(plan, costs)} if as_dot else write_model_explorer(plan, costs)
+    make_folder(folder)
+    for name, text in files.items():
+        write_whole(folder / name, text)
+    draw_picture(question.arguments, [(count, plan)])
+    if question.arguments.json:
+        print_json({"files": list(files), "folder": str(folder)} | question.answer(plan))
+        return 0
+    print_parts(plan.show())
+    print(f"{', '.join(files)} written to {folder}")
     return 0
 
 
