@@ -131,8 +131,10 @@ def main(arguments: argparse.Namespace) -> int:
         save_trace([timeline], arguments.trace)
     if arguments.picture:
         from fxsplit.report.picture import save_picture
+        from fxsplit.report.pictures.plan import find_device_limits
 
-        save_picture([timeline], arguments.picture, dark=arguments.dark)
+        limits = () if plan is None else find_device_limits(plan, timeline)
+        save_picture([timeline], arguments.picture, dark=arguments.dark, limits=limits)
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
     if arguments.json:

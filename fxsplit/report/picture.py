@@ -14,13 +14,21 @@ from fxsplit.report.pictures.timeline import draw_timelines
 from fxsplit.schedule.simulation.timeline import Timeline
 
 
-def save_picture(timelines: Sequence[Timeline], path: str | os.PathLike[str], *, dark: bool = False) -> None:
+def save_picture(
+    timelines: Sequence[Timeline],
+    path: str | os.PathLike[str],
+    *,
+    dark: bool = False,
+    limits: Sequence[float] = (),
+) -> None:
     """Draw timelines: a row for each device and link, a block for each action, and the memory of devices if known.
+
+    `limits` are the memory limits of the devices in bytes, to draw with it, and `dark` asks for dark paper.
 
     Raises InputError unless the path ends in .svg, .png or .pdf (the last two need matplotlib), and FileError if the
     file cannot be written.
     """
-    save_scene(draw_timelines(timelines, memory=True), path, dark=dark)
+    save_scene(draw_timelines(timelines, memory=True, limits=limits), path, dark=dark)
 
 
 def save_plan_picture(plan: Plan, path: str | os.PathLike[str], *, dark: bool = False) -> None:

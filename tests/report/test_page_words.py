@@ -21,7 +21,7 @@ def answer(story: Story) -> dict[str, str]:
 def test_every_question_has_an_answer_with_the_figures_of_the_plan() -> None:
     story = make_story()
     found, plan = answer(story), story.plan
-    assert "is cut into 2 stages" in found["cut"] and "Stage 0 (device0) runs layers.0 .. layers.1" in found["cut"]
+    assert "is cut into 2 stages" in found["cut"] and "Stage 0 (device0) runs layers.0 to layers.1" in found["cut"]
     assert "Stage 0 (device0): it is busy for 17.0 ms with each microbatch of 2 rows." in found["slowest"]
     assert "The largest part of its computing is layers.0" in found["slowest"]
     assert "Cut 1, between stages 0 and 1: for each microbatch 1000 B go forward (relu_1)" in found["why"]
@@ -31,14 +31,15 @@ def test_every_question_has_an_answer_with_the_figures_of_the_plan() -> None:
     assert f"Predicted: {format_ms(step)} for a batch of 4 microbatches of 2 rows" in found["step"]
     assert f"Measured: {format_ms(1.5 * step)}, 50.0 % more than predicted." in found["step"]
     assert f"{format_share(story.simulation.bubble)} of the predicted step (the bubble)" in found["idle"]
-    assert "device1 is idle for" in found["idle"] and "the pipeline fills" in found["idle"]
+    assert "device1 is idle for" in found["idle"] and "because the pipeline fills" in found["idle"]
+    assert "because stage 1 has not made its input yet" in found["idle"]
     fullest = max(plan.stages, key=lambda stage: stage.memory_bytes)
     assert f"It needs at most {format_bytes(fullest.memory_bytes)} of 39.1 KiB" in found["memory"]
     assert found["memory"].startswith("Yes. The fullest is stage ")
-    for change in ("One more device: step", "Twice the bandwidth: step", "Half the microbatch: step"):
+    for change in ("One more device: step", "Twice the bandwidth: step", "of half the rows): step"):
         assert change in found["trials"]
     assert "if it were twice as fast" in found["layer"]
-    assert "the button there saves the plan" in found["again"]
+    assert "Save plan.json with the button" in found["again"]
 
 
 def test_what_is_not_known_is_said() -> None:

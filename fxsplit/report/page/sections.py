@@ -14,7 +14,7 @@ from fxsplit.report.page.tables import HtmlTable, list_grid, list_tables
 from fxsplit.report.pictures.bars import draw_loads, draw_memory
 from fxsplit.report.pictures.graph import draw_graph
 from fxsplit.report.pictures.places import draw_places
-from fxsplit.report.pictures.plan import find_limits
+from fxsplit.report.pictures.plan import find_device_limits, find_limits
 from fxsplit.report.pictures.timeline import draw_timelines
 from fxsplit.schedule.simulation.idle import find_critical_path
 
@@ -111,7 +111,8 @@ def _tell_timeline(story: Story, idle: HtmlTable) -> Section:
         )
         return Section("timeline", tables=[idle], missing=many)
     keyed, path = count <= MOST_KEYED, _find_path(story)
-    scene = draw_timelines(timelines, memory=True, limits=_find_device_limits(story), path=path, keyed=keyed)
+    limits = find_device_limits(story.plan, timelines[0])
+    scene = draw_timelines(timelines, memory=True, limits=limits, path=path, keyed=keyed)
     return Section("timeline", [_draw(scene)], [idle], special="timeline" * keyed)
 
 
@@ -123,15 +124,6 @@ def _find_path(story: Story) -> list[tuple[int, int]]:
     path = find_critical_path(story.simulation)
     actions = [(device, story.simulation.schedule.actions[device][number]) for device, number in path]
     return [(at[0], place[at]) for at in actions if at in place]
-
-
-def _find_device_limits(story: Story) -> list[float]:
-    """Return the memory limit of each device of the timeline, in bytes; empty if the machine is not known."""
-    machine = story.plan.machine
-    if machine is None or story.predicted is None:
-        return []
-    devices = machine.rolled().devices
-    return [d.memory_bytes for d in devices] if len(devices) == len(story.predicted.devices) else []
 
 
 def _draw(scene: Scene) -> Any:

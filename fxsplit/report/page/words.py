@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -13,7 +13,7 @@ from fxsplit.report.graph.fold import fold_nodes
 from fxsplit.report.page.story import Story, Trial
 from fxsplit.report.pictures.bars import split_load
 from fxsplit.report.pictures.plan import find_limits
-from fxsplit.schedule.simulation.idle import CAUSES, explain_idle, sum_causes
+from fxsplit.schedule.simulation.idle import CAUSES, Cause, Idle, explain_idle, sum_causes
 from fxsplit.schedule.simulation.memory import find_peak
 from fxsplit.system.figures import format_bytes, format_count, format_ms, format_share
 
@@ -58,7 +58,7 @@ def _say_stages(story: Story) -> list[str]:
     kind = "pieces that run one after another, each on its own device"
     found = [f"{model} is cut into {count}: {kind}."]
     for number, stage in enumerate(plan.stages[:MOST_LISTED]):
-        runs = f"runs {stage.place}" if stage.nodes else "only passes values on"
+        runs = f"runs {stage.place.replace(' .. ', ' to ')}" if stage.nodes else "only passes values on"
         share = ""
         if plan.costs is not None and plan.costs.compute_ms:
             own = sum(plan.costs.by_name[n].forward_ms + plan.costs.by_name[n].backward_ms for n in stage.nodes)
@@ -97,11 +97,13 @@ def _say_slowest(story: Story) -> list[str]:
             found.append(f"The largest part of its computing is {largest.name}: {share}.")
     others = [s.load_ms for i, s in enumerate(plan.stages) if i != number]
     if others:
+        even = sum(s.load_ms for s in plan.stages) / len(plan.stages)
         found.append(f"The other stages take {format_ms(min(others))} to {format_ms(max(others))}.")
+        found.append(f"If all stages were equal, each would take {format_ms(even)}.")
     return found
 
 
-N_PARTS = 8
+N_PARTS = 12
 """How many parts a stage is divided into to find the largest."""
 
 
@@ -110,7 +112,7 @@ def _say_cuts(story: Story) -> list[str]:
     cuts = list_cuts(plan, plan.costs)
     if not cuts:
         return ["There is no cut: one stage has the whole model."]
-    found = []
+    found = ["Each cut is at the place where the slowest stage becomes fastest: work is shared, and few bytes cross."]
     for cut in cuts[:MOST_LISTED]:
         found.append(f"{describe_cut(cut)} {describe_next_best(story, cut.number)}")
     if len(cuts) > MOST_LISTED:
@@ -189,7 +191,15 @@ def _say_step(story: Story) -> list[str]:
         if story.simulation is not None and story.simulation.step_ms:
             compared = f", {describe_change(ms / story.simulation.step_ms - 1.0)} than predicted"
         found.append(f"Measured: {format_ms(ms)}{compared}.")
+        if story.simulation is not None and ms > SLOWER * story.simulation.step_ms:
+            found.append(
+                "Usual reasons: devices that share cores or a GPU, a busy machine, or a first step that still warms up."
+            )
     return found
+
+
+SLOWER = 1.2
+"""From this factor on, a measured step is so much longer than the predicted one that the reader is told why."""
 
 
 def describe_change(more: float) -> str:
@@ -211,13 +221,29 @@ def _say_idle(story: Story) -> list[str]:
         if not causes:
             found.append(f"{names[device]} is never idle.")
             continue
-        why = "; ".join(f"{format_share(ms / step_ms)} {CAUSES[cause]}" for cause, ms in causes)
+        why = "; ".join(
+            f"{format_share(ms / step_ms)} because {_name_cause(cause, idle[device])}" for cause, ms in causes
+        )
         found.append(f"{names[device]} is idle for {format_share(simulation.bubbles[device])} of the step: {why}.")
     if len(by_device) > MOST_LISTED:
         found.append(f"The table of idle time lists the other {len(by_device) - MOST_LISTED} too.")
     if story.measured is not None:
         found.append(f"In the measured step devices are idle for {format_share(story.measured.bubble)}.")
     return found
+
+
+def _name_cause(cause: Cause, idle: Sequence[Idle]) -> str:
+    """Return a cause in words, with the stage that a device waits for the longest."""
+    waits: dict[int, float] = {}
+    for time in idle:
+        if time.cause == cause and time.stage is not None:
+            waits[time.stage] = waits.get(time.stage, 0.0) + time.end_ms - time.begin_ms
+    stage = max(waits, key=lambda stage: (waits[stage], -stage), default=None)
+    if stage is None or cause == "launch":
+        return CAUSES[cause]
+    return (
+        f"stage {stage} has not made its input yet" if cause == "stage" else f"a message of stage {stage} is on its way"
+    )
 
 
 def _say_memory(story: Story) -> list[str]:
@@ -237,7 +263,9 @@ def _say_memory(story: Story) -> list[str]:
     found.append(f"It needs at most {format_bytes(stage.memory_bytes)}{of if limits[fullest] < inf else ''} at once.")
     total = stage.memory_bytes or 1.0
     kinds = sorted(stage.memory_kinds.items(), key=lambda pair: -pair[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)} ({format_share(size / total)})" for kind, size in kinds if size > 0)
+    parts = ", ".join(
+        f"{kind} {format_bytes(size)} ({format_share(size / total)})" for kind, size in kinds if size > LEAST * total
+    )
     found.append(f"It is filled by {parts}.")
     found.append('Activations are what the backward pass needs again; recompute="always" trades them for time.')
     if story.predicted is not None and story.predicted.memory:
@@ -247,6 +275,10 @@ def _say_memory(story: Story) -> list[str]:
         )
         found.append(f"At most in the predicted step: {peaks}.")
     return found
+
+
+LEAST = 0.001
+"""A kind of memory that has a smaller share is not named."""
 
 
 def compare_trial(trial: Trial, base: Trial | None) -> str:
@@ -266,18 +298,22 @@ def find_base(story: Story) -> Trial | None:
     return next((t for t in story.list_trials("what if") if t.change == "nothing changed"), None)
 
 
-ASKED = ("one more device", "twice the bandwidth", "half the microbatch")
-"""The changes that the answer names; the table has the others."""
+ASKED = {
+    "one more device": "one more device",
+    "twice the bandwidth": "twice the bandwidth",
+    "half the microbatch": "half the microbatch (twice as many, of half the rows)",
+}
+"""The changes that the answer names, in its words; the table has the others."""
 
 
 def _say_trials(story: Story) -> list[str]:
     tried, base = {t.change: t for t in story.list_trials("what if")}, find_base(story)
     if base is None:
         return [f"That was not tried: {story.trials_left_out or 'nothing was planned'}. Give the profile: --profile."]
-    found = []
-    for change in ASKED:
+    found = [f"Now a step takes {format_ms(base.step_ms or 0.0)}, as predicted for the best plan."]
+    for change, shown in ASKED.items():
         if change in tried:
-            found.append(f"{_begin(change)}: {compare_trial(tried[change], base)}.")
+            found.append(f"{_begin(shown)}: {compare_trial(tried[change], base)}.")
         elif change == "twice the bandwidth":
             found.append("Twice the bandwidth: no change, since links are unlimited or there are none.")
         else:
@@ -303,7 +339,7 @@ def _say_layers(story: Story) -> list[str]:
         return [f"Probably {largest}, which takes most time; plans with a faster layer were not tried."]
     best = min(trials, key=lambda t: t.step_ms or inf)
     found = [
-        f"{best.change} ({best.note}): if it were twice as fast, and the model were cut anew, a step would take "
+        f"{best.change} ({best.note}): if it were twice as fast, and the model were cut again, a step would take "
         f"{format_ms(best.step_ms or 0.0)} ({compare_trial(best, base).partition(', ')[2]})."
     ]
     rest = [f"{t.change}: {compare_trial(t, base)}" for t in trials if t is not best]
@@ -312,12 +348,12 @@ def _say_layers(story: Story) -> list[str]:
     return found
 
 
+SAVE = 'Save plan.json with the button at the end of this page, and compile with it: fxsplit.compile(plan="plan.json").'
+
+
 def _say_commands(story: Story) -> list[str]:
-    if not story.commands:
-        return [
-            "Save the plan from this page (button below), and give it to fxsplit.compile(model, devices, plan=...)."
-        ]
-    return ["Run the commands at the end of this page; the button there saves the plan as a file."]
+    more = "The commands at the end of the page make the plan and this page again."
+    return [SAVE, more] if story.commands else [SAVE]
 
 
 def _begin(text: str) -> str:

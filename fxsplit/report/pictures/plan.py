@@ -11,6 +11,7 @@ from fxsplit.report.pictures.bars import draw_loads, draw_memory
 from fxsplit.report.pictures.graph import draw_graph
 from fxsplit.schedule.of_plan import read_times, restore_schedule
 from fxsplit.schedule.simulation.simulate import Simulation, simulate
+from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.figures import format_count, format_ms, format_share
 
 HEAD, SPACE, MARGIN = 58.0, 14.0, 12.0
@@ -63,3 +64,9 @@ def find_limits(plan: Plan) -> list[float]:
     if plan.machine is None:
         return [inf] * len(plan.stages)
     return [min(plan.machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+
+
+def find_device_limits(plan: Plan, timeline: Timeline) -> list[float]:
+    """Return the memory limit of each device of a timeline, in bytes; empty if the plan does not know its machine."""
+    devices = plan.machine.rolled().devices if plan.machine is not None else ()
+    return [d.memory_bytes for d in devices] if len(devices) == len(timeline.devices) else []

@@ -15,24 +15,28 @@ from fxsplit.schedule.simulation.simulate import Simulation, Trip
 
 Cause: TypeAlias = Literal["fill", "stage", "transfer", "launch", "drain"]
 CAUSES: dict[Cause, str] = {
-    "fill": "the pipeline fills: nothing has arrived yet",
-    "stage": "waits until another stage has made its input",
-    "transfer": "waits for a message on its way",
-    "launch": "waits until its host has launched the work",
-    "drain": "the pipeline empties: its own work is done",
+    "fill": "the pipeline fills (nothing has arrived yet)",
+    "stage": "another stage has not made its input yet",
+    "transfer": "a message is still on its way",
+    "launch": "its host has not launched the work yet",
+    "drain": "the pipeline empties (its own work is done)",
 }
-"""Why a device is idle, for people."""
+"""Why a device is idle, for people, to follow "because"."""
 SLACK_MS = 1e-9
 
 
 @dataclass(frozen=True)
 class Idle:
-    """An idle time of a device in ms from the start of the step, and its cause; `action` is what it waits to begin."""
+    """An idle time of a device in ms from the start of the step, and its cause.
+
+    `action` is the one that the device waits to begin, and `stage` the stage that makes the input that it waits for.
+    """
 
     begin_ms: float
     end_ms: float
     cause: Cause
     action: Action | None = None
+    stage: int | None = None
 
 
 def explain_idle(simulation: Simulation) -> list[list[Idle]]:
@@ -112,4 +116,5 @@ def _explain_wait(
         (departs, arrives, "transfer"),
         (arrives, end, "launch"),
     )
-    return [Idle(a, b, cause, action) for a, b, cause in parts if b > a + SLACK_MS]
+    stage = last.message.made.stage
+    return [Idle(a, b, cause, action, stage) for a, b, cause in parts if b > a + SLACK_MS]
