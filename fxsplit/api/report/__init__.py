@@ -1,1 +1,1 @@
-"""Gather what a report tells about a plan: its simulated step, the next best cuts, and plans for other machines."""
+"""Gather the contents of a report about a plan: its simulated step, the next best cuts, and other plans."""

@@ -85,7 +85,7 @@ def _add_trials(story: Story, trials: Trials) -> Story:
 
 
 def list_places(trials: Trials) -> CutCurve:
-    """Return the places where the graph can be cut, those with the fewest bytes for each share of the work."""
+    """Return the places where the graph can be cut; if there are many, the ones with the fewest bytes."""
     assert trials.plan.machine is not None
     _, states = trials.planner.lattice(trials.plan.machine)
     work = states.column("forward_ms") + states.column("backward_ms")

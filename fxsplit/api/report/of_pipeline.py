@@ -14,7 +14,7 @@ from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.progress_bar import show_progress
 
 COMMANDS = (
-    "# In Python: save what was measured, and compile with the same plan.",
+    "# In Python: save the measured costs, and compile with the same plan.",
     'pipe.costs.save("profile.json")',
     'pipe = fxsplit.compile(model, devices, example_inputs=x, costs="profile.json", plan="plan.json")',
     "# In a shell: this page again, without the model.",

@@ -1,4 +1,4 @@
-"""The passes of a chain for a report: seconds, noted figures, and what each changed in the text of the IR."""
+"""The passes of a chain for a report: seconds, noted figures, and changes to the text of the IR."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def list_passes(ir: IR) -> list[PassRow]:
 
 
 def compare_texts(step: Step, before: str, after: str) -> PassRow:
-    """Return a pass with what it changed in the text of the IR."""
+    """Return a pass with its changes to the text of the IR."""
     old, new = drop_steps(before).splitlines(), drop_steps(after).splitlines()
     if len(old) + len(new) > MOST_COMPARED:
         return PassRow(step.text, step.seconds, step.noted)

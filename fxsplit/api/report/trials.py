@@ -1,4 +1,4 @@
-"""Trials: plans for a changed machine, workload or model, to say what a change would bring.
+"""Trials: plans for a changed machine, workload or model, to show the effect of a change.
 
 All steps are of the same batch. A trial that comes after the time is over is left out, and the report says so.
 """

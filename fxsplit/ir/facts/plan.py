@@ -56,7 +56,7 @@ class Plan(Shown, Fact):
       constant; empty for a graph that takes other sizes as well
     - `transfers` says whether the machine's devices compute while their messages are under way, or wait for them
     - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
-    - `costs` and `machine` are those that the plan was priced for, to show and explain it; None in a plan from a file
+    - the plan was priced for `costs` and `machine`, which pictures and reports show; None in a plan from a file
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states

@@ -120,7 +120,7 @@ def _paint_label(axes: Any, label: Label, theme: Mapping[str, str]) -> None:
         # A dollar sign would begin a formula.
         label.text.replace("$", r"\$"),
         color=theme[label.role],
-        # DejaVu Sans, matplotlib's own font, is wider than those of browsers.
+        # DejaVu Sans, matplotlib's own font, is wider than the fonts of browsers.
         fontsize=_points(label.size) * (1.0 if label.mono else 0.93),
         ha=align,
         va="baseline",

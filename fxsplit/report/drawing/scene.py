@@ -18,7 +18,7 @@ Role: TypeAlias = str
 SMALL, NORMAL, LARGE = 10.0, 12.0, 15.0
 """Sizes of text in pixels."""
 MONO_WIDTH, SANS_WIDTH = 0.602, 0.56
-"""The width of a character in sizes of the text: exact in a monospaced font, and a mean of others."""
+"""The width of a character in sizes of the text: exact in a monospaced font, and a mean in another font."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ Shape: TypeAlias = "Box | Stroke | Label"
 
 @dataclass
 class Scene:
-    """Shapes in the order in which they are drawn. `name` is unique in a page, and `title` says what the picture shows.
+    """Shapes in the order in which they are drawn. `name` is unique in a page, and `title` describes the picture.
 
     Pictures are read aloud as their title, so that it says the most important figures.
     """
@@ -86,7 +86,7 @@ class Scene:
     shapes: list[Shape] = field(default_factory=list)
 
     def add(self, *shapes: Shape) -> None:
-        """Draw shapes over those that are there."""
+        """Draw shapes over the present ones."""
         self.shapes += shapes
 
     def place(self, other: Scene, x: float, y: float) -> None:

@@ -57,7 +57,7 @@ _DARK = {
 
 
 def _join(base: Mapping[str, str], tints: tuple[str, ...], strong: tuple[str, ...]) -> dict[str, str]:
-    """Return a theme: its own colours, those of areas, and two for each hue of stages."""
+    """Return a theme: its own colours, the colours of areas, and two for each hue of stages."""
     stages = {f"stage {i}": tint for i, tint in enumerate(tints)} | {f"edge {i}": dark for i, dark in enumerate(strong)}
     return {**base, **_AREAS, **stages}
 

@@ -15,7 +15,7 @@ from fxsplit.system.figures import format_bytes, format_ms
 
 
 def write_dot(plan: Plan, costs: Costs) -> str:
-    """Return the text of a graph in the language DOT; `costs` are those that the plan was made from."""
+    """Return the text of a graph in the language DOT; the plan was made from `costs`."""
     stage_of = plan.stage_of()
     lines = ["digraph plan {", '  rankdir=LR; node [shape=box, style=filled, fontname="sans-serif"];']
     lines += [f"  {_quote(i.name)} [label={_quote(f'{i.name} (input)')}, fillcolor=white];" for i in costs.inputs]

@@ -22,7 +22,7 @@ PALE, STRONG = "#fff4e0", "#d9534f"
 
 
 def write_model_explorer(plan: Plan, costs: Costs) -> dict[str, str]:
-    """Return the files by name: the graph, and the node data; `costs` are those that the plan was made from."""
+    """Return the files by name: the graph, and the node data; the plan was made from `costs`."""
     stage_of = plan.stage_of()
     ms = {n.name: n.forward_ms + n.backward_ms for n in costs.nodes}
     bytes_ = {n.name: n.output_bytes + n.kept_bytes + n.parameter_bytes for n in costs.nodes}
@@ -38,7 +38,7 @@ def write_model_explorer(plan: Plan, costs: Costs) -> dict[str, str]:
 
 
 def _make_graph(plan: Plan, costs: Costs) -> dict[str, Any]:
-    """Return the graph: nodes lie in the folder of their stage, and in those of their modules inside of it."""
+    """Return the graph: nodes lie in the folders of their stage and of their modules inside of it."""
     stage_of = plan.stage_of()
     inputs = [{"id": i.name, "label": "input", "namespace": "", "attrs": [], "incomingEdges": []} for i in costs.inputs]
     nodes = [_make_node(node, stage_of[node.name]) for node in costs.nodes]

@@ -11,7 +11,7 @@ from fxsplit.ir.facts.plan import Plan
 
 @dataclass(frozen=True)
 class CutValue:
-    """A value that crosses a cut: its bytes forward, and those of its gradient back, as they are sent."""
+    """A value that crosses a cut: its bytes forward, and the bytes of its gradient back, as they are sent."""
 
     name: str
     forward_bytes: float

@@ -15,7 +15,7 @@ from fxsplit.ir.facts.costs.costs import Costs, NodeCost
 from fxsplit.ir.facts.plan import Plan
 
 OUTSIDE = "(forward)"
-"""The box of nodes outside of any submodule: those of the model's own forward()."""
+"""The box of nodes outside of any submodule, which the model's own forward() calls."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Arc:
-    """The values that the nodes of box `source` make and those of box `target` read: their names and bytes forward.
+    """The values from the nodes of box `source` to the nodes of box `target`: their names and bytes forward.
 
     Boxes are numbers in `FoldedGraph.folds`.
     """
@@ -80,9 +80,9 @@ def fold_graph(plan: Plan, costs: Costs, most: int = 10) -> FoldedGraph:
 
 
 def _name_parts(folds: Sequence[Fold], plan: Plan, costs: Costs) -> list[Fold]:
-    """Return the boxes, those of a module that several stages share with the name of the node that takes longest.
+    """Return the boxes. If several stages share a module, its boxes get the name of their slowest node.
 
-    All of them would have the same name otherwise, such as that of an LSTM whose layers are nodes.
+    Otherwise all of these boxes would have one name: the layers of an LSTM are nodes of one module.
     """
     stage_of, stages = plan.stage_of(), defaultdict[str, set[int]](set)
     for node in costs.nodes:

@@ -1,4 +1,4 @@
-"""Story: all that a report tells. Rooms above fill it in; what is not known stays empty, and the page says so."""
+"""Story: the contents of a report. Rooms above fill it in. An unknown part stays empty, and the page says so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxsplit.schedule.simulation.timeline import Timeline
 class Trial:
     """A plan for something that is changed, or the reason why there is none.
 
-    - `change` says what is changed, such as "one more device"; `group` is "what if", "grid" or "layer"
+    - `change` names the change, such as "one more device"; `group` is "what if", "grid" or "layer"
     - `bottleneck_ms` is the load of the slowest stage, and `step_ms` the time of a step of the same batch, in ms
-    - `note` says what to know about it, or why there is no plan
+    - `note` is a remark, or the reason why there is no plan
     - `place` is the row and the column of the grid, such as ("4 devices", "2 GB/s")
     """
 
@@ -52,7 +52,7 @@ class CutCurve:
 
 @dataclass(frozen=True)
 class PassRow:
-    """A pass that ran: its text, seconds, the figures that it noted, and what it changed in the text of the IR.
+    """A pass that ran: its text, seconds, the figures that it noted, and its changes to the text of the IR.
 
     `added` and `removed` are numbers of lines, and `diff` has the first of them.
     """

@@ -1,4 +1,4 @@
-"""The tables of the page: the figures of its pictures, so that nothing is told by a picture alone."""
+"""The tables of the page: the figures of its pictures, so that a reader can do without the pictures."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _say_cuts(story: Story) -> list[str]:
 
 
 def describe_cut(cut: Cut) -> str:
-    """Return a sentence on what crosses a cut."""
+    """Return a sentence about the values that cross a cut."""
     # Numbers, such as the size of a tensor, cross cuts too, and have no bytes.
     values = [value for value in cut.values if value.both_bytes]
     names = ", ".join(value.name for value in values[:2])
@@ -199,7 +199,7 @@ def _say_step(story: Story) -> list[str]:
 
 
 SLOWER = 1.2
-"""From this factor on, a measured step is so much longer than the predicted one that the reader is told why."""
+"""From this factor on, a measured step is so much longer than the predicted one that the page gives reasons."""
 
 
 def describe_change(more: float) -> str:
@@ -282,7 +282,7 @@ LEAST = 0.001
 
 
 def compare_trial(trial: Trial, base: Trial | None) -> str:
-    """Return what a trial brings in words: its step, and the change from the plan as it is."""
+    """Return the result of a trial in words: its step, and the change from the present plan."""
     if trial.step_ms is None:
         return f"no plan ({trial.note})"
     if base is None or not base.step_ms:
@@ -294,7 +294,7 @@ def compare_trial(trial: Trial, base: Trial | None) -> str:
 
 
 def find_base(story: Story) -> Trial | None:
-    """Return the trial without a change, to which others are compared."""
+    """Return the trial without a change, to compare with."""
     return next((t for t in story.list_trials("what if") if t.change == "nothing changed"), None)
 
 
@@ -303,7 +303,7 @@ ASKED = {
     "twice the bandwidth": "twice the bandwidth",
     "half the microbatch": "half the microbatch (twice as many, of half the rows)",
 }
-"""The changes that the answer names, in its words; the table has the others."""
+"""The changes that the answer names, in its words; the table has all changes."""
 
 
 def _say_trials(story: Story) -> list[str]:

@@ -17,7 +17,7 @@ ROW, BAR, NAMES, WIDTH, FIGURES, MARGIN = 30.0, 18.0, 140.0, 460.0, 200.0, 12.0
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of time or memory: its name, its colour, and the pattern that tells it from its neighbours."""
+    """A kind of time or memory: its name, its colour, and the pattern that distinguishes it without colours."""
 
     name: str
     role: str
@@ -97,7 +97,7 @@ def draw_loads(plan: Plan) -> Scene:
 
 
 def draw_memory(plan: Plan, limits: Sequence[float]) -> Scene:
-    """Return the memory of each stage by kind, in the fullest moment, beside the limit of its device if it has one."""
+    """Return the memory of each stage by kind, in the fullest moment, with the limit of its device if it has one."""
     needed = max((stage.memory_bytes for stage in plan.stages), default=0.0)
     finite = [limit for limit in limits if limit < inf]
     # A limit far above all that is needed would make the bars invisible.

@@ -1,4 +1,4 @@
-"""The graph of a plan as a picture: a column for each stage, a box for each module in it, and what crosses each cut.
+"""The graph of a plan as a picture: a column for each stage, a box for each module in it, and the values over cuts.
 
 stage 0            cut 1              stage 1
 [ conv1   ]        1.0 MiB            [ layer3 ]
@@ -167,7 +167,7 @@ def _draw_box(scene: Scene, number: int, fold: Fold, place: _Place, slowest: flo
 
 
 def _draw_cut(scene: Scene, cut: Cut, x: float, top: float) -> None:
-    """Draw what crosses a cut for each microbatch, between the heads of two columns."""
+    """Draw the bytes that cross a cut for each microbatch, between the heads of two columns."""
     middle = x + GAP / 2
     lines = [(f"cut {cut.number}", "ink", True)]
     lines.append((f"{format_bytes(cut.forward_bytes)} forward", "ink", False))
@@ -184,7 +184,7 @@ def _draw_cut(scene: Scene, cut: Cut, x: float, top: float) -> None:
 
 
 def _draw_arcs(sheet: _Sheet) -> None:
-    """Draw the arcs inside of columns and over cuts; of those that pass boxes of their column only the largest."""
+    """Draw the arcs inside of columns and over cuts. If many arcs pass boxes of their column, draw the largest."""
     skips: dict[int, int] = defaultdict(int)
     crossing: list[Arc] = []
     for arc in sheet.list_arcs():

@@ -32,7 +32,7 @@ class Places(Protocol):
 
     @property
     def n_places(self) -> int:
-        """The number of all places, with those that are left out."""
+        """The number of all places, also the ones that are left out."""
 
 
 def draw_places(places: Places, plan: Plan) -> Scene:

@@ -1,4 +1,4 @@
-"""The picture of a plan: its graph with stages and cuts, the load of each stage, and its memory beside its limit."""
+"""The picture of a plan: its graph with stages and cuts, the load of each stage, and its memory with its limit."""
 
 from __future__ import annotations
 

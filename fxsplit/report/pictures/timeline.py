@@ -35,7 +35,7 @@ def draw_timelines(
 ) -> Scene:
     """Return timelines as a picture.
 
-    - `memory` draws the memory of each device below, in bytes, beside its limit in `limits`
+    - `memory` draws the memory of each device below, in bytes, with its limit in `limits`
     - `path` are actions of the first timeline to draw with a border, as (device, place in its row): the critical path
     - `keyed` gives each block the key "span" with the numbers of its timeline, row and place, for a page
     """
@@ -60,7 +60,7 @@ def title_timeline(timeline: Timeline) -> str:
 
 
 def _draw_rows(scene: Scene, timeline: Timeline, scale: float, number: int, path: set[tuple[int, int]]) -> None:
-    """Draw the title, the devices and the links of a timeline below what is there."""
+    """Draw the title, the devices and the links of a timeline below the last one."""
     scene.add(Label(MARGIN, scene.height + 13, title_timeline(timeline), "ink", 13.0, bold=True))
     scene.height += TITLE
     numbered = sum(map(len, timeline.spans)) <= MOST_NUMBERS
