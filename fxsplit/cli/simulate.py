@@ -124,6 +124,19 @@ def main(arguments: argparse.Namespace) -> int:
     traces = () if plan is None or plan.schedule == INFERENCE else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
+    _write_files(arguments, timeline, plan, schedule)
+    if arguments.json:
+        proof = {} if found is None else {"step_lower_bound": found.bound_ms, "step_gap": found.gap}
+        print_json(_describe(simulation, traces, plan is None) | proof)
+    else:
+        _show(simulation, traces, timeline, plan is None)
+        if found is not None:
+            print(found if plan else f"lower bound {found.bound_ms:g} x one forward, gap {100 * found.gap:.2f} %")
+    return 0
+
+
+def _write_files(arguments: argparse.Namespace, timeline: Timeline, plan: Plan | None, schedule: Schedule) -> None:
+    """Write the trace, the picture and the schedule that are asked for."""
     # Import reports only if requested.
     if arguments.trace:
         from fxsplit.report.perfetto import save_trace
@@ -137,14 +150,6 @@ def main(arguments: argparse.Namespace) -> int:
         save_picture([timeline], arguments.picture, dark=arguments.dark, limits=limits)
     if arguments.to_csv:
         write_csv(schedule, arguments.to_csv)
-    if arguments.json:
-        proof = {} if found is None else {"step_lower_bound": found.bound_ms, "step_gap": found.gap}
-        print_json(_describe(simulation, traces, plan is None) | proof)
-    else:
-        _show(simulation, traces, timeline, plan is None)
-        if found is not None:
-            print(found if plan else f"lower bound {found.bound_ms:g} x one forward, gap {100 * found.gap:.2f} %")
-    return 0
 
 
 def _search(plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
