@@ -10,7 +10,7 @@ from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.plan import PlanArguments
+from fxsplit.cli.plan import PlanArguments, draw_picture
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.text import sum_by_module
@@ -37,6 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise InputError(f"--devices {arguments.devices}: one plan is explained at a time, so give one number")
     (count,) = counts
     plan = question.plan(count)
+    draw_picture(arguments, [(count, plan)])
     stages = [_explain_stage(plan, n, question.profile.costs) for n in range(len(plan.stages))]
     with show_progress():
         cuts = [

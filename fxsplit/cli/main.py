@@ -66,6 +66,7 @@ def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
     from fxsplit.cli import explain, opt, passes, plan, simulate, verify
+    from fxsplit.cli.report import report
     from fxsplit.cli.words import Parser
 
     parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
@@ -82,6 +83,7 @@ def make_parser() -> Parser:
     passes.add_arguments(add("passes", passes.main, listed))
     plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
     plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
+    report.add_arguments(add("report", report.main, "one HTML page about a plan: why it is so, and what would help"))
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     opt.add_arguments(add("opt", opt.main, "run passes on an IR in a file, and print the IR that they make"))

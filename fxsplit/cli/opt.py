@@ -297,14 +297,14 @@ def _has_result(arguments: argparse.Namespace) -> bool:
 def _make_result(arguments: argparse.Namespace, ir: IR, timer: Timer, load_s: float) -> str:
     """Return the text of the IR or of one of its facts, or the JSON that the options ask for."""
     if arguments.emit_json == "plan":
-        from fxsplit.formats.plan_json import plan_to_dict
+        from fxsplit.formats.plan_json import describe_plan
         from fxsplit.ir.facts.plan import Plan
 
         # The keys of `fxsplit plan --json`: reading the file, enumerating states, and searching.
         taken = {step.name: step.seconds for step in ir.steps}
         states = taken.get("augment", 0.0) + taken.get("order", 0.0)
         seconds = {"load": load_s, "states": states, "solve": taken.get("partition", 0.0)}
-        return to_json(plan_to_dict(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})
+        return to_json(describe_plan(_find(ir, Plan)) | {"unit": "ms", "seconds": seconds})
     if arguments.emit_json == "costs":
         from fxsplit.ir.facts.costs.costs import Costs
 

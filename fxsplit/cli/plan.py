@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from fxsplit.api.plan import (
@@ -25,9 +26,11 @@ from fxsplit.cli.words import (
     add_constraints,
     add_json,
     add_machine,
+    add_picture,
     add_planned_file,
     add_schedule,
     add_search,
+    check_picture,
     parse_pins,
     read_bandwidth,
     split_together,
@@ -37,7 +40,7 @@ from fxsplit.cli.words import (
 from fxsplit.errors import InputError, NoFit, PlanError
 from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
-from fxsplit.formats.plan_json import plan_to_dict
+from fxsplit.formats.plan_json import describe_plan
 from fxsplit.ir.facts.costs.compress import HOW
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.given.workload import Workload
@@ -54,6 +57,7 @@ from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
+from fxsplit.system.files import make_folder, write_whole
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
@@ -106,13 +110,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="stop after S seconds with the best plan found (default: no limit)",
     )
+    add_picture(parser, "the plan, or the speed-up over a range of devices,")
     add_json(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`, and the additional ones of `plan`."""
     add_arguments(parser)
-    parser.add_argument("--emit", choices=("titan",), help="write the plan for torchtitan: titan.py and schedule.csv")
+    parser.add_argument(
+        "--emit",
+        choices=("titan", "dot", "model-explorer"),
+        help="write the plan for torchtitan (titan.py and schedule.csv), or its graph with its stages for Graphviz "
+        "(plan.dot) or for Model Explorer (model-explorer.json and node data)",
+    )
     parser.add_argument(
         "--to", type=take_text, metavar="FOLDER", help="the folder for --emit (default: the current one)"
     )
@@ -131,6 +141,7 @@ class PlanArguments:
     def __init__(self, arguments: argparse.Namespace) -> None:
         begin = time.perf_counter()
         arguments.bandwidth = read_bandwidth(arguments.bandwidth)
+        check_picture(arguments)
         if arguments.max_states < 1:
             raise InputError(f"--max-states {arguments.max_states}: give at least 1")
         # torchtitan has modules in every stage, and one rank for each stage.
@@ -254,7 +265,7 @@ class PlanArguments:
 
     def answer(self, plan: Plan) -> dict[str, Any]:
         """Return a plan as a JSON object for other programs; times are in the file's own unit."""
-        answer = plan_to_dict(plan)
+        answer = describe_plan(plan)
         # Readers of PipeDream's files expect every node in a stage, including the inputs.
         if self.profile.format == "pipedream":
             answer["stages"][0]["nodes"] = [i.name for i in self.profile.costs.inputs] + answer["stages"][0]["nodes"]
@@ -290,9 +301,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.emit:
         return _emit(question, counts)
     if arguments.to:
-        raise InputError(f"--to {arguments.to}: it needs --emit titan")
+        raise InputError(f"--to {arguments.to}: it needs --emit")
     with show_progress():
         plans = [(count, question.plan(count)) for count in track(counts, "numbers of devices")]
+    draw_picture(arguments, plans)
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
         print_json(answers[0] if len(answers) == 1 else {"curve": answers})
@@ -319,6 +331,18 @@ def main(arguments: argparse.Namespace) -> int:
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
+
+
+def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None, Plan]]) -> None:
+    """Draw the picture that --picture asks for: of one plan, or of the speed-up of several."""
+    if not arguments.picture:
+        return
+    if len(plans) == 1:
+        plans[0][1].picture(arguments.picture, dark=arguments.dark)
+        return
+    from fxsplit.report import save_devices_picture
+
+    save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
 
 
 def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:
@@ -353,10 +377,12 @@ def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
 
 
 def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
-    """Write the plan for torchtitan, and print the modules of each stage."""
+    """Write the plan for torchtitan and print the modules of each stage, or for a viewer of graphs."""
     if len(counts) > 1:
         raise InputError(f"--devices {question.arguments.devices}: --emit writes one plan, give one number")
     costs = question.profile.costs
+    if question.arguments.emit != "titan":
+        return _emit_graph(question, counts[0])
     check_forward(costs)
     check_modules(costs, len(question.lay_out(counts[0])[0]))
     plan = question.plan(counts[0])
@@ -365,12 +391,34 @@ def _emit(question: PlanArguments, counts: Sequence[int | None]) -> int:
     made = emit_titan(plan, costs, schedule)
     folder = question.arguments.to or "."
     made.save(folder)
+    draw_picture(question.arguments, [(counts[0], plan)])
     if question.arguments.json:
         print_json({"parts": made.parts, "folder": folder} | question.answer(plan))
         return 0
     for number, modules in enumerate(made.parts):
         print(f"stage {number}: {', '.join(modules)}")
     print(f"{CONFIG} and {SCHEDULE} written to {folder}")
+    return 0
+
+
+def _emit_graph(question: PlanArguments, count: int | None) -> int:
+    """Write the graph of the plan for a viewer, and print the plan and the names of the files."""
+    from fxsplit.report.export.dot import write_dot
+    from fxsplit.report.export.model_explorer import write_model_explorer
+
+    plan, costs = question.plan(count), question.profile.costs
+    folder = Path(question.arguments.to or ".")
+    as_dot = question.arguments.emit == "dot"
+    files = {"plan.dot": write_dot(plan, costs)} if as_dot else write_model_explorer(plan, costs)
+    make_folder(folder)
+    for name, text in files.items():
+        write_whole(folder / name, text)
+    draw_picture(question.arguments, [(count, plan)])
+    if question.arguments.json:
+        print_json({"files": list(files), "folder": str(folder)} | question.answer(plan))
+        return 0
+    print_parts(plan.show())
+    print(f"{', '.join(files)} written to {folder}")
     return 0
 
 

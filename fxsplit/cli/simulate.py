@@ -12,9 +12,11 @@ from fxsplit.cli.plan import choose_machine
 from fxsplit.cli.words import (
     add_json,
     add_machine,
+    add_picture,
     add_planned_file,
     add_schedule,
     add_search,
+    check_picture,
     read_bandwidth,
     take_search,
     take_text,
@@ -37,7 +39,14 @@ from fxsplit.schedule import (
     verify,
 )
 from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, Scheduler, count_devices
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, name_places, read_footprints, read_times
+from fxsplit.schedule.of_plan import (
+    build_schedule,
+    find_replicas,
+    name_devices,
+    name_places,
+    read_footprints,
+    read_times,
+)
 from fxsplit.schedule.search_plan import schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
@@ -73,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=take_text, metavar="FILE", help="write the timeline for Perfetto (ui.perfetto.dev)"
     )
-    parser.add_argument("--picture", type=take_text, metavar="FILE", help="draw the timeline as .svg, .png or .pdf")
+    add_picture(parser, "the timeline and the memory of devices")
     parser.add_argument(
         "--to-csv", type=take_text, metavar="FILE", help="write the schedule for torch.distributed.pipelining"
     )
@@ -85,6 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises InputError for an argument that needs a profile if there is none, or that contradicts a file.
     """
     arguments.bandwidth = read_bandwidth(arguments.bandwidth)
+    check_picture(arguments)
     if arguments.file is not None and arguments.plan is not None:
         raise InputError(f"--plan {arguments.plan}: FILE is planned from, and this is a plan already: give one of them")
     for name in ("machine", "bandwidth"):
@@ -114,17 +124,7 @@ def main(arguments: argparse.Namespace) -> int:
     traces = () if plan is None or plan.schedule == INFERENCE else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
-    # Import reports only if requested: matplotlib takes a second.
-    if arguments.trace:
-        from fxsplit.report.perfetto import save_trace
-
-        save_trace([timeline], arguments.trace)
-    if arguments.picture:
-        from fxsplit.report.picture import save_picture
-
-        save_picture([timeline], arguments.picture)
-    if arguments.to_csv:
-        write_csv(schedule, arguments.to_csv)
+    _write_files(arguments, timeline, plan, schedule)
     if arguments.json:
         proof = {} if found is None else {"step_lower_bound": found.bound_ms, "step_gap": found.gap}
         print_json(_describe(simulation, traces, plan is None) | proof)
@@ -133,6 +133,23 @@ def main(arguments: argparse.Namespace) -> int:
         if found is not None:
             print(found if plan else f"lower bound {found.bound_ms:g} x one forward, gap {100 * found.gap:.2f} %")
     return 0
+
+
+def _write_files(arguments: argparse.Namespace, timeline: Timeline, plan: Plan | None, schedule: Schedule) -> None:
+    """Write the trace, the picture and the schedule that are asked for."""
+    # Import reports only if requested.
+    if arguments.trace:
+        from fxsplit.report.perfetto import save_trace
+
+        save_trace([timeline], arguments.trace)
+    if arguments.picture:
+        from fxsplit.report.picture import save_picture
+        from fxsplit.report.pictures.plan import find_device_limits
+
+        limits = () if plan is None else find_device_limits(plan, timeline)
+        save_picture([timeline], arguments.picture, dark=arguments.dark, limits=limits)
+    if arguments.to_csv:
+        write_csv(schedule, arguments.to_csv)
 
 
 def _search(plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
@@ -231,17 +248,8 @@ def _plan_profile(
 
 
 def _name_devices(plan: Plan | None, schedule: Schedule) -> tuple[str, ...]:
-    """Return the names of the devices: the plan's, if its devices are the schedule's, otherwise numbers."""
-    # With replicas, the plan and the schedule have the same devices.
-    if plan is not None and schedule.homes == find_replicas(plan):
-        return plan.device_names[: schedule.n_devices]
-    if plan is None or schedule.n_devices != len(plan.stages):
-        return tuple(f"device {d}" for d in range(schedule.n_devices))
-    # Under Chimera stage d begins on device d, and its unrolled name ends with the number of the stage on that device.
-    if find_replicas(plan) is None and any(len(home) > 1 for home in schedule.homes):
-        return tuple(name.rpartition("/")[0] or name for name in plan.device_names)
-    # One device of the schedule represents all replicas of a stage.
-    return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
+    """Return the names of the devices: the plan's if there is one, otherwise numbers."""
+    return tuple(f"device {d}" for d in range(schedule.n_devices)) if plan is None else name_devices(plan, schedule)
 
 
 def _describe(simulation: Simulation, traces: tuple[MemoryTrace, ...], unit: bool) -> dict[str, Any]:

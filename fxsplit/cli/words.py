@@ -148,6 +148,24 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_picture(parser: argparse.ArgumentParser, shown: str) -> None:
+    """Add --picture and --dark; `shown` says what is drawn."""
+    parser.add_argument(
+        "--picture", type=take_text, metavar="FILE", help=f"draw {shown} as .svg, .png or .pdf (default: no picture)"
+    )
+    parser.add_argument("--dark", action="store_true", help="draw on dark paper")
+
+
+def check_picture(arguments: argparse.Namespace) -> None:
+    """Raise InputError, before anything is searched, for a picture that could not be written."""
+    if arguments.picture:
+        from fxsplit.report.drawing.files import check_kind
+
+        check_kind(arguments.picture)
+    elif arguments.dark:
+        raise InputError("--dark is for a picture: give --picture FILE too")
+
+
 def add_reproducer(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --reproducer; without it nothing is written if `default` is empty."""
     parser.add_argument(

@@ -10,18 +10,18 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict, fields, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from fxsplit.errors import PlanError
+from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.compress import HOW
-from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, TransferKind
+from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Device, Machine, TransferKind
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.stage import spread_activations
 from fxsplit.ir.facts.plan import ComparedSchedule, Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
-from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, show
+from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, replace_infinite, show
 from fxsplit.system.files import explain_unreadable, write_whole
 
 # All numbers of a stage: a new figure of StagePlan is written and read without a change here.
@@ -87,9 +87,26 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a JSON object for files, with the machine that it was made for, if that is known."""
+    return plan_to_dict(plan) | ({} if plan.machine is None else {"machine": _describe_machine(plan.machine)})
+
+
+def _describe_machine(machine: Machine) -> dict[str, Any]:
+    """Return the real devices and links of a machine, and the devices of each stage if it is unrolled.
+
+    JSON has no infinity: an unlimited amount is null.
+    """
+    real = machine.rolled()
+    figures = ("name", "memory_bytes", "speed", "bytes_per_s", "host")
+    devices = [{name: getattr(device, name) for name in figures} for device in real.devices]
+    found = {"devices": devices, "links": list(real.links), "latencies_ms": list(real.latencies_ms)}
+    return {**replace_infinite(found), "transfers": real.transfers, "homes": [list(home) for home in machine.homes]}
+
+
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan as JSON. Raises FileError if that fails; an existing file is then unchanged."""
-    write_whole(path, json.dumps(plan_to_dict(plan), indent=1) + "\n")
+    write_whole(path, json.dumps(describe_plan(plan), indent=1) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -146,9 +163,10 @@ def parse_plan(data: Any, name: str) -> Plan:
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
             schedule_csv=_read_schedule(data.get("schedule_csv")),
             compared=tuple(_read_compared(choice) for choice in as_list(data.get("compared", []))),
+            machine=_read_machine(data.get("machine"), names),
         )
         return plan.prove(proof)
-    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError, PlanError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
 
@@ -229,6 +247,39 @@ def _read_compared(value: Any) -> ComparedSchedule:
         _number(value["step_ms"], "step_ms"),
         None if fits is None else _truth(fits, "fits"),
     )
+
+
+def _read_machine(data: Any, names: list[str]) -> Machine | None:
+    """Return the machine that the plan was made for, None in files that do not state it.
+
+    Raises PlanError for a machine with other devices than the plan, InputError for one that cannot be.
+    """
+    if data is None:
+        return None
+    devices = tuple(
+        Device(
+            str(device["name"]),
+            memory_bytes=_limit(device["memory_bytes"]),
+            speed=_number(device["speed"], "speed"),
+            bytes_per_s=_limit(device["bytes_per_s"]),
+            host=_truth(device["host"], "host"),
+        )
+        for device in as_list(data["devices"])
+    )
+    links, late = tuple(map(_limit, as_list(data["links"]))), tuple(as_list(data["latencies_ms"]))
+    machine = Machine(devices, links, latencies_ms=late, transfers=_read_transfers(data["transfers"]))
+    homes = [as_list(home) for home in as_list(data["homes"])]
+    if not all(homes) or any(not is_count(d) or d >= len(devices) for home in homes for d in home):
+        raise PlanError(f"its machine has homes={show(homes)}, and {len(devices)} devices")
+    made = machine.unrolled(homes) if homes else machine
+    if [device.name for device in made.devices] != names:
+        raise PlanError("its machine has other devices than its device_names")
+    return made
+
+
+def _limit(value: Any) -> float:
+    """Return an amount that is unlimited if it is null."""
+    return inf if value is None else _number(value, "an amount of the machine")
 
 
 def _count(value: Any, what: str) -> int:

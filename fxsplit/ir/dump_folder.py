@@ -90,7 +90,7 @@ def begin_dump(folder: Path, run: str) -> None:
 
 def is_of(folder: Path, run: str) -> bool:
     """Return whether the dump in a folder is still of this run: another compile or process may have replaced it."""
-    return (_read_mark(folder) or {}).get(RUN) == run
+    return (read_mark(folder) or {}).get(RUN) == run
 
 
 def clear_folder(folder: Path, *, inside: bool = False) -> None:
@@ -131,10 +131,10 @@ def mark_folder(folder: Path, facts: dict[str, Any]) -> None:
 
 def _is_dump(folder: Path) -> bool:
     """Return whether a folder is marked as a dump of fxsplit."""
-    return _read_mark(folder) is not None
+    return read_mark(folder) is not None
 
 
-def _read_mark(folder: Path) -> dict[str, Any] | None:
+def read_mark(folder: Path) -> dict[str, Any] | None:
     """Return the mark of a folder, or None if it is not a dump of fxsplit."""
     path = folder / MARK
     try:

@@ -13,7 +13,14 @@ from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.moments import assume_moments, count_moving
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import StagePlan, count_messages
-from fxsplit.schedule.generators.catalogue import INFERENCE, SEARCH, SPLITTING, Scheduler
+from fxsplit.schedule.generators.catalogue import (
+    INFERENCE,
+    SCHEDULES,
+    SEARCH,
+    SPLITTING,
+    Scheduler,
+    count_devices,
+)
 from fxsplit.schedule.generators.synchronous import (
     check_takes_replicas,
     count_in_flight,
@@ -71,6 +78,32 @@ def build_schedule(
 def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:
     """Return the most bytes that a replica holds with `in_flight` microbatches."""
     return max(count_moving(stage, m) for m in assume_moments(in_flight, 1, splits=splits, trains=True))
+
+
+def restore_schedule(plan: Plan) -> Schedule:
+    """Return the schedule that a plan was made for, from its name, its numbers, or the actions that it states.
+
+    Raises ScheduleError if the schedule does not run the stages of the plan.
+    """
+    if plan.schedule_csv and plan.schedule not in (SEARCH, *SCHEDULES):
+        scheduler = Scheduler.of(parse_csv(plan.schedule_csv, plan.schedule))
+    else:
+        scheduler = Scheduler(plan.schedule, count_devices(plan.schedule, len(plan.stages)))
+    return build_schedule(plan, scheduler, plan.n_microbatches)
+
+
+def name_devices(plan: Plan, schedule: Schedule) -> tuple[str, ...]:
+    """Return the names of the devices of a schedule: the plan's, if they are the same devices, otherwise numbers."""
+    # With replicas, the plan and the schedule have the same devices.
+    if schedule.homes == find_replicas(plan):
+        return plan.device_names[: schedule.n_devices]
+    if schedule.n_devices != len(plan.stages):
+        return tuple(f"device {d}" for d in range(schedule.n_devices))
+    # Under Chimera stage d begins on device d, and its unrolled name ends with the number of the stage on that device.
+    if find_replicas(plan) is None and any(len(home) > 1 for home in schedule.homes):
+        return tuple(name.rpartition("/")[0] or name for name in plan.device_names)
+    # One device of the schedule represents all replicas of a stage.
+    return tuple("+".join(plan.device_names[d] for d in s.devices) for s in plan.stages)
 
 
 def name_places(plan: Plan, schedule: Schedule) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from math import inf, isfinite
+from math import floor, inf, isfinite, log10
 from numbers import Real
 from typing import Any
 
@@ -53,6 +53,20 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def format_ms(ms: float) -> str:
+    """Return a time for people, with three digits that count: `0.0412 ms`, `14.0 ms`, `1.25 s`."""
+    if ms >= 1000.0:
+        return f"{ms / 1000.0:.3g} s" if ms < 1e6 else f"{ms / 1000.0:.0f} s"
+    # Python would write 0.00001 as 1e-05, and 14.0 as 14.
+    digits = 3 if ms <= 0 else max(0, 2 - floor(log10(ms)))
+    return "0 ms" if ms <= 0 else f"{ms:.{min(digits, 6)}f} ms"
+
+
+def format_share(share: float) -> str:
+    """Return a share from 0 to 1 in percent for people: `27.3 %`."""
+    return f"{100 * share:.1f} %"
 
 
 def format_count(count: int, noun: str) -> str:

@@ -43,6 +43,14 @@ def import_whole(names: Sequence[str], *, if_there: bool = False) -> list[Module
     return found
 
 
+def import_above(name: str) -> ModuleType:
+    """Return a module of a room above the caller's, `name` without the package: results of lower rooms are drawn there.
+
+    Only methods that show a result use this, and only when they are called: the lower room works without the upper one.
+    """
+    return import_module(f"fxsplit.{name}")
+
+
 def _is_loaded(name: str) -> bool:
     """Return whether a module is fully imported, not in the middle of its import."""
     module = sys.modules.get(name)

@@ -45,6 +45,10 @@ class Shown:
         """Return the text between the parentheses of repr()."""
         raise NotImplementedError
 
+    def embed(self) -> str:
+        """Return a picture as HTML, for notebooks; empty for a result without one."""
+        return ""
+
     def __str__(self) -> str:
         return render(self.show())
 
@@ -52,8 +56,8 @@ class Shown:
         return f"{type(self).__name__}({self.summarise()})"
 
     def _repr_html_(self) -> str:
-        """The tables as HTML, for notebooks."""
-        return render_html(self.show())
+        """The picture and the tables as HTML, for notebooks."""
+        return self.embed() + render_html(self.show())
 
 
 def render(parts: Parts, width: int = WIDTH) -> str:

@@ -297,9 +297,9 @@ def test_pictures(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path)
     assert cli.main(["simulate", "--plan", plan, *arguments]) == 0
     printed = capsys.readouterr().out
     assert "device0" in printed and "1F1B, 5 microbatches" in printed
-    assert files["svg"].read_text().startswith("<?xml")
+    assert files["svg"].read_text().startswith("<svg ")
     events = json.loads(files["json"].read_text())["traceEvents"]
-    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    assert {e["ph"] for e in events} == {"M", "X", "C", "s", "f"}
     forwards = [e for e in events if e.get("cat") == "forward"]
     assert len(forwards) == 3 * 5 and forwards[0]["name"] == "0F0" and forwards[0]["ts"] == 0.0
     timeline = Timeline.of(simulate(generate("ZB-H1", 2, 3), Times.unit(2)))

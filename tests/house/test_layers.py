@@ -74,6 +74,13 @@ INNER: dict[str, list[set[str]]] = {
         {"capture"},
         {"other_shapes"},
     ],
+    "report": [
+        {"drawing", "graph", "perfetto", "terminal"},
+        {"export", "pictures"},
+        {"page", "picture"},
+    ],
+    "report.page": [{"story"}, {"data", "words"}, {"tables"}, {"sections"}, {"page"}],
+    "report.pictures": [{"bars", "graph", "places", "timeline"}, {"curves", "plan"}],
     "planner": [
         {"clock", "kernels"},
         {"lattice"},
@@ -102,7 +109,7 @@ INNER: dict[str, list[set[str]]] = {
     ],
     "api": [
         {"companions", "compiler"},
-        {"generation", "profile", "to_titan", "to_torch"},
+        {"generation", "profile", "report", "to_titan", "to_torch"},
         {"pipeline"},
         {"checkpoint", "compile", "plan"},
         {"toolkit", "verify"},

@@ -178,6 +178,14 @@ class Pipeline(Shown, WithExports):
         if self.compiler.get_compiled(get_mode(self.model)) is not None:
             yield from self.plan.show()
 
+    def embed(self) -> str:
+        """Return the pictures of the plan and of the predicted step as HTML, for notebooks; empty without a plan."""
+        if self.compiler.get_compiled(get_mode(self.model)) is None:
+            return ""
+        from fxsplit.report.picture import embed_timelines
+
+        return self.plan.embed() + embed_timelines([self._predict(self._present().program)])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""
         # A dump folder is for one compile.
@@ -348,13 +356,19 @@ class Pipeline(Shown, WithExports):
         watch = Stopwatch(schedule)
         engine = self._engine or self._start_engine(program)
         engine.step(batch, loss, keep_outputs=False, stepper=stepper, watch=watch)
-        # Simulated with the costs of the plan, to compare with the measured step.
-        simulation = simulate(schedule, read_times(program.plan, schedule))
+        predicted = self._predict(program, len(batch.rows))
+        measured = watch.make_timeline(predicted.devices)
+        return replace(measured, places=predicted.places), predicted
+
+    def _predict(self, program: Program, n_microbatches: int | None = None) -> Timeline:
+        """Return the step that the costs of the plan predict, to compare it with a measured one."""
+        plan = program.plan
+        schedule = program.schedule(n_microbatches or plan.n_microbatches)
+        simulation = simulate(schedule, read_times(plan, schedule))
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
-        places = name_places(program.plan, schedule)
-        predicted = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(program.plan)), places)
-        title = f"{schedule.name}, predicted{format_spread(program.plan.spread)}"
-        return replace(watch.make_timeline(names), places=places), replace(predicted, title=title)
+        places = name_places(plan, schedule)
+        timeline = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(plan)), places)
+        return replace(timeline, title=f"{schedule.name}, predicted{format_spread(plan.spread)}")
 
     @act_together
     def _step(
@@ -436,6 +450,31 @@ class Pipeline(Shown, WithExports):
             BatchLoss(loss_fn or take_model_loss, targets, batch.rows, schedule.steps, meaning, weigh),
             stepper,
         )
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        target: Any = None,
+        optimizer: Optimizer | None = None,
+        seconds: float = 20.0,
+        **kwargs: Any,
+    ) -> None:
+        """Write one HTML file that shows the plan, why it is so, its step, and what changes would bring.
+
+        path: the file, such as "report.html"; it needs no server and no network.
+        args, target, optimizer, kwargs: a batch, as `step` takes it. With one, a training step is run and measured, as
+            `trace` does, and the report shows it too.
+        seconds: the time for planning with other devices, bandwidths, microbatches and faster layers.
+
+        Raises FileError if the file cannot be written; an existing file is then unchanged.
+        """
+        from fxsplit.api.report.of_pipeline import report_pipeline  # only reports need planning and a template
+
+        measured = None
+        if args or kwargs or target is not None:
+            measured, _ = self.trace(*args, target=target, optimizer=optimizer, **kwargs)
+        report_pipeline(self._present(), path, measured, seconds)
 
     def status(self) -> Status:
         """Return the present operation of each worker; call it from another thread, or after an interrupt."""

@@ -5,6 +5,7 @@ The pass `partition` makes this fact, and `fxsplit.plan` returns it.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -29,6 +30,7 @@ from fxsplit.ir.facts.split import Split, find_split
 from fxsplit.ir.graph import IR, Fact
 from fxsplit.ir.text.records import Record, Row, list_values, order_columns, write_record
 from fxsplit.system.figures import format_bytes, format_count, show
+from fxsplit.system.imports import import_above
 from fxsplit.system.shown import Parts, Shown, Table
 
 Proof = Literal["search", "bound"]
@@ -71,6 +73,7 @@ class Plan(Shown, Fact):
     - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
     - `compared`: the schedules from which this one was chosen, the one with the shortest step first; empty if the
       schedule was given
+    - the plan was priced for `costs` and `machine`, which pictures and reports show; None in a plan from a file
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -94,6 +97,8 @@ class Plan(Shown, Fact):
     transfers: TransferKind = "asynchronous"
     schedule_csv: str = ""
     compared: tuple[ComparedSchedule, ...] = ()
+    costs: Costs | None = None
+    machine: Machine | None = None
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -170,6 +175,8 @@ class Plan(Shown, Fact):
             costs.fixed_rows,
             machine.transfers,
             workload.schedule_csv,
+            costs=costs,
+            machine=machine,
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -177,6 +184,23 @@ class Plan(Shown, Fact):
         # Not an argument of the constructor, so that dataclasses.replace() gives a plan that is not proven.
         object.__setattr__(self, "proof", proof)
         return self
+
+    def attach(self, costs: Costs, machine: Machine | None = None) -> Plan:
+        """Return the plan with the costs that it was made from, and the machine, to show and explain it.
+
+        Raises PlanError for costs of other nodes than those of its stages.
+        """
+        # Plans from PipeDream's files have the inputs of the model in the first stage.
+        given = {i.name for i in costs.inputs}
+        stages = tuple(replace(s, nodes=tuple(n for n in s.nodes if n not in given)) for s in self.stages)
+        odd = sorted(set(costs.by_name) ^ {name for stage in stages for name in stage.nodes})
+        if odd:
+            raise PlanError(
+                f"the profile is of another graph than the plan: only one of them has node {odd[0]!r}; give the "
+                "profile that the plan was made from"
+            )
+        found = replace(self, stages=stages, costs=costs, machine=machine or self.machine)
+        return found.prove(self.proof)
 
     @property
     def bottleneck_ms(self) -> float:
@@ -312,7 +336,7 @@ class Plan(Shown, Fact):
             stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
             values |= {"bound_for": _take_digest(ir)}
         else:
-            values |= list_values(self, leave_out=("stages", "compared", *values))
+            values |= list_values(self, leave_out=("stages", "compared", "costs", "machine", *values))
             stages = order_columns(StagePlan, self.stages)
         if self.compared:
             values |= {"compared": order_columns(ComparedSchedule, self.compared)}
@@ -416,6 +440,21 @@ class Plan(Shown, Fact):
             shortest = "the shortest" if own is self.compared[0] else "the shortest that fits in memory"
             others = ", ".join(str(choice) for choice in self.compared if choice is not own)
             yield f"{self.schedule}, since its simulated step of {own.step_ms:.3f} ms is {shortest}: {others}"
+
+    def embed(self) -> str:
+        """Return the picture of the plan as HTML, for notebooks."""
+        return str(import_above("report.picture").embed_plan(self))
+
+    def picture(self, path: str | os.PathLike[str], *, dark: bool = False) -> None:
+        """Draw the graph with its stages and cuts, the load of each stage, and its memory beside the limit.
+
+        path: ends in .svg, .png or .pdf; the last two need matplotlib.
+        dark: on dark paper.
+
+        A plan that was read from a file knows only the ends of its stages, unless it was read with its profile. Raises
+        InputError for another ending, and FileError if the file cannot be written.
+        """
+        import_above("report.picture").save_plan_picture(self, path, dark=dark)
 
     def _list_figures(self) -> tuple[list[str], list[list[str]]]:
         """Return the column heads of the table of stages, and a row for each stage."""

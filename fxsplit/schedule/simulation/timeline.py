@@ -12,6 +12,7 @@ from fxsplit.schedule.action import COMPUTES, FORWARD, SEND_B, SEND_F, Action
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak
 from fxsplit.schedule.simulation.simulate import Simulation, Trip
 from fxsplit.system.figures import format_bytes
+from fxsplit.system.imports import import_above
 from fxsplit.system.shown import Parts, Shown, Table
 
 
@@ -82,6 +83,10 @@ class Timeline(Shown):
         yield Table(("device", ">actions", ">computes ms", ">idle", *heads), rows)
         yield f"{self.title}: {self.length_ms:.3f} ms; fxsplit.report.draw shows when"
 
+    def embed(self) -> str:
+        """Return the timeline as a picture, as HTML for notebooks."""
+        return str(import_above("report.picture").embed_timelines([self]))
+
     @property
     def rows(self) -> list[tuple[str, tuple[Span, ...]]]:
         """The rows of a drawing: each device with its spans, then each link with its messages."""
@@ -99,6 +104,12 @@ class Timeline(Shown):
         """The end of the last action, in ms."""
         # Actions of a device do not overlap, so its last span ends last.
         return max((row[-1].end_ms for row in self.spans if row), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the step, from 0 to 1, averaged over devices."""
+        whole = self.length_ms * len(self.devices)
+        return 1.0 - sum(span.end_ms - span.begin_ms for row in self.spans for span in row) / whole if whole else 0.0
 
 
 def _draw_trip(trip: Trip) -> Span:

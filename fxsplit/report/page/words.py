@@ -1,0 +1,361 @@
+"""The ten questions that a reader has about a plan, and their answers in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from fxsplit.ir.facts.costs.text import sum_by_module
+from fxsplit.ir.facts.plan import PROVEN, Plan
+from fxsplit.report.graph.cuts import Cut, list_cuts
+from fxsplit.report.graph.fold import fold_nodes
+from fxsplit.report.page.story import Story, Trial
+from fxsplit.report.pictures.bars import split_load
+from fxsplit.report.pictures.plan import find_limits
+from fxsplit.schedule.simulation.idle import CAUSES, Cause, Idle, explain_idle, sum_causes
+from fxsplit.schedule.simulation.memory import find_peak
+from fxsplit.system.figures import format_bytes, format_count, format_ms, format_share
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with its answer in sentences, and the section of the page with the figures."""
+
+    question: str
+    sentences: tuple[str, ...]
+    section: str
+
+
+def answer_all(story: Story) -> list[Answer]:
+    """Return the ten questions, with their answers."""
+    asked: list[tuple[str, Callable[[Story], list[str]], str]] = [
+        ("What is the model cut into?", _say_stages, "graph"),
+        ("Which stage is the slowest, and why?", _say_slowest, "stages"),
+        ("Why is each cut here, and not at the next place?", _say_cuts, "cuts"),
+        ("How far is this plan from the best possible one?", _say_gap, "stages"),
+        ("How long does a training step take?", _say_step, "timeline"),
+        ("Where is idle time, and what is its cause?", _say_idle, "timeline"),
+        ("Does it fit in memory, and what fills it?", _say_memory, "memory"),
+        ("What would other hardware or microbatches bring?", _say_trials, "what-if"),
+        ("Which layer should become faster first?", _say_layers, "what-if"),
+        ("How can I make this plan again?", _say_commands, "again"),
+    ]
+    if story.plan.schedule == "Inference":
+        asked[4] = ("How long does a batch take?", _say_step, "timeline")
+    return [Answer(question, tuple(say(story)), section) for question, say, section in asked]
+
+
+def name_stage(plan: Plan, number: int) -> str:
+    """Return a stage with its device for people, such as `stage 1 (cuda:1)`."""
+    return f"stage {number} ({'+'.join(plan.device_names[d] for d in plan.stages[number].devices)})"
+
+
+def _say_stages(story: Story) -> list[str]:
+    plan = story.plan
+    model = story.model or "The model"
+    count = format_count(len(plan.stages), "stage")
+    kind = "pieces that run one after another, each on its own device"
+    found = [f"{model} is cut into {count}: {kind}."]
+    for number, stage in enumerate(plan.stages[:MOST_LISTED]):
+        runs = f"runs {stage.place.replace(' .. ', ' to ')}" if stage.nodes else "only passes values on"
+        share = ""
+        if plan.costs is not None and plan.costs.compute_ms:
+            own = sum(plan.costs.by_name[n].forward_ms + plan.costs.by_name[n].backward_ms for n in stage.nodes)
+            share = f", {format_share(own / plan.costs.compute_ms)} of the computing"
+        nodes = format_count(len(stage.nodes), "node")
+        found.append(f"{_begin(name_stage(plan, number))} {runs}: {nodes} of the graph{share}.")
+    if len(plan.stages) > MOST_LISTED:
+        found.append(f"The table of times lists the other {len(plan.stages) - MOST_LISTED} too.")
+    return found
+
+
+MOST_LISTED = 4
+"""How many stages or cuts an answer lists."""
+
+
+def _say_slowest(story: Story) -> list[str]:
+    plan = story.plan
+    number, stage = max(enumerate(plan.stages), key=lambda pair: (pair[1].load_ms, -pair[0]))
+    rows = f" of {format_count(plan.rows, 'row')}" if plan.rows else ""
+    found = [
+        f"{_begin(name_stage(plan, number))}: it is busy for {format_ms(stage.load_ms)} with each microbatch{rows}. "
+        "A pipeline cannot be faster than its slowest stage."
+    ]
+    parts = split_load(stage, plan)
+    total = sum(parts.values()) or 1.0
+    shares = ", ".join(f"{name} {format_ms(ms)} ({format_share(ms / total)})" for name, ms in parts.items())
+    found.append(f"Its time is {shares}.")
+    if stage.launch_ms >= stage.load_ms > 0:
+        found.append(f"Its host decides: launching the work takes {format_ms(stage.launch_ms)}.")
+    if plan.costs is not None:
+        boxes = fold_nodes(number, [plan.costs.by_name[name] for name in stage.nodes], N_PARTS)
+        largest = max(boxes, key=lambda box: box.ms, default=None)
+        own = sum(box.ms for box in boxes)
+        if largest is not None and own:
+            share = f"{format_ms(largest.ms)} ({format_share(largest.ms / own)})"
+            found.append(f"The largest part of its computing is {largest.name}: {share}.")
+    others = [s.load_ms for i, s in enumerate(plan.stages) if i != number]
+    if others:
+        even = sum(s.load_ms for s in plan.stages) / len(plan.stages)
+        found.append(f"The other stages take {format_ms(min(others))} to {format_ms(max(others))}.")
+        found.append(f"If all stages were equal, each would take {format_ms(even)}.")
+    return found
+
+
+N_PARTS = 12
+"""How many parts a stage is divided into to find the largest."""
+
+
+def _say_cuts(story: Story) -> list[str]:
+    plan = story.plan
+    cuts = list_cuts(plan, plan.costs)
+    if not cuts:
+        return ["There is no cut: one stage has the whole model."]
+    found = ["Each cut is at the place where the slowest stage becomes fastest: work is shared, and few bytes cross."]
+    for cut in cuts[:MOST_LISTED]:
+        found.append(f"{describe_cut(cut)} {describe_next_best(story, cut.number)}")
+    if len(cuts) > MOST_LISTED:
+        found.append(f"The table of cuts lists the other {len(cuts) - MOST_LISTED} too.")
+    return found
+
+
+def describe_cut(cut: Cut) -> str:
+    """Return a sentence about the values that cross a cut."""
+    # Numbers, such as the size of a tensor, cross cuts too, and have no bytes.
+    values = [value for value in cut.values if value.both_bytes]
+    names = ", ".join(value.name for value in values[:2])
+    rest = f" and {len(values) - 2} more" if len(values) > 2 else ""
+    of = f" ({names}{rest})" if names else ""
+    time = f", {format_ms(cut.transfer_ms)} of transfer" if cut.transfer_ms else ", and transfers count as free"
+    there, back = format_bytes(cut.forward_bytes), format_bytes(cut.backward_bytes)
+    return (
+        f"Cut {cut.number}, between stages {cut.number - 1} and {cut.number}: for each microbatch {there} go "
+        f"forward{of} and {back} of gradients come back{time}."
+    )
+
+
+def describe_next_best(story: Story, number: int) -> str:
+    """Return a sentence on the best plan without a cut; why it is not known if it is not."""
+    known = next((best for best in story.next_best if best.number == number), None)
+    if known is None:
+        return "The best plan without this cut was not searched." if story.plan.costs else ""
+    if known.bottleneck_ms is None:
+        return "Without this cut there is no plan."
+    more = known.bottleneck_ms / story.plan.bottleneck_ms - 1.0 if story.plan.bottleneck_ms else 0.0
+    if abs(more) < PROVEN:
+        return "Another cut is as good: the best plan without this one has an equally fast slowest stage."
+    if more < 0:
+        return f"The search found a plan without this cut that is {format_share(-more)} faster."
+    return (
+        f"The best plan without this cut is worse: its slowest stage takes {format_ms(known.bottleneck_ms)}, "
+        f"{format_share(more)} longer."
+    )
+
+
+def _say_gap(story: Story) -> list[str]:
+    plan = story.plan
+    ways = f" among {plan.n_states:,} places where the graph can be cut" if plan.n_states else ""
+    if plan.optimal:
+        return [
+            f"It is the best possible: the planner has proven that no other split has a faster slowest stage{ways}.",
+            "The proof holds for the measured times and for this machine.",
+        ]
+    if plan.standing == "not proven" or not isfinite(plan.gap):
+        return ["That is not known: no lower bound was proven for this plan. The planner proves one: fxsplit plan."]
+    return [
+        f"At most {format_share(plan.gap)}: no split has a slowest stage below {format_ms(plan.lower_bound_ms)}, and "
+        f"this one takes {format_ms(plan.bottleneck_ms)}{ways}."
+    ]
+
+
+def _say_step(story: Story) -> list[str]:
+    plan, found = story.plan, []
+    what = "batch" if plan.schedule == "Inference" else "step"
+    if story.simulation is None:
+        found.append(f"The {what} was not simulated: the schedule {plan.schedule} does not run these stages.")
+    else:
+        ms = story.simulation.step_ms
+        batch = f"{format_count(plan.n_microbatches, 'microbatch')} of {format_count(plan.rows, 'row')}"
+        found.append(f"Predicted: {format_ms(ms)} for a batch of {batch}, in the order of work called {plan.schedule}.")
+        alone = plan.n_microbatches * plan.single_ms
+        if alone and ms:
+            found.append(
+                f"One device alone would take {format_ms(alone)}: the pipeline is {alone / ms:.2f} times as fast."
+            )
+    if story.measured is None:
+        found.append("Measured: not here. In Python, pipe.report(path, x, target=y) runs a step and shows it too.")
+    else:
+        ms = story.measured.length_ms
+        compared = ""
+        if story.simulation is not None and story.simulation.step_ms:
+            compared = f", {describe_change(ms / story.simulation.step_ms - 1.0)} than predicted"
+        found.append(f"Measured: {format_ms(ms)}{compared}.")
+        if story.simulation is not None and ms > SLOWER * story.simulation.step_ms:
+            found.append(
+                "Usual reasons: devices that share cores or a GPU, a busy machine, or a first step that still warms up."
+            )
+    return found
+
+
+SLOWER = 1.2
+"""From this factor on, a measured step is so much longer than the predicted one that the page gives reasons."""
+
+
+def describe_change(more: float) -> str:
+    """Return a relative difference in words: `3.1 % more`, or `2.0 % less`."""
+    return f"{format_share(abs(more))} {'more' if more >= 0 else 'less'}"
+
+
+def _say_idle(story: Story) -> list[str]:
+    simulation = story.simulation
+    if simulation is None or story.predicted is None:
+        return ["That is not known, since the step was not simulated."]
+    found = [f"Devices are idle for {format_share(simulation.bubble)} of the predicted step (the bubble)."]
+    step_ms = simulation.step_ms or 1.0
+    names = story.predicted.devices
+    idle = explain_idle(simulation)
+    by_device = sorted(range(len(idle)), key=lambda d: (-simulation.bubbles[d], d))
+    for device in by_device[:MOST_LISTED]:
+        causes = sorted(sum_causes(idle[device]).items(), key=lambda pair: -pair[1])
+        if not causes:
+            found.append(f"{names[device]} is never idle.")
+            continue
+        why = "; ".join(
+            f"{format_share(ms / step_ms)} because {_name_cause(cause, idle[device])}" for cause, ms in causes
+        )
+        found.append(f"{names[device]} is idle for {format_share(simulation.bubbles[device])} of the step: {why}.")
+    if len(by_device) > MOST_LISTED:
+        found.append(f"The table of idle time lists the other {len(by_device) - MOST_LISTED} too.")
+    if story.measured is not None:
+        found.append(f"In the measured step devices are idle for {format_share(story.measured.bubble)}.")
+    return found
+
+
+def _name_cause(cause: Cause, idle: Sequence[Idle]) -> str:
+    """Return a cause in words, with the stage that a device waits for the longest."""
+    waits: dict[int, float] = {}
+    for time in idle:
+        if time.cause == cause and time.stage is not None:
+            waits[time.stage] = waits.get(time.stage, 0.0) + time.end_ms - time.begin_ms
+    stage = max(waits, key=lambda stage: (waits[stage], -stage), default=None)
+    if stage is None or cause == "launch":
+        return CAUSES[cause]
+    return (
+        f"stage {stage} has not made its input yet" if cause == "stage" else f"a message of stage {stage} is on its way"
+    )
+
+
+def _say_memory(story: Story) -> list[str]:
+    plan, limits = story.plan, find_limits(story.plan)
+    found = []
+    fullest = max(range(len(plan.stages)), key=lambda i: (plan.stages[i].memory_bytes / limits[i] if limits[i] < inf
+                                                          else 0.0, plan.stages[i].memory_bytes, -i))  # fmt: skip
+    over = [i for i, stage in enumerate(plan.stages) if stage.memory_bytes > limits[i]]
+    if over:
+        found.append(f"No: {name_stage(plan, over[0])} needs more than its device has.")
+    elif min(limits, default=inf) < inf:
+        found.append(f"Yes. The fullest is {name_stage(plan, fullest)}.")
+    else:
+        found.append(f"No limit is known. The fullest is {name_stage(plan, fullest)}.")
+    stage = plan.stages[fullest]
+    of = f" of {format_bytes(limits[fullest])} ({format_share(stage.memory_bytes / limits[fullest])})"
+    found.append(f"It needs at most {format_bytes(stage.memory_bytes)}{of if limits[fullest] < inf else ''} at once.")
+    total = stage.memory_bytes or 1.0
+    kinds = sorted(stage.memory_kinds.items(), key=lambda pair: -pair[1])
+    parts = ", ".join(
+        f"{kind} {format_bytes(size)} ({format_share(size / total)})" for kind, size in kinds if size > LEAST * total
+    )
+    found.append(f"It is filled by {parts}.")
+    found.append('Activations are what the backward pass needs again; recompute="always" trades them for time.')
+    if story.predicted is not None and story.predicted.memory:
+        peaks = ", ".join(
+            f"{name} {format_bytes(find_peak(trace))}"
+            for name, trace in zip(story.predicted.devices, story.predicted.memory, strict=False)
+        )
+        found.append(f"At most in the predicted step: {peaks}.")
+    return found
+
+
+LEAST = 0.001
+"""A kind of memory that has a smaller share is not named."""
+
+
+def compare_trial(trial: Trial, base: Trial | None) -> str:
+    """Return the result of a trial in words: its step, and the change from the present plan."""
+    if trial.step_ms is None:
+        return f"no plan ({trial.note})"
+    if base is None or not base.step_ms:
+        return f"step {format_ms(trial.step_ms)}"
+    more = trial.step_ms / base.step_ms - 1.0
+    if abs(more) < 5e-4:
+        return f"step {format_ms(trial.step_ms)}, no change"
+    return f"step {format_ms(trial.step_ms)}, {format_share(abs(more))} {'slower' if more > 0 else 'faster'}"
+
+
+def find_base(story: Story) -> Trial | None:
+    """Return the trial without a change, to compare with."""
+    return next((t for t in story.list_trials("what if") if t.change == "nothing changed"), None)
+
+
+ASKED = {
+    "one more device": "one more device",
+    "twice the bandwidth": "twice the bandwidth",
+    "half the microbatch": "half the microbatch (twice as many, of half the rows)",
+}
+"""The changes that the answer names, in its words; the table has all changes."""
+
+
+def _say_trials(story: Story) -> list[str]:
+    tried, base = {t.change: t for t in story.list_trials("what if")}, find_base(story)
+    if base is None:
+        return [f"That was not tried: {story.trials_left_out or 'nothing was planned'}. Give the profile: --profile."]
+    found = [f"Now a step takes {format_ms(base.step_ms or 0.0)}, as predicted for the best plan."]
+    for change, shown in ASKED.items():
+        if change in tried:
+            found.append(f"{_begin(shown)}: {compare_trial(tried[change], base)}.")
+        elif change == "twice the bandwidth":
+            found.append("Twice the bandwidth: no change, since links are unlimited or there are none.")
+        else:
+            found.append(f"{_begin(change)}: not tried, {story.trials_left_out or 'it does not apply'}.")
+    better = [t for t in tried.values() if t.step_ms and base.step_ms and not _is_short(t)]
+    best = min(better, key=lambda t: t.step_ms or inf, default=None)
+    if best is not None and best.change not in (*ASKED, "nothing changed"):
+        found.append(f"The best of all that was tried is {best.change}: {compare_trial(best, base)}.")
+    return found
+
+
+def _is_short(trial: Trial) -> bool:
+    """Return whether a trial needs more memory than there is."""
+    return trial.note.startswith("needs more memory")
+
+
+def _say_layers(story: Story) -> list[str]:
+    trials, base = [t for t in story.list_trials("layer") if t.step_ms is not None], find_base(story)
+    if not trials or base is None:
+        if story.plan.costs is None:
+            return ["That is not known without the profile: give it with --profile."]
+        largest = next(iter(sum_by_module(story.plan.costs.nodes, 1)), "none")
+        return [f"Probably {largest}, which takes most time; plans with a faster layer were not tried."]
+    best = min(trials, key=lambda t: t.step_ms or inf)
+    found = [
+        f"{best.change} ({best.note}): if it were twice as fast, and the model were cut again, a step would take "
+        f"{format_ms(best.step_ms or 0.0)} ({compare_trial(best, base).partition(', ')[2]})."
+    ]
+    rest = [f"{t.change}: {compare_trial(t, base)}" for t in trials if t is not best]
+    if rest:
+        found.append(f"For comparison, each twice as fast: {'; '.join(rest)}.")
+    return found
+
+
+SAVE = 'Save plan.json with the button at the end of this page, and compile with it: fxsplit.compile(plan="plan.json").'
+
+
+def _say_commands(story: Story) -> list[str]:
+    more = "The commands at the end of the page make the plan and this page again."
+    return [SAVE, more] if story.commands else [SAVE]
+
+
+def _begin(text: str) -> str:
+    """Return a text with a capital letter, to begin a sentence."""
+    return text[:1].upper() + text[1:]

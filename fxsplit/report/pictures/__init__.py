@@ -1,0 +1,1 @@
+"""Pictures: scenes of the graph with its stages, of loads and memory, of timelines and of curves."""
