@@ -219,7 +219,7 @@ def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
 
 
 def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Give containers that only the graph has the modes of the model's modules at the same paths."""
+    """Put each module that only the graph has into the mode (train or eval) of the model's module at the same path."""
     # Exported graphs always claim to be in training mode. Modules that the graph calls are the model's own, and are
     # left alone.
     own = dict(model.named_modules(remove_duplicate=False))

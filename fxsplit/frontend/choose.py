@@ -92,13 +92,17 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
 
 def _check(subject: Subject, graph: Graph) -> Checked:
-    """Return a graph with the numbers of rows for which it is right. Raises TraceError if it differs from the model."""
+    """Compare a graph with the model.
+
+    Return the graph, with the numbers of rows it is right for, and the call's effects.
+    Raises TraceError if the graph differs from the model.
+    """
     with phase(f"comparing the graph with {subject.name}"):
         return _check_rows(subject, graph)
 
 
 def _check_rows(subject: Subject, graph: Graph) -> Checked:
-    """Do the work of `_check`."""
+    """Compare a graph with the model, as `_check` does, but without reporting progress."""
     if graph.scope.pins_rows(max(subject.rows, LEAST_ROWS)):
         raise TraceError(f"forward() of {subject.name} makes its number of rows a constant ({subject.rows})")
     # torch.export takes one row for a constant, so it has only looked at two rows or more.

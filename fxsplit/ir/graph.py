@@ -57,7 +57,7 @@ class GivenFact(Fact):
     given: ClassVar[bool] = True
 
     def verify(self, ir: IR) -> None:
-        """Return for every graph: the fact does not depend on the graph."""
+        """Accept every graph: a fact about the run does not depend on the graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Unread(Fact):
     made_by: ClassVar[str] = "read_ir"
 
     def verify(self, ir: IR) -> None:
-        """Return for every graph: the values of the fact are not known."""
+        """Accept every graph: the values of the fact are not known, so they cannot be checked."""
 
     def make(self, ir: IR) -> Fact | None:
         """Return the fact itself, computed by its pass at the first call; None if there is no such pass."""

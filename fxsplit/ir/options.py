@@ -137,7 +137,7 @@ def _expect_comma(text: str, at: int, what: str) -> int:
 
 
 def _tell(value: Any) -> Any:
-    """Return a value as plain texts and lists, for messages: bare values lose their mark."""
+    """Return a value as plain texts and lists, for messages."""
     return [_tell(item) for item in value] if isinstance(value, list) else str(value)
 
 

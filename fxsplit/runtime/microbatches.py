@@ -106,7 +106,8 @@ class Targets:
     def _place(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return one tensor of a target on a device.
 
-        A tensor in host memory stays there if another tensor is not in host memory.
+        In a target with tensors both on an accelerator and in host memory, those in host memory stay there (see
+        Targets).
         """
         return tensor if is_on_host(tensor) and not self.are_on_host else move(tensor, device)
 

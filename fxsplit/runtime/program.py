@@ -426,7 +426,7 @@ class Batch(NamedTuple):
         return weigh(pieces, rows, whole)
 
     def cut_for_counts(self, rows: Sequence[int], before: int = 0) -> tuple[list[list[Any]], list[Any]]:
-        """Return the inputs from which entries are counted: in pieces of `rows` rows each, and as a whole.
+        """Return the inputs from which divisors of losses are counted: in pieces of `rows` rows each, and as a whole.
 
         before: the number of rows of the batch that come before the first piece.
         """

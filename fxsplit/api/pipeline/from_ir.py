@@ -170,7 +170,7 @@ def _find_pass(step: Step) -> Pass:
 class Unknown:
     """Stands for a user's pass that a file names.
 
-    To run it, it would have to be imported, and fxsplit imports nothing so.
+    To run the pass, fxsplit would have to import code that the file chooses.
     """
 
     text: str

@@ -92,7 +92,7 @@ class Ranks:
         return merged
 
     def merge_squares(self, squares: Squares) -> Squares:
-        """Return the squares of all tensors, by name. Each rank gives those of some tensors."""
+        """Return the squared norms of all differences, by name of the tensor. Each rank has computed some of them."""
         if self._compile_group is None:
             return squares
         texts = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)

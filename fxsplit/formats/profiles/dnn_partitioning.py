@@ -171,7 +171,10 @@ def _knots(before: dict[str, dict[str, None]]) -> list[set[str]]:
 
 
 def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[str, list[str]]:
-    """Return the inputs of each home; every member of a knot gets the outside inputs of all members."""
+    """Return the inputs of each home. All members of a knot get the same: the inputs that any member has from outside.
+
+    A knot is a set of homes on a common cycle, which stay on one device.
+    """
     needs = {h: list(makers) for h, makers in before.items()}
     for knot in knots:
         members = [h for h in before if h in knot]

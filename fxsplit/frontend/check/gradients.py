@@ -209,7 +209,7 @@ def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Seque
 
 
 def make_leaves(here: Runnable, *, of_inputs: bool) -> list[Tensor]:
-    """Return copies of the rows; with `of_inputs`, floating copies require gradients."""
+    """Return copies of the call's tensors. With `of_inputs`, copies of floating-point tensors require gradients."""
     return [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
 
 
@@ -268,5 +268,5 @@ def differentiate(outputs: Any, parameters: Sequence[Tensor], leaves: Sequence[T
 
 
 def _is_trained(value: Any) -> bool:
-    """Return whether an output gets a gradient."""
+    """Return whether an output is a tensor of which the gradients of a check are computed."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad

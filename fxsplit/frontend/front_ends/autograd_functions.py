@@ -59,9 +59,10 @@ def record_functions(record: Record) -> Iterator[None]:
 
 @contextmanager
 def mark_functions() -> Iterator[list[Call]]:
-    """Inside the block, mark this thread's calls of autograd.Functions.
+    """Inside the block, surround this thread's calls of autograd.Functions with marks, operators that a graph records.
 
-    Yields a list that gets, for each call, a function of only the call's input tensors.
+    A graph's writer can then find the operators of each call and put the call in their place. Yields a list that gets,
+    for each call, a function of only the call's input tensors.
     """
     calls: list[Call] = []
 

@@ -104,7 +104,7 @@ def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Mean
 def _find_unjoined(
     here: Runnable, rows: tuple[int, ...], meanings: Meanings, trained: Mapping[str, Tensor]
 ) -> str | None:
-    """Do the work of `find_unjoined_gradient` for some of the weights."""
+    """Return the first weight in `trained` whose gradient for a batch is not the sum over its pieces, or None."""
     batch, weights = take_batch(here, sum(rows)), list(trained.values())
     whole = _compute_gradients(here, batch, meanings, weights)
     first, *others = cut_pieces(here.inputs, batch, rows)

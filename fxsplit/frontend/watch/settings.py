@@ -39,7 +39,10 @@ def is_question(value: Any) -> bool:
 
 
 def list_answers(question: Callable[..., Any], name: str, names: Names) -> Iterator[Place]:
-    """Yield places whose value is torch's answer: without an argument, or for each device that the code may mean."""
+    """Yield places for a function of torch that reads a setting, such as `torch.is_autocast_enabled`.
+
+    The value of each place is the function's answer: without an argument, or for a device type that the code may mean.
+    """
     if any(question is maker for maker in MAKERS):
         yield Place("torch.get_default_dtype()", torch.get_default_dtype)
         return

@@ -156,7 +156,7 @@ class SeenPlace:
             self.place.write(now)
 
     def settle(self, key: tuple[int, str]) -> tuple[Place, Any]:
-        """Return the place to compare before each call of a graph, with `key`, and its value during the capture."""
+        """Return the place under `key`, as it is compared before each call of a graph, and its value in the capture."""
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
         # If the value has changed by now, the capture has changed it and not the user: a cache of a library, for
@@ -216,7 +216,7 @@ class Watch:
                 self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
     def begin_at(self, function: Any) -> None:
-        """Treat a function that is called from outside, or an object with __call__, as if the model's code held it."""
+        """Record the places that a function, or an object with __call__, refers to, as if the model's code held it."""
         names = Names((), {}, {}, (), asks=False)
         self._take(Finding(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
@@ -498,7 +498,7 @@ class Watch:
         return is_a(value, FunctionType) and self._codes.get(value.__code__) is True
 
     def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
-        """Begin an aside, and return its end, if a module will be asked for names that it lacks; else None."""
+        """Begin an aside and return its end, if reading `names` of a Python module may import others; else None."""
         if not is_a(value, ModuleType) or "__getattr__" not in vars(value):
             return None
         # The look-up may make the module import another one. An aside takes long, so begin one only for new names.
@@ -529,7 +529,7 @@ class Watch:
             self._visit(value, label, own)
 
     def _begin(self, found: Finding) -> SeenPlace:
-        """Return a new record of a place, with its present value."""
+        """Begin to record the place of a finding: return a new record with the place's present value."""
         assert found.place is not None
         container = found.value if found.name == ITEMS else None
         # Only torch's settings are places without a value that nobody can write to.

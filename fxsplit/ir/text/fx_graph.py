@@ -208,7 +208,7 @@ def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
 
 
 def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:
-    """Return an argument as torch.fx takes it."""
+    """Return an argument of a plain graph with torch's own nodes, dtypes and devices in place of names."""
     if isinstance(value, PlainNode):
         return made[value]
     if isinstance(value, TorchName):

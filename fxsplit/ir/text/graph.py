@@ -48,8 +48,7 @@ class FunctionName:
     def __name__(self) -> str:
         """The last part of the name; an operator of torch.ops has its overload too: `view.default`.
 
-        If the name begins with `unknown.`, it came from a profile, which tells only the last part. This then is the
-        rest.
+        A profile tells only this last part, so a name from a profile is `unknown.` and this part.
         """
         parts = self.qualified.split(".")
         if parts[0] == UNKNOWN:

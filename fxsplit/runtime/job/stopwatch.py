@@ -11,11 +11,11 @@ from fxsplit.schedule.simulation.timeline import Span, Timeline
 
 
 class Stopwatch:
-    """Collect the times of actions while workers run a schedule.
+    """Collects the times of actions while workers run a schedule.
 
-    Each worker writes only its own row, so no lock is needed.
-    An action begins when its inputs have arrived. On an accelerator, the action begins when the accelerator starts to
-    compute, perhaps long after the worker has queued the action.
+    Each worker writes only the times of its own device, so no lock is needed. An action begins when its inputs have
+    arrived. On an accelerator, the action begins when the accelerator starts to compute, perhaps long after the worker
+    has queued the action.
     """
 
     def __init__(self, schedule: Schedule) -> None:

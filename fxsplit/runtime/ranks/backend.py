@@ -126,7 +126,7 @@ class RankBackend:
         )  # fmt: skip
 
     def run(self, job: Job) -> None:
-        """Run this rank's row of a job in the calling thread. Raises its error."""
+        """Run the actions that a job's schedule gives to this rank, in the calling thread. Raises the job's error."""
         me, device = self.world.me, self.world.device
         stream = self.streams[me]
         ready = mark_caller([device, *job.list_devices()])

@@ -94,7 +94,7 @@ class RankSession:
         self._channels.codec.list_leaves = list_leaves
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this rank's row. Raises its error, or another rank's.
+        """Run the actions that the job's schedule gives to this rank. Raises the error of this rank or of another.
 
         `timeout_s` is not used here: the caller has set the time limit for all ranks.
         """

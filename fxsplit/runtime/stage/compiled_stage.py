@@ -187,7 +187,10 @@ class CompiledStage:
         return result
 
     def _choose_function(self) -> Callable[..., Any]:
-        """Return the compiled function that calls the presently active modules outside of the compiled code."""
+        """Return the compiled function of the stage.
+
+        It calls modules that are not idle now outside of the compiled code.
+        """
         active = frozenset([name for name, module in self._apart.items() if not module.idle])
         if active not in self._functions:
             by = {name: _choose_call(self._apart[name]) for name in sorted(active)}

@@ -316,9 +316,10 @@ class RemoteGradients:
         return self._gather(numbers, what)
 
     def _find_norm(self, gradient: Tensor, norms: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
-        """Return the norm of a gradient from `norms`, the numbers of all ranks.
+        """Return the norm of a gradient.
 
-        Compute the norm if the gradient is not one of these parameters' gradients.
+        If it belongs to one of the parameters, take it from `norms`, those of all ranks.
+        Compute the norm of any other gradient here.
         """
         index = self._find_index(gradient)
         if index is None:

@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 
 def _pick(given: Given) -> Tensor:
-    """Return the most likely indices of a multinomial draw, in place of drawn ones."""
+    """Return the indices that a multinomial draw would draw most often, instead of random indices."""
     weights: Tensor = given["self"]
     count: int = given["num_samples"]
     if given.get("replacement"):

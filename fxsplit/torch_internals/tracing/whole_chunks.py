@@ -44,7 +44,7 @@ def is_multiple(size: Any, of: int) -> bool:
 
 
 def _find_period(size: Any, modulo: int) -> int | None:
-    """Return the period of an expression modulo a number, or None if unknown. It is counted in values of the symbol."""
+    """Return after how many values of its symbol an expression repeats modulo a number; None if unknown."""
     if size.is_Integer:
         return 1
     if size.is_Symbol:

@@ -250,7 +250,10 @@ class Inputs:
         return self.bind_flat(flatten_call(self.signature, args, kwargs), dtype, kinds)
 
     def bind_flat(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> list[Tensor]:
-        """Return the tensors of a flattened call, as `bind` does."""
+        """Return the tensors of a later call that is flattened already (see `flatten_call`).
+
+        Raises the errors of `bind`.
+        """
         names, values, structure, _ = flat
         refuse_opaque(values)
         # The graph has exactly one placeholder for each tensor of the example.

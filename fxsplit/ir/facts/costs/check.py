@@ -10,7 +10,10 @@ from fxsplit.system.figures import check_record, is_count, show
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are possible."""
+    """Raise ProfileError, which names the place, for costs that cannot be right.
+
+    Names must be unique, each node must come after the nodes that it reads, and figures must be in their ranges.
+    """
     if not is_count(costs.rows, least=0):
         raise ProfileError(f"the profile is of microbatches of {show(costs.rows)} rows: give a number of at least 0")
     known: set[str] = set()

@@ -320,7 +320,7 @@ class Costs(Shown, Fact):
         return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
 
     def check(self) -> None:
-        """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are possible."""
+        """Raise ProfileError, which names the place, for costs that cannot be right (see check_costs)."""
         check_costs(self)
 
     def verify(self, ir: IR) -> None:

@@ -105,11 +105,11 @@ class Machine(Shown, GivenFact):
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
     between threads of one process on a CPU.
-    `latencies_ms[i]` is how long after it has left a message over link i arrives, the same in both directions; all are
-    0 by default.
+    `latencies_ms[i]` is the time from the end of sending a message over link i to its arrival, in both directions; all
+    are 0 by default.
     `transfers` says whether devices compute while their messages are under way, or wait for them.
-    An unrolled machine has a device for each stage: `homes` are the numbers of the real devices of each, `real` the
-    real devices, `real_links` the links between these, and `real_latencies_ms` their latencies.
+    An unrolled machine has a device for each stage. `real` are then the real devices, `real_links` and
+    `real_latencies_ms` the links between these, and `homes[s]` the numbers of the real devices of stage s.
     Raises InputError unless names are unique and there is a link for each pair of neighbours.
     """
 

@@ -269,9 +269,10 @@ class _Stage:
         return found
 
     def _list_summed(self) -> Mapping[int, float]:
-        """Return, by position of a node, the bytes of the sums of gradients that are made after its backward.
+        """Return, by position of a node, the bytes of new sums of gradients after the backward of this node.
 
-        Small sums cost nothing extra: they are the very gradients that are handed over at the end, which count anyway.
+        A small gradient becomes its sum itself at the end of the stage's backward. Its memory counts anyway, and not
+        here.
         """
         found: dict[int, float] = defaultdict(float)
         for i, node in enumerate(self._nodes):

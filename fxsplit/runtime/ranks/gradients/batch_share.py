@@ -25,7 +25,10 @@ Cutting = Callable[[Sequence[int]], tuple[Sequence[Sequence[Any]], Sequence[Any]
 
 
 class LossReduction(IntEnum):
-    """How the losses of pipelines combine. If pipelines report two kinds, the kind with the larger number holds."""
+    """How the losses of data-parallel pipelines combine to the loss of the mesh.
+
+    If pipelines report different kinds, the kind with the largest number is used for all.
+    """
 
     UNKNOWN = -1  # on ranks without the last stage
     MEAN = 0  # over rows
@@ -140,7 +143,10 @@ def find_own_batch_share(batch: Batch, found: BatchShare) -> BatchShare:
 
 
 def _sum_up(watch: CountWatch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
-    """Return a checksum of what each count is per row. The host may wait for an accelerator."""
+    """Return a checksum of the counts per row: two pipelines get equal checksums if their counts per row are equal.
+
+    The host may wait for an accelerator.
+    """
     shares = [sum(count.find_divisor(one, n) for one, n in zip(pieces, rows, strict=True)) for count in watch.counts]
     # A count per row is a fraction, which is rounded differently for other numbers of rows: compare nine digits.
     return float(zlib.crc32(str([f"{share / sum(rows):.9g}" for share in shares]).encode()))

@@ -117,7 +117,7 @@ class RankChannels:
         self._reset({})
 
     def give_up(self) -> None:
-        """Forget a job that failed on some rank."""
+        """Forget the messages of a job that has failed on some rank."""
         self._reset({})
 
     def _find_route(self, schedule: Schedule) -> Route:

@@ -315,7 +315,7 @@ class World:
             self._waits_for = ""
 
     def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
-        """Return the error for a failed wait."""
+        """Return the error that says whom this rank waited for (`what`) when `error` ended the wait."""
         # Breaking off a wait makes it time out.
         if is_timeout(error) and self._guard.has_broken_off:
             return RankError(
