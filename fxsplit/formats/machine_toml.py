@@ -36,8 +36,9 @@ TOP_KEYS = ("devices", "bytes_per_s", "latency_us", "transfers")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
-    """Return the machine in a file. Raises InputError, with file, place and value, for an invalid file.
+    """Return the machine that a TOML file describes.
 
+    Raises InputError, with file, place and value, for an invalid file.
     The order of devices in the file is the order of stages in a pipeline.
     """
     name = str(path)
@@ -98,7 +99,7 @@ def _check_entry(entry: Any, where: str, so_far: int, default: str) -> tuple[int
 
 
 def _read_latency(table: Any, key: str, where: str) -> float:
-    """Return a latency of a table in ms, 0 if the key is absent. Raises InputError for another value."""
+    """Return a latency of a table in ms; 0 if the key is absent. The file states microseconds. Raises InputError."""
     value = table.get(key, 0.0)
     if not is_amount(value):
         raise InputError(f"{where} has {key}={show(value)}: give microseconds, {AMOUNT}")
@@ -106,7 +107,7 @@ def _read_latency(table: Any, key: str, where: str) -> float:
 
 
 def _read_transfers(data: Any, where: str) -> TransferKind:
-    """Return the transfers of a machine. Raises InputError for an unknown word."""
+    """Return how the devices of a machine transfer messages. Raises InputError for an unknown word."""
     stated = data.get("transfers", "asynchronous")
     found: TransferKind | None = next((kind for kind in TRANSFER_KINDS if kind == stated), None)
     if found is None:
@@ -117,7 +118,10 @@ def _read_transfers(data: Any, where: str) -> TransferKind:
 
 
 def _number(table: Any, key: str, default: float, where: str) -> float:
-    """Return a positive number from a table, or the default if the key is absent."""
+    """Return a positive number from a table, or the default if the key is absent.
+
+    Raises InputError for another value.
+    """
     value = table.get(key, default)
     if isinstance(value, str) and "bytes" in key:
         try:

@@ -16,8 +16,8 @@ from fxsplit.system.files import explain_unreadable
 def read(path: str | os.PathLike[str], by_bytes: bool = False) -> ProfileFile:
     """Return the profile in a file: fxsplit's JSON, PipeDream's graph.txt, or dnn-partitioning's JSON.
 
-    A file may state both the time and the size of a transfer; with `by_bytes` the size counts. Raises ProfileError,
-    with file, place and value, for any other file.
+    `by_bytes`: if a file states both the time and the size of a transfer, use the size. Raises ProfileError, with file,
+    place and value, for any other file.
     """
     name = str(path)
     try:

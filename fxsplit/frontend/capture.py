@@ -58,7 +58,7 @@ class CaptureOptions(NamedTuple):
 
     - `chunks`: the batch dimension of each argument, see `Inputs.of`
     - `leaves`: paths of submodules that stay whole
-    - `joined`: outputs of microbatches are to be joined; false if every batch stays whole
+    - `joined`: whether outputs of microbatches are to be joined; false if every batch stays whole
     """
 
     chunks: Chunks | None = None
@@ -79,16 +79,16 @@ def capture(
     grad_enabled: bool = True,
     earlier: Sequence[IR] = (),
 ) -> IR:
-    """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of its first `rows` rows.
+    """Return the IR of `model(*args, **kwargs)` in its present mode, for microbatches of the first `rows` rows.
 
     - `rows`: the size of the largest microbatch, or the sizes of all microbatches in order
-    - `from_shapes`: compute nothing, and check the graph only as far as shapes allow; this is always so for a model
+    - `from_shapes`: compute only shapes, no values, and check the graph only by shapes. This is always so for a model
       with weights on the meta device
-    - `grad_enabled`: the caller's grad mode. It matters for a model that asks for it, as by torch.is_grad_enabled();
-      the graph of any other model is right with gradients and without
+    - `grad_enabled`: the caller's grad mode. It matters only for a model that looks at it, as by
+      torch.is_grad_enabled()
     - `earlier`: earlier IRs of the model; numbers that have changed since become inputs of this graph, if possible
 
-    The IR knows its Example, Scope, CallEffects and PythonState.
+    The IR has the facts Example, Scope, CallEffects and PythonState.
 
     Warns of Python values that each call changes, and of outputs that cannot be made from microbatches. Raises
     TraceError if no front end can follow the model, or if no graph computes the same as the model, and InputError for a
@@ -133,7 +133,11 @@ def capture(
 
 
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
-    """Return the checked graph of a subject; warn of Python values that each call changes, but a pipeline does not."""
+    """Return a graph that equals the model.
+
+    Warns of Python values that each call of the model changes: a pipeline does not.
+    watch: knows the values that forward() changes, and whether it takes gradients itself.
+    """
     with torch.set_grad_enabled(grad_enabled), phase(f"watching the changes that forward() of {subject.name} makes"):
         changes = list_changes(subject, watch)
     apart = bool(changes or watch.gradients or watch.tangents)
@@ -215,7 +219,7 @@ def _say_changes(subject: Subject, changes: Sequence[str]) -> str:
 
 
 def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Give the graph's own containers the modes of the model's modules at the same paths."""
+    """Put each module that only the graph has into the mode (train or eval) of the model's module at the same path."""
     # Exported graphs always claim to be in training mode. Modules that the graph calls are the model's own, and are
     # left alone.
     own = dict(model.named_modules(remove_duplicate=False))
@@ -226,7 +230,7 @@ def _set_modes(gm: fx.GraphModule, model: nn.Module) -> None:
 
 
 def load_torch() -> None:
-    """Import the modules that torch imports during a trace, where an interrupt would leave them half imported."""
+    """Import the modules that torch would import during a trace. An interrupt there would leave them half imported."""
     import_whole(LATE, if_there=True)
 
 

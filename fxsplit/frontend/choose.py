@@ -36,7 +36,7 @@ Checked = tuple[Graph, CallEffects]
 
 
 def choose_graph(subject: Subject) -> Checked:
-    """Return the first graph that equals the model; raises TraceError, with every front end's reason, if there is none.
+    """Return the first graph that equals the model. Raises TraceError, with every front end's reason, if there is none.
 
     A GraphModule is taken as it is. For any other model, the attempts are, in this order:
 
@@ -62,7 +62,7 @@ def choose_graph(subject: Subject) -> Checked:
         return _attempt(TorchExport(), subject)
     except TraceError as error:
         unexported = error
-    # Window code such as Swin's, and a loss that compares rows such as CLIP's, make a constant of the number of rows.
+    # The number of rows becomes a constant in window code such as Swin's, and in a loss that compares rows, as CLIP's.
     fixed = FixedRows(TorchExport(rows_vary=False))
     try:
         return _attempt(fixed, subject)
@@ -80,11 +80,10 @@ def choose_graph(subject: Subject) -> Checked:
 
 
 def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
-    """Return the checked graph of one front end.
+    """Return the graph of one front end, after it has been compared with the model.
 
-    Raises TraceError if it makes none, or if its graph differs from the model.
-
-    An InputError, for an output that no pipeline can hand on, is the model's fault: no other front end would help.
+    Raises TraceError if the front end makes no graph, or if its graph differs from the model. An InputError, for an
+    output that no pipeline can hand on, is the model's fault: no other front end would help.
     """
     with phase(f"capturing {subject.name} ({front_end.name})"), remember_frames(), generate_code_late():
         graph = front_end.attempt(replace(subject, numbers=()))
@@ -93,13 +92,17 @@ def _attempt(front_end: FrontEnd, subject: Subject) -> Checked:
 
 
 def _check(subject: Subject, graph: Graph) -> Checked:
-    """Return a graph with all numbers of rows that it is right for; raises TraceError if it differs from the model."""
+    """Compare a graph with the model.
+
+    Return the graph, with the numbers of rows it is right for, and the call's effects.
+    Raises TraceError if the graph differs from the model.
+    """
     with phase(f"comparing the graph with {subject.name}"):
         return _check_rows(subject, graph)
 
 
 def _check_rows(subject: Subject, graph: Graph) -> Checked:
-    """Return a graph as `_check` does."""
+    """Compare a graph with the model, as `_check` does, but without reporting progress."""
     if graph.scope.pins_rows(max(subject.rows, LEAST_ROWS)):
         raise TraceError(f"forward() of {subject.name} makes its number of rows a constant ({subject.rows})")
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
@@ -115,10 +118,11 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
 
 
 def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, reasons: str) -> Checked | None:
-    """Return a graph with the submodules whole in which the front end fails; None if that does not help.
+    """Return a graph in which the submodules that the front end cannot follow stay whole; None if that does not help.
 
-    `failed` is the error of the attempt without them. A whole submodule may still be in the way, for example because
-    its caller reads a value that it returns; the next error then names the submodule around it.
+    failed: the error of the attempt without whole submodules.
+    A whole submodule may still be in the way, for example because its caller reads a value that it returns. The next
+    error then names the submodule around it.
     """
     whole: list[str] = []
     kinds: list[type[nn.Module]] = []
@@ -147,7 +151,7 @@ def _list_alike(model: nn.Module, kind: type[nn.Module]) -> list[str]:
 
 
 def _drop_inner(paths: Sequence[str]) -> list[str]:
-    """Return the paths that lie inside no other path."""
+    """Return the paths of submodules that lie inside no other submodule of the list."""
     return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
 

@@ -28,13 +28,14 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.words import is_out_of_memory
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
-"""Compares a graph with the model, and returns it with the effects of a call."""
+"""Compares a graph with the model, and returns the graph with the effects of a call."""
 
 
 def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple[Graph, CallEffects] | None:
-    """Return the graph of a front end with as many of the subject's numbers as inputs as possible.
+    """Return a graph in which as many of the subject's numbers as possible are inputs.
 
-    Returns None if no number can be an input.
+    Returns None if no number can be.
+    check: compares a graph with the model.
     """
     found = _attempt(front_end, subject, subject.numbers, check) if subject.numbers else None
     if found is not None or len(subject.numbers) < 2:
@@ -52,7 +53,7 @@ def follow_numbers(front_end: FrontEnd, subject: Subject, check: Check) -> tuple
 def _attempt(
     front_end: FrontEnd, subject: Subject, numbers: Sequence[NumberPlace], check: Check
 ) -> tuple[Graph, CallEffects] | None:
-    """Return the checked graph with these numbers as inputs; None if that is impossible."""
+    """Return a graph with all of these numbers as inputs, compared with the model; None if that is impossible."""
     # The warnings of the graph without these inputs were shown before.
     with hide_warnings(), restore_after(subject.empty_caches):
         try:
@@ -81,7 +82,7 @@ def _attempt(
 
 
 def _list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return nodes, and all nodes that their values follow from."""
+    """Return the given nodes, and all nodes from which their values are computed."""
     found, left = set[fx.Node](), [*nodes]
     while left:
         node = left.pop()
@@ -92,7 +93,7 @@ def _list_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]) -> None:
-    """Raise TraceError unless graph and model are equal, with the same effects, for other values of the numbers too."""
+    """Raise TraceError unless graph and model are also equal for other values of the numbers, with the same effects."""
     now, others = [n.place.read() for n in numbers], [n.other for n in numbers]
     subject.empty_caches()
     with restore_after(partial(set_numbers, graph.gm, now)), restore_after(subject.empty_caches):
@@ -110,9 +111,9 @@ def _check_others(subject: Subject, graph: Graph, numbers: Sequence[NumberPlace]
 
 
 def _list_effects(subject: Subject, gm: fx.GraphModule) -> tuple[set[str], tuple[object, object]]:
-    """Return the nodes of a graph that draw; then the nodes that must stay together, and pairs that keep their order.
+    """Return which nodes draw random numbers, which nodes must stay together, and which pairs keep their order.
 
-    A cut of the graph must respect all of them.
+    A cut of the graph into stages must respect all of them.
     """
     seen = observe(gm, subject.take_rows(subject.rows), from_shapes=subject.from_shapes)
     return {name for name, node in seen.items() if node.draws}, (

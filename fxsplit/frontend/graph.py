@@ -1,6 +1,7 @@
 """The interface of a front end, and its result: the graph of a model, not yet compared with the model.
 
-Also functions that read such a graph: the origin of a node, the fetched attributes, and whether two graphs are equal.
+There are also functions that read such a graph: the origin of a node, the attributes that the graph fetches, and
+whether two graphs are equal.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_
 class Graph:
     """A graph of a model, the calls for which it is right, and the Python numbers that are inputs of it.
 
-    `computed`: the storages of tensors that were read by operators during the trace, so that the graph holds results of
-    them as constants.
+    computed: the storages of tensors that operators read during the trace. The graph then holds the results of these
+        operators as constants.
     """
 
     gm: fx.GraphModule
@@ -38,18 +39,18 @@ class FrontEnd(Protocol):
 
     @property
     def name(self) -> str:
-        """The name for `Scope.front_end` of graphs made this way."""
+        """The name of this way, for the field `front_end` of `Scope`."""
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return a graph of the subject's model, not yet checked; raises TraceError if that is impossible.
+        """Return a graph of the subject's model, not yet checked. Raises TraceError if that is impossible.
 
         The error names the innermost submodule that the front end cannot follow, if there is one.
         """
 
 
 def is_inside(path: str, whole: Set[str]) -> bool:
-    """Return whether a submodule, given by its path, stays whole or lies inside a module that does."""
-    # A deep model has thousands of both, so each path is looked up, and not compared with every whole one.
+    """Return whether the submodule at `path` is one of the `whole` submodules, or lies inside one of them."""
+    # A deep model has thousands of both, so look each prefix up instead of comparing with every whole submodule.
     return path in whole or any(path[:end] in whole for end, letter in enumerate(path) if letter == ".")
 
 
@@ -70,7 +71,7 @@ def list_fetched(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Return whether two captures of one model are the same operations on the same modules and constants.
+    """Return whether two captures of one model have the same operations on the same modules and constants.
 
     Weights must be the same objects. A constant may be another tensor of the same values: each capture makes its own.
     """
@@ -80,7 +81,7 @@ def same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Return whether two fetched values are one object, or tensors of the same values."""
+    """Return whether two fetched values are the same object, or tensors of equal values."""
     return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and _has_equal_values(a, b))
 
 
@@ -91,7 +92,10 @@ def _has_equal_values(a: Tensor, b: Tensor) -> bool:
 
 
 def _list_nodes(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """Return a comparable description of each node, without the node objects, which differ between graphs."""
+    """Return a description of each node, to compare graphs.
+
+    It has no node objects, which differ between equal graphs.
+    """
     # A number that is an input has its earlier value as its default.
     return [
         (n.op, n.name, n.target, repr(n.args if n.op != "placeholder" else ()), repr(n.kwargs)) for n in gm.graph.nodes

@@ -1,4 +1,4 @@
-"""Layer drop with a rate of 0: a model that draws whether to skip a layer, and never skips one."""
+"""Layer drop with a rate of 0: a model that draws a random number to skip a layer, but never skips one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from fxsplit.torch_internals.random.generators import read_cpu_generator, take_b
 class NeverDropped(TorchFunctionMode):
     """Answers False to `torch.rand([]) < 0.0`, the comparison of layer drop with a rate of 0.
 
-    A draw is never below 0, so its value decides nothing, and torch.export does not know it. The draw is undone: the
-    graph does not hold it, and a later dropout has to draw the same mask in the model and in the graph.
+    torch.export cannot follow a branch on a random number. But a draw is never below 0, so the answer is known. The
+    draw is undone, since the graph does not hold it: a later dropout has to draw the same mask in the model and in the
+    graph.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class NeverDropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of `func`, or False for a comparison that a draw cannot pass."""
+        """Return the result of `func`, or False for a comparison of a draw with a number that is at most 0."""
         # Only draws of forward() itself are compared, and only with a number that is at most 0.
         below = getattr(func, "__name__", "") in ("lt", "__lt__") and len(args) == 2
         if below and isinstance(args[1], (int, float)) and args[1] <= 0:

@@ -37,7 +37,7 @@ DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, Asserti
 def fit_to_shapes(
     captured: IR, model: nn.Module, call: Call, rows: int | Sequence[int], stated: CaptureOptions
 ) -> IR | None:
-    """Return the IR for the shapes of `call`, if its graph equals the model there; None if a new graph is needed.
+    """Return the IR for the shapes of `call`, if its graph equals the model for them; None if a new graph is needed.
 
     - `rows`: the size of the call's largest microbatch, or the sizes of all microbatches
     - `stated`: the user's options for the model
@@ -71,7 +71,7 @@ def fit_to_shapes(
 
 
 def _are_alike(a: CallEffects, b: CallEffects) -> bool:
-    """Return whether two calls have the same effects."""
+    """Return whether two calls have the same effects, so that the plan for one also fits the other."""
 
     def list_parts(e: CallEffects) -> tuple[object, ...]:
         return (
@@ -87,7 +87,7 @@ def _are_alike(a: CallEffects, b: CallEffects) -> bool:
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph of the same nodes on the same modules, since a check notes shapes in the nodes."""
+    """Return a graph with copies of the nodes and the same modules: a check writes shapes into the nodes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return fx.GraphModule(gm, graph, class_name=type(gm).__name__)

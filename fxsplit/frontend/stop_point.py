@@ -1,4 +1,4 @@
-"""StopPoint: the operator, the submodule and the user's line at which an error has stopped a run of a model."""
+"""StopPoint: the place at which an error has stopped a run of a model, as operator, submodule and user's line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StopPoint:
     reason: str
 
     def __str__(self) -> str:
-        """Return the point and the reason, to follow the name of a model."""
+        """Return the place and the reason, as a text to put after the name of a model."""
         module = f" in submodule {self.submodule!r}" if self.submodule else " in its own forward()" * bool(self.line)
         # For an operator without a shape kernel torch's message is only the name.
         nameless = self.operator in (None, self.reason)

@@ -1,6 +1,6 @@
 """Subject: the model to capture, and the call of the model that its graph is for.
 
-`capture` makes one Subject. Every front end attempts it, and the check runs the model and the graph on rows of it:
+`capture` makes a Subject. Each front end makes a graph from it, and a check runs the model and the graph on its rows:
 
     Subject  ->  front end: attempt(subject)  ->  Graph  ->  check_graph(subject, gm, rows)  ->  CallEffects
 """
@@ -37,10 +37,10 @@ class Subject:
     - `from_shapes`: the model computes only shapes, as it must if weights have no values
     - `asks_for_gradients`: forward() looks at whether gradients are enabled, or whether a weight requires one
     - `numbers`: Python numbers that become inputs of the graph if forward() only does arithmetic with them
-    - `outputs`: earlier outputs of the model on fake tensors, by number of rows: another run would return the same
-    - `made_up`: the weights have made-up values in place of their own; it is then not `from_shapes`
-    - `apart`: outputs and gradients of the model and of its graph are compared in separate runs, since each call of the
-      model changes a Python value that other code may read, or forward() takes gradients by itself
+    - `outputs`: outputs of earlier runs on fake tensors, by number of rows, so that the model need not run again
+    - `made_up`: the weights have made-up values in place of their own; `from_shapes` is then false
+    - `apart`: outputs and gradients of the model and of its graph are compared in separate runs. This is so if each
+      call of the model changes a Python value that other code may read, or if forward() takes gradients by itself
     - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
     """
 
@@ -75,17 +75,17 @@ class Subject:
 
     @property
     def sizes(self) -> list[int]:
-        """The distinct sizes of microbatches, the largest first."""
+        """The different sizes of microbatches, the largest first."""
         return sorted({self.rows, *self.divided}, reverse=True)
 
     def take_rows(self, rows: int) -> list[Tensor]:
-        """Return the first `rows` rows of each tensor, or every row twice if the batch has fewer rows."""
+        """Return the first `rows` rows of each tensor. If the batch has only one row, return that row twice."""
         # Only a batch of a single row is ever too small.
         narrow = rows <= self.batch
         return self.inputs.take_rows(self.tensors, rows) if narrow else self.inputs.double_rows(self.tensors)
 
     def check_whole(self) -> None:
-        """Raise TraceError for a path in `whole` that is no submodule of the model."""
+        """Raise TraceError for a path in `whole` at which the model has no submodule."""
         known = dict(self.model.named_modules(remove_duplicate=False))
         unknown = next((path for path in self.whole if path not in known or not path), None)
         if unknown is not None:
@@ -113,11 +113,14 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Runnable:
-    """A subject's model, a graph of it if one was given, and rows for them, on one device.
+    """A subject's model, a graph of it if one was given, and rows for them, all on one device.
 
-    `name` is the name of the model's class, for messages, and `rows` the number of rows in the tensors. Model, graph
-    and tensors are the subject's own, or copies in host memory if the weights are on several devices, or they hold fake
-    tensors. The other fields are the subject's.
+    name: the name of the model's class, for messages.
+    modules: the model, then the graph. They are the subject's own, or copies in host memory if the weights are on
+        several devices, or they hold fake tensors.
+    rows: the number of rows in the tensors.
+
+    The other fields are as in Subject.
     """
 
     name: str
@@ -142,7 +145,7 @@ class Runnable:
         return graph
 
     def clone_tensors(self) -> list[Tensor]:
-        """Return copies of the rows: forward() may write to its arguments, and the rows are the caller's."""
+        """Return copies of the rows. forward() may write to its arguments, and the rows belong to the caller."""
         return [t.detach().clone() for t in self.tensors]
 
     def clone_doubled(self) -> list[Tensor]:
@@ -150,12 +153,12 @@ class Runnable:
         return [t.detach().clone() for t in self.inputs.double_rows(self.tensors)]
 
     def note_outputs(self, returned: Any) -> None:
-        """Record the model's outputs for these rows if they only have shapes."""
+        """Record the model's outputs for these rows, if they are fake tensors: another run would return the same."""
         if not has_values(self.tensors[0]):
             self.outputs[self.rows] = pytree.tree_map_only(Tensor, lambda t: t.detach(), to_plain_outputs(returned))
 
     def run_model(self, *tensors: Tensor) -> Any:
-        """Return the output of the model's forward() for tensors in the places of the call's tensors."""
+        """Return the output of the model's forward(), with these tensors in place of the call's own."""
         return self.run_call(self.inputs.make_call(tensors))
 
     def run_call(self, call: Call) -> Any:

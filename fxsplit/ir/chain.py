@@ -24,10 +24,10 @@ _NEXT = re.compile(r"\s*(?:,|$)")
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """An immutable sequence of passes; `before`, `after`, `replace`, `until`, `from_` and `+` return a new chain.
+    """An immutable sequence of passes. `before`, `after`, `replace`, `until`, `from_` and `+` return a new chain.
 
-    They find a pass by name, and raise ChainError if the chain has no pass of that name. `partition` is the first pass
-    of that name, and `partition#2` the second one.
+    These methods find a pass by name, and raise ChainError if the chain has no pass of that name. `partition` is the
+    first pass of that name, and `partition#2` the second.
     """
 
     passes: tuple[Pass, ...]
@@ -50,11 +50,11 @@ class Chain:
         return self.passes[self._find(at) if isinstance(at, str) else at]
 
     def __add__(self, other: Chain | Iterable[Pass]) -> Chain:
-        """Return the chain of these passes and those of `other` after them."""
+        """Return the chain of these passes, followed by the passes of `other`."""
         return Chain((*self.passes, *check_passes(other)))
 
     def __radd__(self, other: Iterable[Pass]) -> Chain:
-        """Return the chain of the passes of `other` and these after them."""
+        """Return the chain of the passes of `other`, followed by these passes."""
         return Chain((*check_passes(other), *self.passes))
 
     def before(self, name: str, *added: Pass) -> Chain:
@@ -71,15 +71,15 @@ class Chain:
         return Chain((*self.passes[:at], *check_passes(others), *self.passes[at + 1 :]))
 
     def until(self, name: str) -> Chain:
-        """Return the chain up to the pass called `name`, which is its last one."""
+        """Return the part of the chain that ends with the pass called `name`."""
         return Chain(self.passes[: self._find(name) + 1])
 
     def from_(self, name: str) -> Chain:
-        """Return the chain from the pass called `name`, which is its first one."""
+        """Return the part of the chain that begins with the pass called `name`."""
         return Chain(self.passes[self._find(name) :])
 
     def _find(self, name: str) -> int:
-        """Return the position of the pass called `name`, or of the second one for `name#2`."""
+        """Return the position of the first pass called `name`. For `name#2`, return the position of the second."""
         names = [name_pass(p) for p in self.passes]
         own, _, number = name.partition("#")
         places = [i for i, other in enumerate(names) if other == own]
@@ -99,7 +99,7 @@ class Chain:
 def pass_text(step: Pass, *, importable: bool = False) -> str:
     """Return a pass as text: its name and the options that differ from their defaults, such as `profile{repeats=5}`.
 
-    `importable`: a pass that is none of fxsplit's has the name by which it can be imported, `package.module:attribute`.
+    importable: give a pass that is not fxsplit's own the name by which it can be imported, `package.module:attribute`.
     """
     name = (_find_import(step) if importable and not is_own(step) else None) or name_pass(step)
     # A plain function is a pass too, and has no options.
@@ -145,10 +145,11 @@ def _find_import(step: Any) -> str | None:
 
 
 def parse_chain(text: str, known: Mapping[str, Callable[..., Any]], *, imports: bool = True) -> Chain:
-    """Return the chain that `text` describes; `known` maps the names of fxsplit's own passes to them.
+    """Return the chain that `text` describes.
 
-    A name is one of `known`, and with `imports` also an installed entry point of the group `fxsplit.passes`, or
-    `package.module:attribute`.
+    known: fxsplit's own passes, by name.
+    imports: whether a name may also be an installed entry point of the group `fxsplit.passes`, or
+        `package.module:attribute`.
     Raises ChainError that names the pass, the option or the piece of text that could not be read.
     """
     passes = []
@@ -177,7 +178,10 @@ def parse_chain(text: str, known: Mapping[str, Callable[..., Any]], *, imports: 
 
 
 def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[..., Any]]) -> Chain:
-    """Return `passes` (text, a Chain or several passes) as a Chain; raises ChainError for an object that is no pass."""
+    """Return `passes` (text, a Chain or several passes) as a Chain.
+
+    Raises ChainError for an object that is not a pass.
+    """
     if isinstance(passes, str):
         return parse_chain(passes, known)
     if not isinstance(passes, Iterable):
@@ -188,7 +192,7 @@ def to_chain(passes: str | Chain | Iterable[Pass], known: Mapping[str, Callable[
 
 
 def check_passes(passes: Iterable[Any]) -> tuple[Pass, ...]:
-    """Return `passes` as a tuple; raises ChainError for an object that is no pass."""
+    """Return `passes` as a tuple. Raises ChainError for an object that is not a pass."""
     steps = tuple(passes)
     for step in steps:
         # A class is callable too, but calling it makes a pass instead of running one.
@@ -201,7 +205,10 @@ def check_passes(passes: Iterable[Any]) -> tuple[Pass, ...]:
 
 
 def _create_pass(name: str, options: Mapping[str, Any], known: Mapping[str, Callable[..., Any]]) -> Pass:
-    """Return the pass called `name` with the texts of its options; raises ChainError for a wrong option."""
+    """Return the pass called `name` with these options, which are read from text.
+
+    Raises ChainError for a wrong option.
+    """
     found = find_pass(name, known)
     runs = any("__call__" in vars(kind) for kind in found.__mro__) if isinstance(found, type) else callable(found)
     if not runs:
@@ -230,7 +237,7 @@ def _create_pass(name: str, options: Mapping[str, Any], known: Mapping[str, Call
 
 
 def find_pass(name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the class or function called `name`; raises ChainError, with the known names, if there is none."""
+    """Return the class or function called `name`. Raises ChainError, with the known names, if there is none."""
     if name in known:
         return known[name]
     if ":" in name:

@@ -1,4 +1,4 @@
-"""Contracts of passes: the facts that a pass states to need, learn and keep, checked before and after the pass."""
+"""Contracts of passes: which facts a pass needs, learns and keeps. They are checked before and after the pass."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
 
 def list_kinds(step: Any, field: str) -> tuple[type, ...]:
-    """Return the types of facts that a pass states in one field of its contract."""
+    """Return the types of facts that a pass lists in one field of its contract, such as "needs"."""
     return tuple(getattr(step, field, ()))
 
 
 def check_needs(step: Pass, ir: IR) -> None:
-    """Raise MissingFact, with the pass, unless `ir` knows the facts that a pass needs."""
+    """Raise MissingFact, with the name of the pass, unless `ir` has the facts that the pass needs."""
     for kind in list_kinds(step, "needs"):
         try:
             ir[kind]
@@ -47,7 +47,7 @@ def _list_nodes(ir: IR) -> list[str]:
 
 
 def _list_drawing(ir: IR) -> list[str]:
-    """Return the nodes that draw random numbers, in the order of the graph; none if that is not known."""
+    """Return the nodes that draw random numbers, in the order of the graph; empty if that is not known."""
     drawing: frozenset[str] = next(
         (fact.drawing for fact in ir.facts.values() if hasattr(fact, "drawing")), frozenset()
     )
@@ -63,7 +63,7 @@ def _compare(before: Sequence[str], after: Sequence[str], what: str, line: str) 
 
 
 def _find_line(step: Any) -> str:
-    """Return the file and line of a pass that is none of fxsplit's, for messages; empty if unknown."""
+    """Return the file and line of a pass that is not fxsplit's own, for messages; empty if unknown."""
     if is_own(step):
         return ""
     held = step if inspect.isfunction(step) else type(step)

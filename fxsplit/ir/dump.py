@@ -1,4 +1,4 @@
-"""The observer of a chain that writes every IR to a folder, and the observers that the environment asks for."""
+"""An observer that writes the IR to a folder after each pass, and the observers that environment variables ask for."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from fxsplit.system.user_lines import warn_user
 class DumpTo(Observer):
     """Writes `00-trace.ir` before the first pass, then `01-profile.ir` and so on after each pass.
 
-    If a fact or the graph does not hold after a pass, the file is `04-partition.failed.ir`, and begins with the error.
+    If a fact or the graph is wrong after a pass, the file is `04-partition.failed.ir`, and begins with the error.
     `chain.json` says which model, mode and chain the dump is of, what each pass took and noted, and the error if a pass
-    has failed. `chain` is the chain as text.
+    has failed.
+    chain: the chain as text.
     """
 
     folder: Path
@@ -46,7 +47,7 @@ class DumpTo(Observer):
         return DumpTo(candidates / _name_file(name), self.chain)
 
     def compare_candidates(self, step_ms: Mapping[str, float], refused: Mapping[str, str]) -> None:
-        """Write the step of each candidate, and why the others have no plan, to `candidates/chain.json`."""
+        """Write to `candidates/chain.json` how long a step of each candidate takes, and why the others have no plan."""
         chosen = min(step_ms, key=lambda name: step_ms[name], default=None)
         compared = {"chosen": chosen, "step_ms": dict(step_ms), "refused": dict(refused)}
         mark_folder(self.folder / "candidates", compared)
@@ -65,7 +66,7 @@ class DumpTo(Observer):
     def after(self, name: str, ir: IR) -> None:
         """Write the IR after a pass to the next numbered file.
 
-        Only a failure to write the first file is an error. A later failure is a warning, since an error would throw
+        Only a failure to write the first file is an error. A later failure is only a warning: an error would throw
         away all measurements made so far.
         """
         if self._is_lost(ir):
@@ -80,7 +81,7 @@ class DumpTo(Observer):
         self._count += 1
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Write an IR that does not hold, after the error that says why."""
+        """Write an IR in which a check has found an error. The file begins with the error."""
         if self._is_lost(ir):
             return
         lines = "".join(f"; {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
@@ -89,7 +90,7 @@ class DumpTo(Observer):
         self._failed = True
 
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
-        """Write the error of a pass, such as that no plan fits, to `chain.json`."""
+        """Write the error that a pass has raised to `chain.json`, for example that no plan fits."""
         if not self._failed and not self._is_lost(ir):
             self._mark(ir, failed=f"in {name_pass(rest[0])}: {type(error).__name__}: {error}")
 
@@ -124,7 +125,7 @@ class DumpTo(Observer):
 
 
 def _name_file(name: str) -> str:
-    """Return a name for a file: a pass may have any name, and a slash in it would mean a folder."""
+    """Return the name of a pass as part of a file name, without characters such as a slash."""
     return re.sub(r"[^\w.<>-]", "_", name)
 
 
@@ -132,9 +133,10 @@ _unmatched: set[str] = set()
 
 
 def make_observers(folder: Path | None, chain: Chain) -> list[Observer]:
-    """Return the observers: a DumpTo if a `folder` is given, a Printer if FXSPLIT_PRINT_AFTER names passes.
+    """Return the observers of a chain: a DumpTo if a `folder` is given, a Printer if FXSPLIT_PRINT_AFTER names passes.
 
-    A name that is no pass of this chain gets a warning, once: it may be a pass of another pipeline's chain.
+    A name in FXSPLIT_PRINT_AFTER that is not a pass of this chain gets a warning, once: it may be a pass of another
+    pipeline's chain.
     """
     observers: list[Observer] = []
     if folder is not None:

@@ -30,7 +30,7 @@ MARK = "chain.json"
 RUN = "run"
 """The entry of the mark that identifies the run."""
 LONGEST = 60
-"""A longer text of shapes is replaced by a hash in the name of a folder."""
+"""The longest text of shapes in the name of a folder. A longer text is replaced by a hash."""
 
 _FILE = re.compile(r"\d\d+-.*\.ir")
 # Compiles in several threads may want the same folder at once.
@@ -40,10 +40,10 @@ _owners: dict[str, DumpFolder] = {}
 
 
 class DumpFolder:
-    """The dump folder of one compile: `dump=`, or else FXSPLIT_DUMP in the environment, or none.
+    """The dump folder of one compile: the option `dump=`, else the variable FXSPLIT_DUMP of the environment, else none.
 
     All compiles of a process share the folder in the environment. The first compile writes to the folder itself, and
-    each later one to a folder inside, named after its model.
+    each later compile to a folder inside, named after its model.
     """
 
     def __init__(self, dump: str | os.PathLike[str] | None) -> None:
@@ -82,19 +82,22 @@ class DumpFolder:
 
 
 def begin_dump(folder: Path, run: str) -> None:
-    """Create a folder, remove earlier dumps from it, and mark it with a run; raises FileError like `clear_folder`."""
+    """Create a folder, remove earlier dumps from it, and mark it with the id of a run.
+
+    Raises FileError like `clear_folder`.
+    """
     with _turn.take():
         clear_folder(folder)
         mark_folder(folder, {RUN: run})
 
 
 def is_of(folder: Path, run: str) -> bool:
-    """Return whether the dump in a folder is still of this run: another compile or process may have replaced it."""
+    """Return whether the dump in a folder is still of this run. Another compile or process may have replaced it."""
     return (read_mark(folder) or {}).get(RUN) == run
 
 
 def clear_folder(folder: Path, *, inside: bool = False) -> None:
-    """Create a folder, or remove the dump in it; `inside` removes the dumps in its subfolders too.
+    """Create a folder, or remove the dump in it. `inside`: remove the dumps in its subfolders too.
 
     Raises FileError, before anything is removed, if the folder holds files but no mark of a dump, or if a link or a
     folder has the name of a file that a dump may write.
@@ -120,7 +123,7 @@ def clear_folder(folder: Path, *, inside: bool = False) -> None:
             clear_folder(path, inside=True)
             if [left.name for left in path.iterdir()] == [MARK]:
                 shutil.rmtree(path)
-    # The folder stays one of fxsplit's, but its old description no longer holds.
+    # The folder stays marked as a dump, but its old description no longer holds.
     mark_folder(folder, {})
 
 

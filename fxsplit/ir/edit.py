@@ -1,4 +1,4 @@
-"""Edits of an IR's graph: a copy to change, which becomes the graph of another IR."""
+"""Edit an IR's graph: change a copy of it, and get another IR with the changed graph."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fxsplit.system.figures import show
 from fxsplit.torch_internals.fx.interpret import find_target
 
 T = TypeVar("T")
-"""The class IR, which imports this file."""
+"""Stands for the class IR. This file cannot import it, since the file of IR imports this file."""
 
 
 class Edit(Generic[T]):
-    """A copy of a graph that may be changed: `graph` is the copy, with the names and the notes of its nodes.
+    """A copy of a graph that may be changed inside a block.
 
-    `ir` is the IR with the changed graph, once the block has ended.
+    graph: the copy. Its nodes have the same names and metadata.
+    ir: the IR with the changed graph, after the block has ended.
     """
 
     def __init__(self, ir: T) -> None:
@@ -39,7 +40,7 @@ class Edit(Generic[T]):
         return self._made
 
     def add_module(self, path: str, module: nn.Module) -> str:
-        """Give the graph a module of your own, and return its path for `graph.call_module`.
+        """Give the graph a module of your own, and return the module's path for `graph.call_module`.
 
         Its weights must be the model's own, unless the graph is only evaluated. Raises ChainError for a path that is
         taken.
@@ -58,9 +59,9 @@ class Edit(Generic[T]):
         return added if added is not None else find_target(self._before.gm, node)
 
     def finish(self) -> None:
-        """Make the IR: check the graph, drop nodes that nothing reads, and attach the modules that it calls.
+        """Make the IR: check the graph, drop nodes that nothing reads, and attach the modules that the graph calls.
 
-        Raises ChainError for a graph that is not sound.
+        Raises ChainError for a graph that torch.fx refuses.
         """
         self._drop_unread()
         try:
@@ -73,7 +74,7 @@ class Edit(Generic[T]):
         self._made = self._before.rewrite(gm)
 
     def _drop_unread(self) -> None:
-        """Drop nodes that an edit has left without readers, but no node that had none before."""
+        """Drop the nodes that nothing reads any more. A node that nothing read before the edit stays."""
         unread = {node.name for node in self._before.gm.graph.nodes if not node.users}
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output") and node.name not in unread:

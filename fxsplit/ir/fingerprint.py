@@ -1,6 +1,6 @@
-"""Fingerprints of a graph and its modules, to detect a pass that has edited them in place.
+"""Fingerprints of a graph and its modules, to detect a pass that edits them in place.
 
-An IR is immutable: earlier ones are kept, other passes and the other mode start from them, and the modules are the
+An IR must not change: earlier IRs are kept, other passes and the other mode start from them, and the modules are the
 user's own.
 """
 
@@ -22,13 +22,16 @@ from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.nn.containers import HOOKS
 
 MOST_READ = 100_000
-"""At most this number of elements of a weight is read, evenly spaced."""
+"""How many elements of a weight are read at most, evenly spaced."""
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
 def take_fingerprint(ir: IR) -> dict[str, Any]:
-    """Return a fingerprint of an IR, its modules and its weights: a name for messages -> a value to compare."""
+    """Return a fingerprint of an IR, its modules and its weights, as a dict.
+
+    Each key names a part of the IR for messages, and each value can be compared.
+    """
     facts = {f"fact {kind.__name__}": _read_fact(fact) for kind, fact in ir.facts.items()}
     return _read_graph(ir.gm) | facts
 
@@ -80,7 +83,7 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _read_values(weight: Tensor) -> tuple[Any, ...]:
-    """Return a value that changes if a weight is written: its version counter, and a hash and a sum of its values."""
+    """Return a value that changes if a weight is written to: its version counter, a hash and the sum of its values."""
     # Hooks count as values, since they change gradients.
     version = count_writes(weight), tuple(tuple(hooks) for hooks in list_gradient_hooks(weight) if hooks)
     if not has_values(weight) or weight.layout is not torch.strided or weight.is_complex() or not weight.numel():

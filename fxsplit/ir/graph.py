@@ -1,6 +1,6 @@
 """The IR: a torch.fx graph and the facts that passes have learnt about it.
 
-The IR is all that goes from pass to pass: `capture` makes the first one, each pass returns another, and the last one
+The IR is all that goes from pass to pass: `capture` makes the first IR, each pass returns another, and the last IR
 holds the Stages that the runtime runs. A *fact* is a frozen value, found by its type: `ir[Costs]`.
 """
 
@@ -40,8 +40,8 @@ class Fact(Protocol):
     - `made_by` names the pass that learns the fact, for error messages
     - `given` is true for a fact about the run (the machine, the example), which survives a rewrite of the graph; the
       default is false
-    - `derives_from` lists the facts that this one follows from: it is forgotten if a pass learns one of them again; the
-      default is none
+    - `derives_from` lists the facts from which this fact follows. If a pass learns one of them again, this fact is
+      forgotten; the default is none
     """
 
     made_by: ClassVar[str]
@@ -52,21 +52,21 @@ class Fact(Protocol):
 
 
 class GivenFact(Fact):
-    """Base of the facts that describe the run, such as the machine: they survive a rewrite, and hold for any graph."""
+    """Base of the facts that describe the run, such as the machine. They survive a rewrite, and hold for any graph."""
 
     given: ClassVar[bool] = True
 
     def verify(self, ir: IR) -> None:
-        """Accept every graph: the fact does not depend on the graph."""
+        """Accept every graph: a fact about the run does not depend on the graph."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unread(Fact):
-    """A fact in a text that stands there as a comment: the `lines` are kept, and their values are not known.
+    """A fact that a text of an IR contains only as a comment: its lines are kept, but its values are not known.
 
-    - `kind` is the name of its class, and `sources` are the names of the facts that it follows from
+    - `kind` is the name of the fact's class, and `sources` are the names of the facts from which it follows
     - `stays` is true for a fact about the run, which survives a rewrite of the graph
-    - `step` is the pass that makes the fact again if it is asked for; None if the text does not suffice for that
+    - `step` is the pass that computes the fact again if it is asked for; None if the text does not suffice for that
     """
 
     kind: str
@@ -79,17 +79,17 @@ class Unread(Fact):
     made_by: ClassVar[str] = "read_ir"
 
     def verify(self, ir: IR) -> None:
-        """Accept every graph: the values are not known."""
+        """Accept every graph: the values of the fact are not known, so they cannot be checked."""
 
     def make(self, ir: IR) -> Fact | None:
-        """Return the fact itself, made by its pass when it is first asked for; None without a pass."""
+        """Return the fact itself, computed by its pass at the first call; None if there is no such pass."""
         if self.step is not None and not self._made:
             made = self.step(ir)
             self._made.update({kind.__name__: fact for kind, fact in made.facts.items() if kind.__name__ == self.kind})
         return self._made.get(self.kind)
 
     def to_comment(self) -> tuple[str, tuple[str, ...]]:
-        """Return the first line of the comment, and the others."""
+        """Return the first line of the comment, and a tuple of the other lines."""
         return self.kind if self.stays else f"{self.kind} of {', '.join(self.sources)}", self.lines
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ F = TypeVar("F", bound=Fact)
 class Step:
     """One applied pass: its text, its time in seconds, and the figures that it has noted (see `IR.note`).
 
-    `run` is the pass itself; None for a step that was read from a file.
+    run: the pass itself; None for a step that was read from a file.
     """
 
     text: str
@@ -113,29 +113,30 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The name of the pass; that of its class or function if only its text is known."""
+        """The name of the pass. If only the text is known, the name of the pass's class or function."""
         return name_pass(self.run) if self.run is not None else self.text.partition("{")[0].rpartition(":")[2]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IR(Shown):
-    """A graph and the known facts about it; passes return a new IR and never edit `gm` in place.
+    """A graph and the known facts about it. Passes return a new IR and never edit `gm` in place.
 
-    `model` is the name of the class that the graph was captured from, and `mode` the mode of the model at that time. A
-    pass that is valid in only one mode looks at `mode`, since some rewrites lose the flag `gm.training`.
+    model: the name of the class that the graph was captured from.
+    mode: the mode of the model at that time. A pass that is valid in only one mode looks at `mode`, since some rewrites
+        lose the flag `gm.training`.
     """
 
     gm: fx.GraphModule
     # A read-only view: a pass that keeps an earlier IR must find it unchanged.
     facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[Step, ...] = ()
-    # Each fact that was forgotten because a fact that it derives from was learnt again -> that other fact.
+    # From each forgotten fact to the fact that caused this: it derives from that fact, which was learnt again.
     fallen: Mapping[type, type] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     mode: Mode = "train"
-    # The IR before the last step or rewrite, which has the facts that these may have made the IR forget.
+    # The IR before the last step or rewrite. It still has facts that this IR may have forgotten.
     earlier: IR | None = None
-    # Figures of the pass that runs now, by name; the manager moves them to its step.
+    # Figures that the present pass has noted, by name. The manager moves them to the step of the pass.
     noted: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def before(self, name: str) -> IR:
@@ -174,13 +175,16 @@ class IR(Shown):
         return [render(self).rstrip("\n")]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the IR as text, which `fxsplit.load_ir` reads; raises FileError, and then leaves the file unchanged."""
+        """Write the IR as text, which `fxsplit.load_ir` reads.
+
+        Raises FileError, and then leaves an existing file unchanged.
+        """
         from fxsplit.ir.text.write import render
 
         write_whole(path, render(self))
 
     def __getitem__(self, kind: type[F]) -> F:
-        """Return the fact of type `kind`; raises MissingFact, with the next step, if it is not known."""
+        """Return the fact of type `kind`. Raises MissingFact, with the next step, if the fact is not known."""
         fact = self.get(kind)
         if fact is not None:
             return fact
@@ -216,19 +220,19 @@ class IR(Shown):
         raise MissingFact(f"no {kind.__name__} yet (known: {known}): run {kind.made_by!r} earlier in the chain")
 
     def get(self, kind: type[F]) -> F | None:
-        """Return the fact of type `kind`, or None."""
+        """Return the fact of type `kind`, or None if it is not known."""
         fact = self.facts.get(kind)
         unread = None if fact is not None else self._find_unread(kind)
         return cast("F | None", fact if unread is None else unread.make(self))
 
     def _find_unread(self, kind: type) -> Unread | None:
-        """Return the fact of type `kind` that stands as a comment in the text of this IR, or None."""
+        """Return the fact of type `kind` that is only a comment in the text of this IR, or None."""
         return next((f for f in self.facts.values() if isinstance(f, Unread) and f.kind == kind.__name__), None)
 
     def learn(self, *facts: Fact) -> IR:
-        """Return an IR that also knows `facts`; a new fact replaces a known one of the same type.
+        """Return an IR that also knows `facts`. A new fact replaces a known fact of the same type.
 
-        Known facts that derive from a replaced one are forgotten. Raises ChainError for an object that is not a fact.
+        Known facts that derive from a replaced fact are forgotten. Raises ChainError for an object that is not a fact.
         """
         for fact in facts:
             # isinstance(fact, Fact) would take 0.1 ms, since Fact is a protocol.
@@ -254,10 +258,10 @@ class IR(Shown):
         return replace(self, facts=MappingProxyType(kept | learnt), fallen=MappingProxyType(fallen))
 
     def note(self, **figures: object) -> IR:
-        """Return an IR with figures of the pass that makes it, such as `ir.note(fused=3)`.
+        """Return an IR with figures of the pass that makes the IR, such as `ir.note(fused=3)`.
 
-        They are in its `Step` afterwards, and `fxsplit opt --stats` prints them. No pass reads them. Raises ChainError
-        for a figure that is no number, flag or text.
+        Afterwards the figures are in the pass's `Step`, and `fxsplit opt --stats` prints them. No pass reads them.
+        Raises ChainError for a figure that is not a number, a flag or a text.
         """
         # A number of numpy or torch has `item`, and so has an array, which is no number.
         plain = {n: v.item() if hasattr(v, "item") and not getattr(v, "shape", ()) else v for n, v in figures.items()}
@@ -269,7 +273,7 @@ class IR(Shown):
     def edited(self) -> AbstractContextManager[Edit[IR]]:
         """Return a block in which a copy of the graph may be changed: `with ir.edited() as edit:`, then `edit.ir`.
 
-        `edit.graph` is the copy, a graph of torch.fx, and `edit.add_module(path, module)` gives it a module of yours.
+        `edit.graph` is the copy, a graph of torch.fx. `edit.add_module(path, module)` gives it a module of your own.
         Nodes that nothing reads any more are dropped, and facts of the old graph are forgotten.
         """
         from fxsplit.ir.edit import edit_graph  # it needs torch
@@ -290,7 +294,7 @@ class IR(Shown):
 
 
 def _stays(fact: Unread, keep: set[str]) -> bool:
-    """Return whether a fact that stands as a comment survives a rewrite of the graph."""
+    """Return whether a fact that is only a comment survives a rewrite of the graph. `keep`: names of facts to keep."""
     return fact.stays or fact.kind in keep
 
 
@@ -311,12 +315,12 @@ def name_pass(step: Any) -> str:
 
 
 def is_own(step: Any) -> bool:
-    """Return whether a pass is one of fxsplit's, and so tested; a user's subclass of such a pass is not."""
+    """Return whether a pass is one of fxsplit's own, which are tested. A user's subclass of such a pass is not."""
     return type(step).__module__.startswith("fxsplit.passes.")
 
 
 def ignores_mode(step: Any) -> bool:
-    """Return whether a pass declares `ignores_mode = True`: it treats the same graph alike in both modes.
+    """Return whether a pass declares `ignores_mode = True`: in both modes it does the same to the same graph.
 
     Only the class itself counts, since a subclass may look at the mode. A function declares it as an attribute.
     """
@@ -324,10 +328,10 @@ def ignores_mode(step: Any) -> bool:
 
 
 def ignores_graph(step: Any) -> bool:
-    """Return whether a pass declares `ignores_graph = True`: it reads only facts, and needs no graph of torch.fx."""
+    """Return whether a pass declares `ignores_graph = True`: it reads only facts and needs no torch.fx graph."""
     return _declares(step, "ignores_graph")
 
 
 def _declares(step: Any, name: str) -> bool:
-    """Return whether the class of a pass itself, or a function, has the attribute `name`, and it is true."""
+    """Return whether the attribute `name` of a function, or of the class of a pass itself, is true."""
     return any(bool(held.get(name)) for held in (vars(type(step)), getattr(step, "__dict__", {})))

@@ -1,6 +1,7 @@
 """Run a chain: apply each pass, verify every fact after it, record the step, and notify the observers.
 
-Every compile runs through this file. A pass that breaks a fact is named here, and not later where its result is used.
+Every compile runs through this file. An error names the pass that breaks a fact at once, and not a later pass that uses
+the fact.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Check = Callable[[Pass, IR, IR], IR]
 
 
 def accept(step: Pass, before: IR, after: IR) -> IR:
-    """Check nothing, and return the IR after the pass."""
+    """Return the IR after a pass, without any check."""
     return after
 
 
 class Observer:
-    """Base of observers of a chain, such as `dump.DumpTo`; the base does nothing."""
+    """Base class of observers of a chain, such as `dump.DumpTo`. Its methods do nothing."""
 
     def start(self, ir: IR) -> None:
         """Observe the IR before the first pass."""
@@ -41,10 +42,13 @@ class Observer:
         """Observe the IR after the pass called `name`."""
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Observe the IR after the pass called `name`, in which a check has found the error."""
+        """Observe the IR after the pass called `name`, if a check of that IR has found the error."""
 
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
-        """Observe the IR before the first pass of `rest`, which has raised the error or whose result does not hold."""
+        """Observe the IR before the first pass of `rest`.
+
+        That pass has raised the error, or a check has refused its result.
+        """
 
 
 def run_chain(
@@ -55,10 +59,11 @@ def run_chain(
     *,
     verify: bool = True,
 ) -> IR:
-    """Return the IR after all passes of `chain`; with `verify=False` nothing is verified.
+    """Return the IR after all passes of `chain`.
 
-    Raises the errors of the passes, and ChainError if a pass returns no IR. Raises BrokenFact, with the name of the
-    pass, if a fact does not hold after the pass, if the pass edits the graph or its modules in place, or if `check`
+    check: a further check after each pass. verify: whether to check facts and contracts.
+    Raises the errors of the passes, and ChainError if a pass does not return an IR. Raises BrokenFact, with the name of
+    the pass, if a fact does not hold after the pass, if the pass edits the graph or its modules in place, or if `check`
     finds a fault. Every error has a note with the pass that it comes from.
     """
     for observer in observers:
@@ -96,7 +101,7 @@ def run_chain(
 
 
 def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
-    """Return the result of a pass; raises BrokenFact if the pass edits `ir`, or the `first` IR, in place."""
+    """Return the result of a pass. Raises BrokenFact if the pass edits `ir`, or the `first` IR, in place."""
     if is_plain(ir.gm) and not ignores_graph(step):
         # A graph from a file needs no torch until a pass looks at it.
         from fxsplit.ir.text.fx_graph import to_fx
@@ -131,7 +136,7 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
 
 
 def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Observer, Exception], None]) -> None:
-    """Tell the observers of an error; their own errors become notes, since `error` says more."""
+    """Tell the observers of an error. An error that an observer raises becomes a note, since `error` says more."""
     for observer in observers:
         try:
             tell(observer, error)
@@ -140,7 +145,7 @@ def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Obser
 
 
 def verify_ir(ir: IR) -> None:
-    """Raise BrokenFact unless the graph is sound and every fact holds, including the facts of earlier passes."""
+    """Raise BrokenFact unless torch.fx accepts the graph and every fact holds, those of earlier passes too."""
     what = "the graph"
     try:
         ir.gm.graph.lint()

@@ -1,6 +1,6 @@
-"""Observers of a chain: they print IRs, or the differences between them, and write a reproducer of a failure.
+"""Observers of a chain. They print IRs, or the differences between them, and write a reproducer of a failure.
 
-They watch `manager.run_chain`, and never change the IR. An observer that a user writes is a subclass of Observer.
+They watch `manager.run_chain`, and never change the IR. A user's own observer is a subclass of Observer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPRODUCER = "fxsplit-repro.ir"
 class Printer(Observer):
     """Prints the IR before `before_passes` and after `after_passes`, to `file` (default: the standard output).
 
-    "all" means every pass, and "trace" the IR before the first one. "changed" prints the IR after each pass that has
+    "all" means every pass, and "trace" the IR before the first pass. "changed" prints the IR after each pass that has
     changed it, and "failed" the IR in which a check has found an error.
     """
 
@@ -41,18 +41,18 @@ class Printer(Observer):
     _last: str = field(default="", init=False, repr=False)
 
     def start(self, ir: IR) -> None:
-        """Print the traced IR if it is asked for."""
+        """Print the traced IR if "trace" or "all" is in `after_passes`."""
         self._last = render(ir) if "changed" in self.after_passes else ""
         if not {"trace", "all"}.isdisjoint(self.after_passes):
             self._print("after trace", ir)
 
     def before(self, name: str, ir: IR) -> None:
-        """Print the IR before a pass if it is asked for."""
+        """Print the IR before a pass if the pass is in `before_passes`."""
         if not {name, "all"}.isdisjoint(self.before_passes):
             self._print(f"before {name}", ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Print the IR after a pass if it is asked for."""
+        """Print the IR after a pass if the pass is in `after_passes`, or if the pass has changed it."""
         asked = not {name, "all"}.isdisjoint(self.after_passes)
         if "changed" in self.after_passes:
             text = drop_steps(render(ir))
@@ -61,17 +61,17 @@ class Printer(Observer):
             self._print(f"after {name}", ir)
 
     def failed(self, name: str, ir: IR, error: Exception) -> None:
-        """Print an IR that does not hold if it is asked for."""
+        """Print an IR in which a check has found an error, if `after_passes` asks for it."""
         if not {name, "all", "failed"}.isdisjoint(self.after_passes):
             self._print(f"failed after {name}: {' '.join(str(error).split())}", ir)
 
     def _print(self, what: str, ir: IR) -> None:
-        """Print an IR below a line that says when."""
+        """Print an IR after a line that says at which point of the chain it is."""
         print(f"; {what}\n{render(ir)}", file=self.file or sys.stdout)
 
 
 def drop_steps(text: str) -> str:
-    """Return the text of an IR without the steps taken, which every pass adds to."""
+    """Return the text of an IR without the list of steps, to which every pass adds a line."""
     return re.sub(r"(?m)^step .*\n", "", text)
 
 
@@ -83,11 +83,11 @@ class Differ(Observer):
     _last: str = field(default="", init=False, repr=False)
 
     def start(self, ir: IR) -> None:
-        """Take the text of the IR before the first pass."""
+        """Keep the text of the IR before the first pass, to compare."""
         self._last = render(ir)
 
     def after(self, name: str, ir: IR) -> None:
-        """Print the difference to the text before the pass."""
+        """Print how the text differs from the text before the pass."""
         text = render(ir)
         before, after = self._last.splitlines(keepends=True), text.splitlines(keepends=True)
         lines = difflib.unified_diff(before, after, f"before {name}", f"after {name}")
@@ -97,17 +97,17 @@ class Differ(Observer):
 
 @dataclass
 class Timer(Observer):
-    """Takes the time of each pass, the numbers of nodes before and after it, and the figures that it notes."""
+    """Records the time of each pass, the numbers of nodes before and after it, and the figures that it notes."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     _last: IR | None = field(default=None, init=False, repr=False)
 
     def start(self, ir: IR) -> None:
-        """Take the IR before the first pass."""
+        """Keep the IR before the first pass, to compare."""
         self._last = ir
 
     def after(self, name: str, ir: IR) -> None:
-        """Take the time of a pass."""
+        """Record the time of a pass, and what it has learnt and forgotten."""
         assert self._last is not None
         learnt = [kind.__name__ for kind, fact in ir.facts.items() if self._last.facts.get(kind) is not fact]
         known = {kind.__name__ for kind in ir.facts}
@@ -137,14 +137,14 @@ def _join(names: list[str]) -> str:
 
 
 CHAIN = "; chain: "
-"""Begins the line of a reproducer with the passes that are still to run."""
+"""The beginning of the line that lists, in a reproducer, the passes that are still to run."""
 
 
 @dataclass
 class Reproducer(Observer):
-    """Writes the IR before a pass that fails, with the passes from there on, to the file `path`.
+    """Writes the IR before a pass that fails, and the chain from that pass on, to the file `path`.
 
-    `fxsplit opt` runs the file to the same error. It has no tensors, so it can be sent to others.
+    `fxsplit opt` on this file runs into the same error. The file has no tensors, so it can be sent to others.
     """
 
     path: Path  # a file that ends with .ir, or a folder for fxsplit-repro.ir
@@ -155,12 +155,12 @@ class Reproducer(Observer):
         self.path = self.path if self.path.suffix == ".ir" else self.path / REPRODUCER
 
     def before(self, name: str, ir: IR) -> None:
-        """Take the text of the IR now, since a pass that fails may have edited its graph in place."""
+        """Keep the text of the IR before a pass: if the pass fails, it may have edited its graph in place."""
         self._text = render(ir)
 
     def raised(self, rest: Chain, ir: IR, error: Exception) -> None:
-        """Write the reproducer, and add a note to the error that tells of it."""
-        # That no plan fits is an answer, and no failure.
+        """Write the reproducer, and add a note to the error that says how to run it."""
+        # "No plan fits" is a result and not a failure.
         if isinstance(error, NoFit):
             return
         self.write(rest, error, self._text or render(ir))
@@ -199,7 +199,7 @@ def _describe(rest: Chain, error: Exception) -> list[str]:
 
 
 def find_chain(text: str) -> str | None:
-    """Return the passes that a reproducer is still to run, or None if the text is no reproducer."""
+    """Return the passes that a reproducer lists as still to run, or None if the text is not a reproducer."""
     for line in text.split("\n"):
         if not line.startswith(";"):
             return None

@@ -22,18 +22,21 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BARE = re.compile(r'[^,{}\[\]"]+')
 _SPACE = re.compile(r"\s*")
 _OTHERS = re.compile(r"true|false|none|[+-]?(?:inf|infinity|nan|[\d.].*)", re.IGNORECASE)
-"""Bare texts that may be read as something other than a text."""
+"""Bare values that may be read as a number, a flag or none, and not as a text."""
 
 DEEPEST = 20
-"""More lists inside each other are refused."""
+"""How deep lists may lie inside each other."""
 
 Read = Callable[[Any], Any]
-"""Returns the value of an option for the type of the option; it raises ChainError for a value of another type."""
+"""From the type of an option: its value in that type. Raises ChainError for a value of another type."""
 
 
 @cache
 def find_hints(cls: type) -> dict[str, Any]:
-    """Return the types of the options of a pass; none if they cannot be found, as in a class inside of a function."""
+    """Return the types of the options of a pass, by name.
+
+    Empty if Python cannot find them, as for a class in a function.
+    """
     try:
         return get_type_hints(cls)
     except Exception:
@@ -41,7 +44,7 @@ def find_hints(cls: type) -> dict[str, Any]:
 
 
 def write_option(value: Any, hint: Any = None) -> str:
-    """Return the value of an option as text, which is read as the same value for an option of type `hint`."""
+    """Return the value of an option as text. An option of type `hint` that reads the text gets the same value."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, bool) or value is None:
@@ -62,7 +65,8 @@ def write_option(value: Any, hint: Any = None) -> str:
 def read_options(text: str, at: int, name: str) -> tuple[dict[str, Read], int]:
     """Return the options of pass `name` in the braces at position `at` of a chain, and the position after them.
 
-    Each option is a function that takes the type of the option. Raises ChainError for a malformed or repeated option.
+    Each option is a function that takes the type of the option and returns its value. Raises ChainError for a malformed
+    or repeated option.
     """
     options: dict[str, Read] = {}
     at += 1
@@ -80,7 +84,10 @@ def read_options(text: str, at: int, name: str) -> tuple[dict[str, Read], int]:
 
 
 def _skip(text: str, at: int, mark: str) -> int:
-    """Return the position after spaces and `mark`, or 0 if something else is there; raises ChainError at the end."""
+    """Return the position after spaces and `mark`, or 0 if there is no `mark`.
+
+    Raises ChainError at the end of the text.
+    """
     found = _SPACE.match(text, at)
     at = found.end() if found else at
     if at >= len(text):
@@ -93,7 +100,10 @@ class _Bare(str):
 
 
 def _read_value(text: str, at: int, what: str, depth: int = 0) -> tuple[Any, int]:
-    """Return the value at a position, a text or a list, and the position after it; raises ChainError."""
+    """Return the value at a position, a text or a list, and the position after it. Raises ChainError.
+
+    what: names the option in the error. depth: how many lists the value lies in.
+    """
     quoted = _QUOTED.match(text, at)
     if quoted is not None:
         try:
@@ -119,7 +129,7 @@ def _read_value(text: str, at: int, what: str, depth: int = 0) -> tuple[Any, int
 
 
 def _expect_comma(text: str, at: int, what: str) -> int:
-    """Return the position after a comma; raises ChainError if there is none."""
+    """Return the position after a comma. Raises ChainError if there is none."""
     end = _skip(text, at, ",")
     if not end:
         raise ChainError(f"{what}: a comma or ']' is missing before {text[at : at + 20]!r}")
@@ -127,18 +137,18 @@ def _expect_comma(text: str, at: int, what: str) -> int:
 
 
 def _tell(value: Any) -> Any:
-    """Return a value for messages, without the mark of bare texts."""
+    """Return a value as plain texts and lists, for messages."""
     return [_tell(item) for item in value] if isinstance(value, list) else str(value)
 
 
 class _Value:
-    """The value of an option before its type is known; `what` names it in messages."""
+    """The value of an option before the option's type is known. `what`: names the option in messages."""
 
     def __init__(self, value: Any, what: str) -> None:
         self._value, self._what = value, what
 
     def __call__(self, hint: Any) -> Any:
-        """Return the value in type `hint`; raises ChainError for a value of another type."""
+        """Return the value in type `hint`. Raises ChainError for a value of another type."""
         if not _is_known(hint):
             raise ChainError(f"{self._what}: its type is {_tell_type(hint)}, which text cannot say: give it in Python")
         found = list(_convert(self._value, hint))
@@ -148,7 +158,7 @@ class _Value:
 
 
 def _convert(value: Any, hint: Any) -> list[Any]:
-    """Return a list with the value in type `hint`, or an empty list if it is not of that type."""
+    """Return a list that holds the value in type `hint`, or an empty list if the value is not of that type."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         # A number is preferred to a text: a text that looks like one stands in quotes.
@@ -168,12 +178,12 @@ def _convert(value: Any, hint: Any) -> list[Any]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Return whether a type is one of those that bare texts are read as."""
+    """Return whether a type is a number, a flag or None, which are written without quotes."""
     return hint in (bool, int, float, type(None))
 
 
 def _convert_bare(text: str, hint: Any) -> list[Any]:
-    """Return a list with the value of a bare text in type `hint`, or an empty list."""
+    """Return a list that holds a bare text as a value of type `hint`, or an empty list if it is not of that type."""
     if hint in (None, type(None)):
         return [None] if text == "none" else []
     if hint is bool:
@@ -187,7 +197,7 @@ def _convert_bare(text: str, hint: Any) -> list[Any]:
 
 
 def _convert_list(value: Any, hint: Any) -> list[Any]:
-    """Return a list with a tuple or list of items in the type of the items, or an empty list."""
+    """Return a tuple or list as a list whose items have the type that `hint` gives; empty for another value."""
     if not isinstance(value, list):
         return []
     kind = list if list in (hint, get_origin(hint)) else tuple
@@ -201,7 +211,7 @@ def _convert_list(value: Any, hint: Any) -> list[Any]:
 
 
 def _find_item(hint: Any) -> Any:
-    """Return the type of the items of a list; None if they have several types, or it is unknown."""
+    """Return the type of the items of a list; None if it is unknown, or if the items have several types."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next((kind for kind in get_args(hint) if get_origin(kind) in (tuple, list)), None)
     inner = [kind for kind in get_args(hint) if kind is not Ellipsis]
@@ -209,7 +219,7 @@ def _find_item(hint: Any) -> Any:
 
 
 def can_be_written(hint: Any, value: Any) -> bool:
-    """Return whether the value of an option comes back from its text."""
+    """Return whether the value of an option, written as text and read again, is the same value."""
     try:
         back, _ = _read_value(write_option(value, hint) + "}", 0, "")
         found = _convert(back, hint) if _is_known(hint) else []
@@ -219,7 +229,7 @@ def can_be_written(hint: Any, value: Any) -> bool:
 
 
 def _is_known(hint: Any) -> bool:
-    """Return whether text says the values of a type."""
+    """Return whether the values of a type can be written as text."""
     origin = get_origin(hint)
     if origin is Literal or hint in (Any, str, bool, int, float, tuple, list, None, type(None)):
         return True
@@ -229,12 +239,12 @@ def _is_known(hint: Any) -> bool:
 
 
 def _tell_type(hint: Any) -> str:
-    """Return a type for messages."""
+    """Return the name of a type, for messages."""
     return hint.__qualname__ if isinstance(hint, type) else str(hint)
 
 
 def _describe(hint: Any) -> str:
-    """Return a type in words, for messages."""
+    """Return in words what to write for an option of a type, for messages."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(kind) for kind in get_args(hint))

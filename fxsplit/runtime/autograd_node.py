@@ -1,4 +1,4 @@
-"""Join the pipeline to the caller's autograd graph: one node with the pipelined backward.
+"""Join the pipeline to the caller's autograd graph: one node stands for the pipelined backward.
 
     inputs --------------------.
     stage 0's leaves -- node --+-- PipelineFunction -- outputs -- the caller's loss
@@ -25,10 +25,11 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class LeafNode(NamedTuple):
-    """The autograd node through which a backward of the caller reaches the weights of one stage.
+    """The autograd node through which a caller's backward() gives the weights of one stage their gradients.
 
-    leaves: the stage's leaves, which are its weights. value: an empty tensor on the stage's device, computed from the
-        leaves; the pipeline's outputs depend on it, so that autograd calls this node.
+    leaves: the stage's weights, which are leaves of autograd's graph.
+    value: an empty tensor on the stage's device, computed from the leaves. The pipeline's outputs depend on `value`, so
+        autograd calls this node.
     """
 
     leaves: Sequence[Tensor]
@@ -36,30 +37,34 @@ class LeafNode(NamedTuple):
 
     @classmethod
     def make(cls, leaves: Sequence[Tensor], stream: DeviceStream) -> LeafNode:
-        """Return the node of `leaves`, made on `stream`."""
+        """Return the node of `leaves`. Its backward will run on `stream`."""
         with stream.enter():
             return cls(leaves, _StageLeaves.apply(stream.device, *leaves))  # type: ignore[no-untyped-call]
 
     def carry(self, gradients: Sequence[Tensor | None], tokens: Sequence[Any]) -> Tensor:
-        """Return a gradient of `value` that carries the gradients of the leaves, which are ready after `tokens`."""
-        # Autograd passes on this very object; if nobody wants the leaves' gradients, it drops the object and all it
-        # carries.
+        """Return an empty tensor that carries the gradients of the leaves to this node's backward.
+
+        Autograd takes the empty tensor for the gradient of `value`.
+        tokens: marks in the streams that computed the gradients. The gradients may be read after these marks.
+        """
+        # Autograd passes this very object on to the node. If nobody wants the leaves' gradients, autograd drops the
+        # object together with the gradients.
         carrier = torch.empty_like(self.value, requires_grad=False)
         carrier.carried = gradients, tokens  # type: ignore[attr-defined]
         return carrier
 
 
 class _StageLeaves(torch.autograd.Function):
-    """The leaves of one stage as one operator: autograd adds to their `.grad` and runs their hooks."""
+    """The leaves of one stage as inputs of one operator: autograd then adds to their `.grad` and runs their hooks."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, *leaves: Tensor) -> Tensor:
-        """Return an empty tensor that depends on the leaves."""
+        """Return an empty tensor that depends on the leaves, so that autograd calls `backward`."""
         return torch.empty(0, device=device)
 
     @staticmethod
     def backward(ctx: Any, *carriers: Any) -> Any:
-        """Return the gradients of the leaves."""
+        """Return the gradients of the leaves, which the pipeline has computed and `LeafNode.carry` has attached."""
         (carrier,) = carriers
         gradients, tokens = carrier.carried
         make_caller_wait([carrier.device], tokens)
@@ -70,15 +75,15 @@ class _StageLeaves(torch.autograd.Function):
 class PipelineFunction(torch.autograd.Function):
     """The pipeline as one operator of autograd.
 
-    Its inputs are the differentiable inputs of the batch, and an empty tensor for each stage that depends on its
-    parameters.
+    Its inputs are the differentiable inputs of the batch and, for each stage, the empty `value` of the stage's
+    LeafNode.
     """
 
     @staticmethod
     def forward(ctx: Any, backward: Backward, outputs: list[Tensor], wanted: list[bool], *inputs: Tensor) -> Any:
         """Return `outputs`, which the pipeline has computed already, as functions of `inputs`.
 
-        `wanted` says which outputs want a gradient.
+        wanted: for each output, whether the output wants a gradient.
         """
         ctx.backward_of_pipeline = backward
         # An output that the loss does not use gets None. Zeros would run a backward through all stages.

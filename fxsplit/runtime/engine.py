@@ -5,7 +5,7 @@
     pipe.step(x, y)    Engine.step:    forwards and backwards in the order of the schedule, then .grad += sums
     pipe.stream(xs)    begin_forward, finish_forward: several batches in flight, without gradients
 
-Each of them makes a `Job` and gives it to the backend's workers. One caller at a time does so.
+Each of these calls makes a `Job` and gives it to the backend's workers. One caller at a time may do so.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ SPENT = (
 
 
 class Engine:
-    """Runs batches on a backend. Its workers end with `close()` or with the last reference to the engine.
+    """Runs batches on a backend.
 
-    The engine owns the order of a batch, and computes nothing:
+    The backend's workers end with `close()`, or when the last reference to the engine is gone.
+    The engine computes nothing. It sees to the order of events around a batch:
 
-    - one caller at a time
-    - the session of a job: run, finish, commit
-    - the autograd node of a forward, with the tape for its backward
+    - only one caller at a time runs a job
+    - a job runs, finishes, and then adds its gradients
+    - the outputs of a forward get an autograd node, which holds the activations for its backward
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -65,7 +66,7 @@ class Engine:
         self._turn = CallerLock(lend_draws)
 
     def refuse_own_callers(self) -> None:
-        """Raise FxsplitError if code that the pipeline runs calls the pipeline: it would wait for itself."""
+        """Raise FxsplitError if code that the pipeline runs calls the pipeline: the call would wait for itself."""
         if self._backend.has(threading.current_thread()):
             raise FxsplitError(
                 "a stage of this pipeline calls the pipeline itself, as non-reentrant checkpointing around it does: "
@@ -77,15 +78,15 @@ class Engine:
             )
 
     def _take_turn(self) -> AbstractContextManager[None]:
-        """Return a context that lets one caller at a time run a job."""
+        """Return a context that waits for the caller's turn: only one caller at a time runs a job."""
         self.refuse_own_callers()
         return self._turn.take()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Wait until running jobs end, and let no job run in the block, which changes weights or buffers.
+        """Wait until running jobs end, and let no job run inside the block. Use it to change weights or buffers.
 
-        Raises BusyError if a worker is still in a job that was given up.
+        Raises BusyError if a worker still runs a job that was given up.
         """
         with self._take_turn():
             self._backend.check_free()
@@ -94,10 +95,10 @@ class Engine:
 
     @contextmanager
     def keep_idle(self) -> Iterator[None]:
-        """Wait until running jobs end, and let no job begin in the block, which changes weights or modes.
+        """Wait until running jobs end, and let no job begin inside the block. Use it to change weights or modes.
 
-        Unlike `pause`, this ignores a job that was given up. A caller inside a job, such as a gradient hook, may use it
-        too.
+        Unlike `pause`, this does not wait for jobs that were given up. A caller inside a job, such as a gradient hook,
+        may use it too.
         """
         # A caller inside a job cannot wait for it, and in a forked process no thread releases the lock.
         with nullcontext() if self._backend.cannot_be_waited_for else self._turn.take():
@@ -106,10 +107,10 @@ class Engine:
 
     @contextmanager
     def _take_turn_to_copy(self, program: Program, *, anyway: bool = True) -> Iterator[bool]:
-        """Let one caller at a time make a job. Yields whether the job must refresh copied weights first.
+        """Wait for the caller's turn to run a job. Yields whether the job must first refresh copies of weights.
 
-        Some devices read copies of weights that live on another device. With `anyway`, the copies are always refreshed,
-        and otherwise only if they are stale.
+        Some devices read copies of weights that live on another device. If `anyway` is true, the copies are always
+        refreshed. Otherwise they are refreshed only if the original weights have changed.
         """
         with self._take_turn():
             refresh = program.copies_weights and (anyway or program.has_stale_copies())
@@ -119,10 +120,11 @@ class Engine:
             yield refresh
 
     def begin_forward(self, batch: Batch, *, refresh: bool) -> JobHandle:
-        """Give the workers the forwards of a batch, and do not wait for them. Gradients are off.
+        """Give the workers the forwards of a batch, and return without waiting for them. No gradients are recorded.
 
-        Batches run in the order in which they were begun. `refresh`: copy weights again to devices that read copies,
-        even if torch has counted no write to a weight. New copies wait until no batch is running.
+        Batches run in the order in which they were begun.
+        refresh: copy weights again to the devices that read copies, even if torch has counted no write to a weight. The
+            copies are replaced only after all earlier batches have ended.
         """
         program = batch.program
         program.deferred_errors.raise_arrived()
@@ -136,13 +138,16 @@ class Engine:
 
     @restores_all
     def finish_forward(self, batch: Batch, handle: JobHandle) -> list[Any]:
-        """Wait for a batch that was begun, and return its outputs."""
+        """Wait for a batch that `begin_forward` has begun, and return its outputs."""
         self._backend.finish(handle)
         batch.program.tell_compilations()
         return join_outputs(handle.job, batch.rows, batch.weigh_outputs(), batch.program.deferred_errors)[0]
 
     def give_up_forward(self, handle: JobHandle) -> None:
-        """Stop a batch that was begun, unless it has ended, and wait briefly for its workers."""
+        """Stop a batch that `begin_forward` has begun, and wait briefly for its workers.
+
+        A batch that has ended is left alone.
+        """
         self._backend.give_up(handle)
 
     @restores_all
@@ -186,12 +191,13 @@ class Engine:
     ) -> Any:
         """Run forward, loss and backward in the order of the schedule, then add the gradients to every `.grad`.
 
-        Returns the loss of the batch; with `keep_outputs`, a tuple of the loss and the outputs. In an asynchronous
-        schedule `stepper` has already stepped with the gradients. `watch` times the actions. `commit` says afterwards,
-        even if this raises, whether gradients were added. If it permits, workers add to existing `.grad` tensors
-        directly.
+        Returns the loss of the batch. With `keep_outputs`, returns a tuple of the loss and the outputs.
 
-        Raises StepTimeout if the workers take longer than `timeout_s` seconds.
+        stepper: the optimizer of an asynchronous schedule, which has used the gradients already when this returns.
+        watch: times the actions.
+        commit: says afterwards, even if this raises, whether gradients were added. If `commit` permits, workers add to
+            existing `.grad` tensors directly.
+        timeout_s: raise StepTimeout if the workers take longer than this many seconds.
         """
         program, record = batch.program, commit or CommitRecord()
         program.deferred_errors.raise_arrived()
@@ -236,13 +242,16 @@ class Engine:
     def _make_backward(
         self, batch: Batch, meanings: Sequence[OutputKind], nodes: Sequence[LeafNode], tape: Tape, then: WeightSnapshot
     ) -> Backward:
-        """Return the pipelined backward of a forward. It keeps the engine alive until autograd drops it."""
+        """Return the pipelined backward of a forward, for the autograd node.
+
+        It keeps the engine alive until autograd drops it.
+        """
         program, tensors, rows, *_ = batch
         trained = program.list_trained()
         devices = [*(stream.device for stream in self._backend.streams), *(t.device for t in tensors)]
         # When autograd calls the backward, only the stream on the outputs' device is the caller's current stream.
         queued = mark_caller(devices)
-        # An empty tape proves nothing: a rank may have no microbatch.
+        # An empty tape does not show that the backward has run: a rank may have no microbatch.
         spent = False
 
         @lose_no_interrupt
@@ -301,10 +310,10 @@ def cut_packets(batch: Batch) -> list[Packet]:
 def join_outputs(
     job: Job, rows: Sequence[int], meanings: Sequence[OutputKind], late: DeferredErrors
 ) -> tuple[list[Any], list[bool]]:
-    """Return a job's outputs joined over all microbatches, and a flag for each that says whether it wants a gradient.
+    """Return a job's outputs joined over all microbatches, and for each output whether it wants a gradient.
 
-    Raises InputError if the outputs of the microbatches cannot be joined. If that depends on values of an accelerator,
-    nothing waits for them: `late` raises the error in a later batch.
+    Raises InputError if the outputs of the microbatches cannot be joined. If that depends on values on an accelerator,
+    this does not wait for them: `late` raises the error in a later batch.
     """
     packets = [p for p in job.outputs if p is not None]
     outputs = []
@@ -337,10 +346,11 @@ def join_returned(job: Job, batch: Batch) -> list[Tensor | None]:
 
 
 def join_gradients(pieces: Sequence[Tensor | None], like: Sequence[Tensor], cut: ChunkSpec) -> Tensor | None:
-    """Return an input's gradient for the whole batch: joined if the input is cut, summed if microbatches share it.
+    """Return an input's gradient for the whole batch: joined if the input is cut, else summed.
 
-    pieces: the gradient of each microbatch, on a device of the first stage; None counts as zero. like: the input's
-        microbatches; the result is on their device.
+    An input that is not cut is the same for all microbatches, so their gradients add up.
+    pieces: the gradient of each microbatch, on a device of the first stage; None counts as zero.
+    like: the input's microbatches; the result is on their device.
     """
     there = next((p.device for p in pieces if p is not None), None)
     if there is None:

@@ -47,10 +47,10 @@ def divide_rows(rows: int, n_microbatches: int) -> list[int]:
 def split_target(target: Any, rows: Sequence[int], inputs: Inputs | None = None) -> list[Any]:
     """Return one target for each microbatch: tensors with rows are cut, and all else is repeated.
 
-    A target has its rows on the first dimension, or on the dimension that `chunks=` states for "target"; that one may
-    have several entries for each row. If an input has its rows on another dimension than the first and `chunks=` states
-    none, it is the only dimension of that length. If the batch has one microbatch, the target is not looked at.
-
+    A target has its rows on the first dimension, or on the dimension that the option `chunks=` states for "target". A
+    stated dimension may have several entries for each row. If `chunks=` states none, and an input has its rows on
+    another dimension than the first, then the target's rows are on the only dimension of the right length. The target
+    of a batch with one microbatch is returned as it is, unchecked.
     Raises InputError for a tensor with another number of rows.
     """
     if len(rows) == 1:
@@ -75,16 +75,16 @@ def join_target(pieces: Sequence[Any], whole: Any, rows: int, inputs: Inputs | N
 
 
 class Targets:
-    """The target of each microbatch, as `given`: a tensor, or tensors in containers. `whole` is the batch's target.
+    """The target of each microbatch (`given`), and of the whole batch (`whole`): a tensor, or tensors in containers.
 
-    If a target has tensors both on an accelerator and in host memory, the latter stay: a loss such as CTC needs lengths
-    on the host.
+    If a target has tensors both on an accelerator and in host memory, the tensors in host memory are not moved: a loss
+    such as CTC needs lengths on the host.
     """
 
     def __init__(self, given: Sequence[Any], whole: Any = None) -> None:
         self.given = given
         self.whole = whole
-        # By thread too: on a GPU another worker's stream may lag.
+        # By thread too: on a GPU, another worker's stream may not have finished the copy yet.
         self._placed: dict[tuple[int, int, torch.device], Any] = {}
 
     @cached_property
@@ -93,9 +93,9 @@ class Targets:
         return all(is_on_host(leaf) for leaf in pytree.tree_leaves(self.given) if isinstance(leaf, Tensor))
 
     def place(self, microbatch: int, device: torch.device) -> Any:
-        """Return the target of a microbatch with its tensors on a device."""
+        """Return the target of a microbatch, with its tensors moved to a device."""
         given = self.given[microbatch]
-        # A shortcut for the usual case, in every action: searching containers takes longer than a small loss.
+        # A shortcut for the usual case: every action calls this, and searching containers is slow.
         if isinstance(given, Tensor) and given.device == device:
             return given
         key = threading.get_ident(), microbatch, device
@@ -104,12 +104,16 @@ class Targets:
         return self._placed[key]
 
     def _place(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return one tensor of a target on a device."""
+        """Return one tensor of a target on a device.
+
+        In a target with tensors both on an accelerator and in host memory, those in host memory stay there (see
+        Targets).
+        """
         return tensor if is_on_host(tensor) and not self.are_on_host else move(tensor, device)
 
 
 def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = None) -> list[ChunkSpec]:
-    """Return the dimension on which each tensor of a target has `rows` rows.
+    """Return, for each tensor of a target, the dimension on which the tensor has `rows` rows.
 
     Raises InputError as `split_target` does.
     """
@@ -138,11 +142,11 @@ def find_target_cuts(leaves: Sequence[Any], rows: int, inputs: Inputs | None = N
 
 
 def _advise(target: Tensor, rows: int, stated: Any, inputs: Inputs | None) -> str:
-    """Return the next step for a target in which the rows are not found: a dimension to state, if one fits."""
+    """Return the advice of an error: which dimension the user may state as the target's rows, if one fits."""
     specs = inputs.specs if inputs is not None else ()
     there = target.shape[stated or 0] if (stated or 0) < target.ndim else 0
     ways = [f"{{'target': {d}}}" for d, length in enumerate(target.shape) if d != stated and length == rows]
-    # The batch may be in another dimension of an input, as with (time, batch, features). Features are no rows.
+    # An input may have its rows on another dimension, as in (time, batch, features). The last dimension has features.
     ways += [
         f"{{{spec.name!r}: {d}}}"
         for spec in specs
@@ -157,10 +161,11 @@ def _advise(target: Tensor, rows: int, stated: Any, inputs: Inputs | None) -> st
 def join(
     pieces: Sequence[Tensor], rows: Sequence[int], meaning: OutputKind = ROWS, late: DeferredErrors | None = None
 ) -> Tensor:
-    """Return one output of the batch, joined from all microbatches. In a mean, each microbatch weighs by its rows.
+    """Return one output of the batch, joined from all microbatches.
 
-    Raises InputError if the pieces do not fit their kind: other numbers of rows, or different values for "same". If
-    only an accelerator knows, `late` raises the error in a later batch.
+    In a mean, each microbatch has the weight of its rows.
+    Raises InputError if the pieces do not fit their kind, for example if values of kind "same" differ. If only an
+    accelerator knows that, `late` raises the error in a later batch.
     """
     late = late or DeferredErrors()
     if len(pieces) == 1:
@@ -197,7 +202,10 @@ def join(
 
 
 def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
-    """Return a microbatch's share of a mean: zero if its weight is zero, even if the piece is NaN."""
+    """Return a microbatch's part of a mean, which is the piece times its weight.
+
+    For weight zero it is zero, even for NaN.
+    """
     if isinstance(weight, Tensor):
         weight = weight.to(piece.device)
         return (piece.double() * weight).where(weight != 0, 0.0).to(piece.dtype)
@@ -205,14 +213,17 @@ def _scale(piece: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return a flag that is set if two tensors of one shape differ by more than rounding."""
+    """Return a tensor with one flag: whether two tensors of the same shape differ by more than rounding."""
     if not a.is_floating_point():
         return (a != b).any()
     return ~torch.isclose(a, b, rtol=1e-4, equal_nan=True).all()
 
 
 def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: OutputKind = ROWS) -> Sequence[Tensor | None]:
-    """Return the gradient of each piece that `join` joined, from the gradient of the result (None: no gradient)."""
+    """Return the gradient of each piece that `join` has joined, from the gradient of the joined output.
+
+    None instead of a gradient means that the piece gets no gradient.
+    """
     if len(rows) == 1:
         return [gradient]
     if meaning.kind == "rows":
@@ -221,7 +232,7 @@ def split_gradient(gradient: Tensor, rows: Sequence[int], meaning: OutputKind = 
         return [gradient] * len(rows)
     # Every microbatch computes an output of kind "same", so their shares of its gradient add up to one.
     weights = meaning.list_weights(rows)
-    # If the host does not know whether a weight is zero, the product is right for zero too.
+    # The host does not know whether a weight on an accelerator is zero. The product is then a gradient of zeros.
     return [
         gradient * weight.to(gradient) if isinstance(weight, Tensor) else gradient * weight if weight else None
         for weight in weights

@@ -1,6 +1,6 @@
-"""The program: all that the runtime needs to run one compiled mode of a model, and that another process could load.
+"""A program: all that the runtime needs to run a model compiled for one mode (training or evaluation).
 
-It holds neither the model nor the graph that it was compiled from. A `Batch` is one call of a program.
+A program holds neither the model nor the graph that it was compiled from. A `Batch` is one call of a program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fxsplit.torch_internals.tensors.accelerators import is_on_host
 from fxsplit.torch_internals.tensors.host_copies import PendingCopies
 
 ELSEWHERE = torch.device("meta")
-"""The device of a weight that lives in another process. No stage runs there."""
+"""The device that is reported for a weight of another process. No stage runs there."""
 
 
 class DeferredErrors:
@@ -54,7 +54,10 @@ class DeferredErrors:
         self._coming: PendingCopies[str] = PendingCopies()
 
     def expect(self, wrong: Tensor, message: str) -> None:
-        """Raise InputError with `message` if the flag `wrong` is set: at once on the host, else in a later batch."""
+        """Raise InputError with `message` if the flag `wrong` is set.
+
+        A flag on the host raises at once. A flag on an accelerator raises in a later batch.
+        """
         if is_on_host(wrong):
             if wrong:
                 raise InputError(message)
@@ -63,7 +66,10 @@ class DeferredErrors:
             self._coming.add(wrong, message)
 
     def raise_arrived(self) -> None:
-        """Raise InputError if a flag of an earlier batch has arrived and is set. Never waits."""
+        """Raise InputError if a flag of an earlier batch has reached the host and is set.
+
+        This never waits for a flag.
+        """
         for wrong, message in self._coming.take_arrived():
             if wrong:
                 raise InputError(f"in an earlier batch, which the accelerator has computed by now: {message}")
@@ -71,7 +77,7 @@ class DeferredErrors:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Stages with their plan and machine, and the way a batch goes in and out.
+    """The stages of a compiled model with their plan and machine, and how a batch is cut and joined.
 
     The program owns what is fixed between batches:
 
@@ -80,20 +86,19 @@ class Program:
     - the errors that an accelerator may still report
 
     Its fields:
-
     inputs: the model's call, and the dimension on which each tensor is cut into microbatches.
     returns: the model's own containers for its outputs (None: plain tuples, lists and dicts).
     joined: for each output of the last stage, how the batch's output follows from the microbatches' outputs.
     writes_inputs: whether the graph writes to its inputs in place.
     rewritten: buffers, as (stage, path in the stage's module), that every call writes and autograd may save.
-    puts_hooks: whether modules put hooks on activations as they run.
-    recompute: when a stage keeps no activations; a key of `POLICIES`.
+    puts_hooks: whether modules register hooks on activations as they run.
+    recompute: which stages keep no activations and run their forward again; a key of `POLICIES`.
     compiling: how torch.compile compiles each stage (None: stages run as they are).
     detached: why no gradient of the stages reaches the model (None: every gradient does).
     here: the devices that run in this process (None: all of them); other processes run the rest.
     fingerprint: a digest that processes compare before they run one program together.
-    living: by (stage, index among its weights), the stage that a weight lives with if that is not the first stage that
-        has it, because other programs of the model put it there.
+    living: for some weights, as (stage, index among the stage's weights), the stage that the weight lives with. All
+        other weights live with the first stage that has them.
     sums_apart: whether gradients of replicas are added after the schedule, and not by its actions.
     """
 
@@ -123,8 +128,9 @@ class Program:
     _passes: dict[int, tuple[Schedule, Schedule]] = field(default_factory=dict, init=False)
 
     def schedule(self, n_microbatches: int) -> Schedule:
-        """Return the verified schedule of a training step with `n_microbatches` microbatches.
+        """Return the schedule of a training step with `n_microbatches` microbatches.
 
+        The schedule has passed the verifier.
         Raises ScheduleError if the schedule cannot have that number of microbatches.
         """
         if n_microbatches not in self._schedules:
@@ -140,7 +146,7 @@ class Program:
         return self._make_passes(n_microbatches)[0]
 
     def pass_backward(self, n_microbatches: int) -> Schedule:
-        """Return a schedule of only the backwards of a batch. Its forwards have run."""
+        """Return a schedule of only the backwards of a batch. It assumes that the forwards have run."""
         return self._make_passes(n_microbatches)[1]
 
     def _make_passes(self, n_microbatches: int) -> tuple[Schedule, Schedule]:
@@ -155,7 +161,7 @@ class Program:
         return self.scheduler.name == INFERENCE
 
     def find_recomputed(self, n_microbatches: int) -> set[tuple[int, int]]:
-        """Return the stages that run a microbatch's forward again before its backward, as (stage, microbatch)."""
+        """Return (stage, microbatch) for each forward that is run again before its backward, to save memory."""
         recomputes, stages = POLICIES[self.recompute], enumerate(self.plan.stages)
         pairs = [(i, planned.recompute, m) for i, planned in stages for m in range(n_microbatches)]
         return {(i, m) for i, planned, m in pairs if recomputes(planned, m, n_microbatches)}
@@ -176,7 +182,7 @@ class Program:
         devices, places = self.machine.devices, self.places
         return [
             [
-                # A replica of another process copies and compiles nothing: it is only there to be named.
+                # A replica of another process only stands for that replica: it copies and compiles nothing.
                 Replica(stage, devices[d], places, self.compilations, self.fetched)
                 if self.runs(d)
                 else Replica(stage, devices[d], {})
@@ -201,7 +207,7 @@ class Program:
         return any(replica.copies for replicas in self.replicas for replica in replicas)
 
     def has_stale_copies(self) -> bool:
-        """Return whether a copy of a weight is stale, by torch's counts of writes."""
+        """Return whether a weight has changed since it was copied to another device, by torch's counts of writes."""
         return any(replica.is_stale() for replicas in self.replicas for replica in replicas)
 
     @cached_property
@@ -216,9 +222,9 @@ class Program:
 
     @property
     def places(self) -> dict[int, torch.device]:
-        """The device of each parameter and buffer, by id(): the device of the stage that it lives with.
+        """The device of each parameter and buffer, by the id() of the tensor.
 
-        The device of a weight of another process is `ELSEWHERE`.
+        For weights of other processes it is `ELSEWHERE`.
         """
         here = {id(weight): device for weight, device in self.list_placed()}
         return {key: here.get(key, ELSEWHERE) for key in self.list_owners()}
@@ -226,7 +232,7 @@ class Program:
     def list_owners(self) -> dict[int, tuple[Tensor, Stage]]:
         """Return each parameter and buffer with the stage that it lives with, by id(), in the order of the stages.
 
-        A weight lives with the first stage that has it, unless other programs of the model put it on another stage.
+        A weight lives with the first stage that has it, unless other programs of the model put the weight elsewhere.
         """
         # A weight that two stages read lives with one; stages on other devices read copies (see Replica).
         found: dict[int, tuple[Tensor, Stage]] = {}
@@ -237,7 +243,10 @@ class Program:
         return found
 
     def live_with(self, others: Sequence[Program]) -> Program:
-        """Return this program with each weight on the same stage as in the first of `others` that has the weight."""
+        """Return this program with its weights on the same stages as in other programs of the same model.
+
+        If several of `others` have a weight, the first of them decides.
+        """
         known: dict[int, int] = {}
         for program in others:
             for key, (_, stage) in program.list_owners().items():
@@ -252,10 +261,10 @@ class Program:
         return [(weight, s.torch_device) for weight, s in owners if self.runs(self.homes[s.index][0])]
 
     def place_weights(self) -> None:
-        """Move each stage's parameters and buffers to its device, in place, so that optimizers keep holding them.
+        """Move each stage's parameters and buffers to its device, in place: optimizers keep the same objects.
 
-        Gradients move with them. Optimizer state follows before the optimizer's next step. Weights without values (on
-        the meta device) stay.
+        Gradients move along. Optimizer state moves before the optimizer's next step. Weights without values (on the
+        meta device) stay.
         """
         for weight, device in self.list_placed():
             before = weight.device
@@ -272,7 +281,10 @@ class Program:
             flatten_weights(stage.module.modules())
 
     def list_counted(self) -> dict[str, Tensor]:
-        """Return the buffers that counts of outputs read, such as class weights, by names that all ranks share."""
+        """Return the buffers that are read to count entries of outputs, such as class weights.
+
+        Each has a name that is the same on all ranks.
+        """
         counts = [meaning.count for meaning in self.joined if meaning.count is not None]
         whole = [one for count in counts for one in (count.counts if isinstance(count, CountWatch) else [count])]
         held = [list(c.compute.named_buffers()) if isinstance(c.compute, nn.Module) else [] for c in whole]
@@ -280,10 +292,10 @@ class Program:
 
     @cached_property
     def keeps_zeros(self) -> bool:
-        """Whether backwards must keep gradients of zero zero, even through a division by zero.
+        """Whether a gradient of zero must stay zero in a backward, even if the backward divides by zero.
 
-        A loss that is divided by a count of zero has weight zero. If the count is on an accelerator, the host does not
-        know it, and cannot leave the backward out.
+        A loss that is divided by a count of zero has weight zero, so its backward may be left out. But if the count is
+        on an accelerator, the host does not know that the count is zero, and runs the backward.
         """
         counts = [meaning.count for meaning in self.joined if isinstance(meaning.count, Count)]
         there = any(map(accelerators.is_accelerator, self.devices))
@@ -297,7 +309,10 @@ class Program:
 
     @cached_property
     def shares_leaves(self) -> bool:
-        """Whether two workers on one device may add to one leaf: stages share it, or replicas are on one device."""
+        """Whether two workers on one device may add to one `.grad`.
+
+        This is so if stages share a weight, or if two replicas of a stage are on one device.
+        """
         return self.shares_parameters or any(len({self.devices[d] for d in home}) < len(home) for home in self.homes)
 
     def check_joinable(self, n_microbatches: int) -> None:
@@ -322,17 +337,17 @@ class Program:
 
     @cached_property
     def turns(self) -> ModuleLocks | None:
-        """Locks for modules that set attributes in their forward and that several threads run; None if none does."""
+        """Locks for modules that several threads run and that set attributes as they run (None: none do)."""
         locks = ModuleLocks([[replica.stage.module for replica in replicas] for replicas in self.replicas])
         return locks if locks.shared else None
 
     @cached_property
     def noted(self) -> list[DeferredBatchNorm]:
-        """The batch norms whose running statistics change at the end of a batch."""
+        """The batch norms whose running statistics are updated only at the end of a batch."""
         return [m for s in self.stages_here for m in s.module.children() if isinstance(m, DeferredBatchNorm)]
 
     def find_hooked_stages(self) -> list[bool]:
-        """Return, for each stage, whether its modules have hooks now, or put hooks on activations."""
+        """Return, for each stage, whether its modules have hooks now, or register hooks on activations."""
         # Look again for every job: hooks may be registered and removed between calls.
         return [
             self.puts_hooks or any(state.get(kind) for state in map(vars, modules) for kind in HOOKS)
@@ -346,7 +361,10 @@ class Program:
 
     @cached_property
     def _modules(self) -> list[list[nn.Module]]:
-        """The modules of each stage. If a module of the model is replaced, the model is compiled again."""
+        """The modules of each stage.
+
+        The list may be cached: if a module of the model is replaced, the model is compiled again.
+        """
         # Cached, since every call reads it and a search for all modules is slower than a look at all weights.
         return [list(s.module.modules()) for s in self.stages.stages]
 
@@ -363,7 +381,7 @@ class Program:
         ]
 
     def list_flags(self) -> tuple[bool, ...]:
-        """Return the requires_grad of every parameter of all stages, also of stages of other processes."""
+        """Return the requires_grad of every parameter of all stages, including the stages of other processes."""
         return tuple([w.requires_grad for held in self._parameters for w in held.values() if w is not None])
 
     @cached_property
@@ -372,8 +390,9 @@ class Program:
         return [m._parameters for modules in self._modules for m in modules if m._parameters]
 
     def list_trained(self) -> list[list[Tensor]]:
-        """Return, for each stage, its leaves that want a gradient now. The user may freeze and thaw parameters later.
+        """Return, for each stage, its weights that want a gradient now.
 
+        The user may freeze and unfreeze parameters later.
         The list is empty for a stage that does not run in this process.
         """
         weights = [[w for held in dicts for w in held.values() if w is not None] for dicts in self.weight_dicts]
@@ -384,8 +403,8 @@ class Program:
 class Batch(NamedTuple):
     """A call that is ready to run: the program, the tensors among its arguments, and the rows of each microbatch.
 
-    `numbers` are Python numbers that are inputs of the graph too; every microbatch gets all of them. `kv_caches` hold
-    each microbatch's attention keys and values from call to call (None: no cache).
+    numbers: Python numbers that are inputs of the graph too. Every microbatch gets all of them.
+    kv_caches: the attention keys and values of each microbatch, kept from call to call (None: no cache).
     """
 
     program: Program
@@ -395,7 +414,10 @@ class Batch(NamedTuple):
     kv_caches: KVCaches | None = None
 
     def weigh(self, meaning: OutputKind, first: int = 0, last: int | None = None) -> Weights:
-        """Return the weights of microbatches `first` to `last` in the joined output."""
+        """Return the weight of each microbatch in the joined output.
+
+        first, last: the range of the microbatches, as in a slice (default: all).
+        """
         rows = self.rows[first:last]
         if meaning.count is None:
             return meaning.list_weights(rows)
@@ -404,12 +426,15 @@ class Batch(NamedTuple):
         return weigh(pieces, rows, whole)
 
     def cut_for_counts(self, rows: Sequence[int], before: int = 0) -> tuple[list[list[Any]], list[Any]]:
-        """Return the inputs that counts read: for pieces of `rows` rows, after the first `before`, and as a whole."""
+        """Return the inputs from which divisors of losses are counted: in pieces of `rows` rows each, and as a whole.
+
+        before: the number of rows of the batch that come before the first piece.
+        """
         cuts = [spec.cut for spec in self.program.inputs.specs]
         whole = [cut.narrow(t.detach(), before, sum(rows)) for cut, t in zip(cuts, self.tensors, strict=True)]
         columns = [cut.split(t, rows) for cut, t in zip(cuts, whole, strict=True)]
         return [[*piece, *self.numbers] for piece in zip(*columns, strict=True)], [*whole, *self.numbers]
 
     def weigh_outputs(self) -> list[OutputKind]:
-        """Return the kind of each output of the program, with the weights of this batch's microbatches."""
+        """Return how each output of the program is joined, with the weights of this batch's microbatches filled in."""
         return [m if m.count is None else replace(m, weights=self.weigh(m)) for m in self.program.joined]

@@ -1,4 +1,4 @@
-"""Detect that weights or inputs changed between a forward and its backward, which would make gradients wrong."""
+"""Detect changes of weights or inputs between a forward and its backward. Such changes would make gradients wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ ADVICE = "step the optimizer, and write to weights or load them, after backward(
 INPUT_ADVICE = "write to it after backward(), or call the pipeline with a clone"
 
 Mark = tuple[int, int | None, int]
-"""A weight's identity, its count of writes, and its storage, since `.data` may be replaced."""
+"""A tensor's id(), torch's count of writes to the tensor, and its storage. Assigning `.data` changes the storage."""
 
 
 class WeightSnapshot:
-    """The state of every stage's weights, and of the inputs, at the forward of a batch."""
+    """The state of every stage's weights, and of the inputs, at the forward of a batch.
+
+    The backward compares with it.
+    """
 
     def __init__(self, batch: Batch) -> None:
         program, tensors, rows, *_ = batch
@@ -32,9 +35,10 @@ class WeightSnapshot:
         self._recomputing = {stage for stage, _ in program.find_recomputed(len(rows))}
 
     def check(self) -> None:
-        """Raise ChangedWeightError if a weight that a stage will recompute with has changed, or a weight was frozen.
+        """Raise an error if weights or inputs have changed so that a stage cannot run its forward again.
 
-        Raises BackwardError if an input that stage 0 will recompute with was written to.
+        Raises ChangedWeightError for a changed weight of such a stage, and for a weight that was frozen since. Raises
+        BackwardError for a changed input of stage 0.
         """
         frozen = next((leaf for part in self._trained for leaf in part if not leaf.requires_grad), None)
         if frozen is not None:
@@ -56,13 +60,13 @@ class WeightSnapshot:
                 )
 
     def explain(self, error: Exception) -> None:
-        """Raise ChangedWeightError in place of torch's error if autograd saved a weight that has changed since.
+        """Raise a clear error in place of torch's `error` about a tensor that autograd saved and that was changed.
 
-        Raises BackwardError if it saved an input that has changed. Other errors pass.
+        Raises ChangedWeightError for a weight, and BackwardError for an input. Does nothing for other errors.
         """
         if not is_changed_tensor(error):
             return
-        # Buffers need no look: autograd has saved copies of them.
+        # Buffers need no check: autograd has saved copies of them.
         modules = [stage.module for stage in self._program.stages.stages]
         known = {mark for marks in self._marks for mark in marks}
         changed = dict.fromkeys(p for m in modules for p, w in m.named_parameters() if _mark(w) not in known)
@@ -79,19 +83,25 @@ class WeightSnapshot:
             ) from error
 
     def _find_path(self, weight: Tensor) -> str:
-        """Return the path of a weight, which the model may have replaced since."""
+        """Return the path of a weight in the model, or a text that says that the weight was replaced."""
         named = (pair for stage in self._program.stages.stages for pair in stage.module.named_parameters())
         return next((path for path, other in named if other is weight), "a parameter that was replaced")
 
     def _find_written(self, *, read_again: bool) -> str | None:
-        """Return the name of an input that has changed; with `read_again`, only of one that stage 0 keeps uncopied."""
+        """Return the name of an input that has changed since the forward, or None.
+
+        read_again: look only at the inputs that stage 0 reads again to run its forward, and of which it has no copies.
+        """
         # If the graph writes to its inputs, or stage 0 is on another device, stage 0 keeps copies.
         home = [self._program.devices[d] for d in self._program.homes[0]]
         kept = [one for one in self._inputs if not self._program.writes_inputs and one[1].device in home]
         return next((name for name, t, mark in (kept if read_again else self._inputs) if _mark(t) != mark), None)
 
     def _find_changed(self, stage: int) -> str | None:
-        """Return the path of a weight of a stage that has changed, unless the stage's own forward writes it."""
+        """Return the path of a changed weight of a stage, or None.
+
+        Weights that the stage's own forward writes do not count.
+        """
         marks = self._marks[stage]
         if _mark_all(self._program.weight_dicts[stage]) == marks:
             return None
@@ -102,10 +112,10 @@ class WeightSnapshot:
 
 
 def _mark_all(dicts: Sequence[Mapping[str, Tensor | None]]) -> list[Mark]:
-    """Return the marks of all weights, to compare later."""
+    """Return the marks of all weights, to detect later whether a weight has changed."""
     return [_mark(weight) for held in dicts for weight in held.values() if weight is not None]
 
 
 def _mark(weight: Tensor) -> Mark:
-    """Return the mark of one weight, to compare later."""
+    """Return the mark of one tensor, to detect later whether the tensor has changed."""
     return id(weight), count_writes(weight), get_storage_id(weight)

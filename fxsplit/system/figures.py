@@ -13,7 +13,7 @@ from typing import Any
 from fxsplit.errors import InputError, ProfileError
 
 TOO_LARGE = 1e60
-"""Larger times and sizes are refused as mistakes. Sums and products of smaller ones do not overflow."""
+"""Times and sizes from here on are refused as mistakes. Sums and products of smaller numbers do not overflow."""
 AMOUNT = f"a finite number, zero or more and less than {TOO_LARGE:g}"
 """The range of `is_amount` in words. 1e308 is finite too, so "finite" is not enough."""
 SHOWN = 60
@@ -21,7 +21,7 @@ SHOWN = 60
 
 
 def is_amount(value: Any) -> bool:
-    """Return whether a value is a time or a size: a number from 0 up and below TOO_LARGE, but not a bool."""
+    """Return whether a value can be a time or a size: a number from 0 up to TOO_LARGE. A bool is not."""
     number = isinstance(value, (int, float, Real))
     return number and not isinstance(value, bool) and 0 <= value < TOO_LARGE
 
@@ -32,9 +32,9 @@ BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
 def parse_bytes(text: str, *, rate: bool = False) -> float:
-    """Parse a size such as `40GB`, `1.5 GiB` or `8e10` into bytes; with `rate`, also `25GB/s` into bytes per second.
+    """Return a size such as `40GB`, `1.5 GiB` or `8e10` in bytes. With `rate`, also take `25GB/s`, in bytes per second.
 
-    Raises ValueError with the known units. A lower-case b, which means bits elsewhere, is not one of them.
+    Raises ValueError, with the known units, for any other text. A lower-case b means bits elsewhere, so it is refused.
     """
     found = re.fullmatch(r"\s*(inf|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([A-Za-z]*)(/s)?\s*", text)
     if found is None or found[2] not in BYTES or (found[3] and not rate):
@@ -47,7 +47,7 @@ def parse_bytes(text: str, *, rate: bool = False) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes for people, in powers of 1024."""
+    """Return a number of bytes as text for people, in powers of 1024: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,7 +76,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Return whether a value is an int from `least` up that a float holds exactly, but not a bool."""
+    """Return whether a value is an int from `least` up to the largest that a float holds exactly. A bool is not."""
     return type(value) is int and least <= value < 2**53
 
 
@@ -115,7 +115,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_record(what: str, record: Any) -> None:
-    """Raise ProfileError, with `what` and the field, unless every field of a dataclass has a valid value."""
+    """Raise ProfileError unless every field of a dataclass object has a valid value; `what` names the object."""
     for name, fits, words in _list_fields(record.__class__):
         value = getattr(record, name)
         if not fits(value):
@@ -129,7 +129,7 @@ def _list_fields(record_type: Any) -> list[tuple[str, Callable[[Any], bool], str
 
 
 def replace_infinite(data: Any) -> Any:
-    """Return the data with None instead of each float that is not finite, since JSON has none of them."""
+    """Return the data with None in place of each NaN and infinity, which JSON cannot express."""
     if isinstance(data, dict):
         return {key: replace_infinite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

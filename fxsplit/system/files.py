@@ -28,13 +28,13 @@ NEXT_STEPS = {
 
 
 def explain_unreadable(error: Exception) -> str:
-    """Return why a file could not be read or parsed, in words to follow "cannot read ...: "."""
+    """Return the reason why a file could not be read or parsed, in words that can follow "cannot read ...: "."""
     # Python's own message is about its stack, not the file.
     return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}{_suggest_file(error)}"
 
 
 def _suggest_file(error: Exception) -> str:
-    """Return `; did you mean 'net.json'?` for a file that is missing, if one of a near name lies in its folder."""
+    """Return `; did you mean 'net.json'?` for a missing file if its folder has a similar name, and "" otherwise."""
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, (str, bytes)):
         return ""
     folder, name = os.path.split(os.fsdecode(error.filename))
@@ -45,7 +45,7 @@ def _suggest_file(error: Exception) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` to a file, which stays unchanged on failure; text becomes UTF-8.
+    """Write `content` to a file. If that fails, the file stays unchanged. Text is written as UTF-8.
 
     Follows links and keeps the permissions of an existing file. Pipes, terminals and devices are written directly.
     Raises FileError, which is also an OSError, with the path and the next step.
@@ -58,7 +58,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Create a folder and its parents, unless it exists. Raises FileError with the path and the next step."""
+    """Create a folder and its parents, unless they exist. Raises FileError with the path and the next step."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -102,7 +102,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _is_stream(path: str) -> bool:
-    """Return whether a path is a pipe, a device or an open file of a process instead of a file in a folder."""
+    """Return whether a path is not a file in a folder, but a pipe, a device or an open file of a process."""
     # /dev/stdout leads to /proc, even if the shell redirects it to a file, which must not be replaced.
     aim = os.readlink(path) if os.path.islink(path) else path
     if os.path.realpath(os.path.dirname(aim)).startswith("/proc/"):
@@ -111,7 +111,7 @@ def _is_stream(path: str) -> bool:
 
 
 def explain_unwritable(what: str, error: OSError | ValueError) -> FileError:
-    """Return a FileError: the failed action `what`, the reason and the next step."""
+    """Return a FileError that says which action failed (`what`), why, and what to do next."""
     number = error.errno if isinstance(error, OSError) else None
     reason = getattr(error, "strerror", None) or str(error)
     step = NEXT_STEPS.get(number or 0, "give another path")

@@ -16,9 +16,10 @@ _asked: set[str] = set()
 
 
 def import_whole(names: Sequence[str], *, if_there: bool = False) -> list[ModuleType]:
-    """Import modules in a separate thread and return them. Ctrl-C cannot reach it; it is raised after the imports.
+    """Import modules in a separate thread, which Ctrl-C cannot interrupt, and return the modules.
 
-    if_there: skip modules that do not exist. Otherwise raises the error of the first failing import.
+    A KeyboardInterrupt that comes meanwhile is raised after the imports. `if_there`: skip modules that do not exist.
+    Otherwise the error of the first failing import is raised.
     """
     missing = [name for name in names if name not in _asked and not _is_loaded(name)]
     # Only the main thread receives interrupts.
@@ -58,7 +59,10 @@ def _is_loaded(name: str) -> bool:
 
 
 def _import_all(names: Sequence[str], over: threading.Event) -> None:
-    """Import modules one by one, then set `over`. The caller's own import raises any failure again."""
+    """Import modules one by one, then set `over`.
+
+    Ignore errors: the caller imports the modules again and raises them.
+    """
     try:
         for name in names:
             try:

@@ -33,7 +33,7 @@ from typing import ParamSpec, TypeVar
 from fxsplit.system.tracebacks import leave_out_frames
 
 CONTEXTS = contextmanager.__code__.co_filename
-"""The file that enters and leaves the contexts that are written as generators."""
+"""The file of Python whose code enters and leaves context managers that are written as generators."""
 TORCH = f"{os.sep}torch{os.sep}"
 """A part of the path of each file of torch."""
 AGAIN_S, MOST_S = 0.005, 1.0
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class _InterruptHandler:
-    """The handler of SIGINT during one call."""
+    """The handler of SIGINT during one call of a public function. `noted`: an interrupt has come."""
 
     def __init__(self) -> None:
         self.open = True
@@ -53,7 +53,7 @@ class _InterruptHandler:
         self.thread = get_ident()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, and note it."""
+        """Note the interrupt, and raise KeyboardInterrupt. If that is unsafe just now, try again a moment later."""
         self.noted = True
         now = time.monotonic()
         begun = now if self.begun is None else self.begun
@@ -65,7 +65,7 @@ class _InterruptHandler:
         signal.default_int_handler(number, frame)
 
     def _send_again(self) -> None:
-        """Interrupt the main thread a moment later, unless the call has ended."""
+        """Send the main thread the interrupt again after a moment, unless the call has ended."""
         time.sleep(AGAIN_S)
         # A signal also wakes a waiting thread. Windows has no signal to send.
         if self.open and hasattr(signal, "pthread_kill"):
@@ -87,9 +87,9 @@ class _InterruptHandler:
 
 
 def _must_wait(frame: FrameType | None) -> bool:
-    """Return whether an exception in a frame might leave torch half switched, or make its C++ code abort the process.
+    """Return whether an exception in a frame might leave torch half switched, or abort the process.
 
-    It leaves torch half switched while torch enters or leaves a context, such as a mode. It aborts the process in a
+    torch is left half switched if it is entering or leaving a context, such as a mode. The process aborts in a
     `__torch_dispatch__`: autograd asks tensors without values for their sizes in C++ functions that must not throw.
     """
     inner = ""
@@ -104,9 +104,9 @@ def _must_wait(frame: FrameType | None) -> bool:
 
 
 def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that every Ctrl-C pressed during its call leaves it as one KeyboardInterrupt.
+    """Decorate a function so that a Ctrl-C during its call always ends the call with a KeyboardInterrupt.
 
-    Errors leave it with short tracebacks.
+    Other errors of the function get short tracebacks.
     """
 
     @wraps(function)
@@ -147,15 +147,15 @@ def lose_no_interrupt(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def raises_interrupts() -> bool:
-    """Return whether Ctrl-C raises KeyboardInterrupt now, since a program may have set another handler."""
+    """Return whether Ctrl-C raises KeyboardInterrupt at present. A program may have set another handler."""
     handler = signal.getsignal(signal.SIGINT)
     return handler is signal.default_int_handler or isinstance(handler, _InterruptHandler)
 
 
 def raise_lost_interrupt() -> None:
-    """Raise KeyboardInterrupt if one was lost since the outermost decorated function began.
+    """Raise KeyboardInterrupt if an interrupt was lost since the outermost decorated function began.
 
-    Do not call it in an exception handler, since an interrupt may be on its way out there.
+    Do not call this in an exception handler: there an interrupt may be on its way out, and is not lost.
     """
     ours = signal.getsignal(signal.SIGINT)
     if isinstance(ours, _InterruptHandler) and ours.open and ours.noted and ours.thread == get_ident():

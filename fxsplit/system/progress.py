@@ -40,7 +40,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def track(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield `items` one by one, and report each as done. `what` names the work."""
+    """Yield `items` one by one, and report each item as finished when the next is asked for. `what` names the work."""
     # Read the listener once, since a thread with another context may consume the items.
     listener = _listener.get()
     for done, item in enumerate(items, 1):

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PATIENCE_S = 1.0
-"""Shorter work shows nothing."""
+"""Work that takes less than this many seconds shows nothing."""
 
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show the progress of work in the block that takes longer than PATIENCE_S.
+    """Show the progress of work in the block, if the work takes longer than PATIENCE_S.
 
-    It appears on standard error if that is a terminal, or below a notebook's cell. A notebook without ipywidgets gets a
-    line of text for each phase. Elsewhere nothing is shown. An inner block shares the bars of the outer one.
+    Bars appear on standard error if that is a terminal, or below a notebook's cell. A notebook without ipywidgets gets
+    a line of text for each phase. Elsewhere nothing is shown. An inner block shares the bars of the outer block.
     """
     shown: _Display
     if has_listener():
@@ -48,7 +48,7 @@ def show_progress() -> Iterator[None]:
 
 @contextmanager
 def show_phase(what: str) -> Iterator[None]:
-    """Show the block as a phase if it takes longer than PATIENCE_S (see show_progress)."""
+    """Show the block as a phase called `what`, if it takes longer than PATIENCE_S (see show_progress)."""
     with show_progress(), phase(what):
         yield
 
@@ -71,7 +71,7 @@ class _Display(ABC):
         self._phases: dict[str, threading.Timer] = {}
 
     def hear(self, what: str, done: int, total: int) -> None:
-        """Receive progress, from any thread."""
+        """Receive a report of progress, from any thread; see Listener for the arguments."""
         if done == 0:
             self._begin_phase(what)
         elif what in self._phases:
@@ -118,7 +118,7 @@ class _Display(ABC):
 
 
 class _Lines(_Display):
-    """One line of text for each long phase, and for counted work."""
+    """Shows progress as one line of text for each long phase, and for counted work."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Lines(_Display):
 
 
 class _Bars(_Display):
-    """One line for each running phase, and a bar for counted work."""
+    """Shows one line for each running phase, and a bar for counted work."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """Show bars on a terminal's stream, or in a notebook for None."""

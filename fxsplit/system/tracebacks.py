@@ -21,14 +21,15 @@ FULL = "full"
 HINT = f"frames are left out: FXSPLIT_TRACEBACK={FULL} in the environment shows them"
 """The end of the note on an error."""
 LAST, MOST = 3, 12
-"""The last frames of a traceback, which are kept whatever they are, and the most frames that are kept."""
+"""How many frames at the end of a traceback are always kept, and the most frames that are kept in all."""
 
 
 def leave_out_frames(error: BaseException, function: Callable[..., Any]) -> None:
-    """Leave frames that say nothing to a user out of the traceback of an error, and of its causes and contexts.
+    """Take frames that say nothing to a user out of the traceback of an error, and of its causes and contexts.
 
-    Kept are the frame of the public `function`, frames of the user's own code and of the models' libraries, the frame
-    of fxsplit that called them, and the last ones. An error that is not of fxsplit gets a note on how to see all.
+    These frames stay: the frame of the public `function`, frames of the user's own code and of the models' libraries,
+    the frames of fxsplit that called them, and the last ones. An error that is not fxsplit's own gets a note on how to
+    see all frames.
     """
     if os.environ.get("FXSPLIT_TRACEBACK") == FULL:
         return
@@ -55,7 +56,7 @@ def _follow(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shorten(error: BaseException, public: CodeType | None) -> int:
-    """Leave frames out of the traceback of one error, and return their number."""
+    """Take frames out of the traceback of one error, and return how many. `public`: the code of the public function."""
     entries: list[TracebackType] = []
     entry = error.__traceback__
     while entry is not None:

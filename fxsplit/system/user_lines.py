@@ -30,13 +30,13 @@ def is_users(file: str) -> bool:
 
 
 def find_users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the user's innermost line among some frames, as ` from File "model.py", line 12`, or "" without one."""
+    """Return the innermost line of the user's code among some frames, as ` from File "model.py", line 12`; else ""."""
     own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
     return f' from File "{own[-1][0]}", line {own[-1][1]}' if own else ""
 
 
 def describe_line(file: str, line: int) -> str:
-    """Describe a line of a file, with its code."""
+    """Return a line of a file as text: its file, its number and its code."""
     return f"{file}:{line}, {linecache.getline(file, line).strip()!r}"
 
 
@@ -57,7 +57,10 @@ def warn_user(message: str, category: type[FxsplitWarning] = FxsplitWarning) -> 
 
 
 def _find_users_frame(frame: FrameType | None, inside: str = "") -> FrameType | None:
-    """Return the innermost frame of the user's code; None without one, or if it runs no file of the folder `inside`."""
+    """Return the innermost frame of the user's code, from `frame` outwards; None if there is none.
+
+    If `inside` names a folder, also return None unless a file in this folder runs below that frame.
+    """
     entered = False
     while frame is not None and not is_users(frame.f_code.co_filename):
         entered |= frame.f_code.co_filename.startswith(inside)

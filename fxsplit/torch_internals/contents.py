@@ -1,7 +1,7 @@
 """Snapshots of the values of tensors and arrays, to detect later writes.
 
-A graph contains the result that forward() computed from `self.table` while it was traced. A later write changes the
-table in place, so comparing object identities is not enough: the values are compared.
+If forward() reads `self.table` while it is traced, the graph contains a result that was computed from the table. A
+later write may change the table in place, so it is not enough to compare object identities: the values are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Contents:
         return self
 
     def matches(self, later: Contents) -> bool:
-        """Return whether the same holder had the same values when `later` was made, with or without a copy."""
+        """Return whether the same holder had the same values when `later` was made. `later` may be without a copy."""
         if self.holder is not later.holder:
             return False
         if self._version is not None and self._version == later._version and not _is_quickly_read(self.holder):
@@ -49,12 +49,15 @@ class Contents:
         now = later.holder if later._copy is None else later._copy
         if self._copy is None or not _are_equal(self._copy, now):
             return False
-        # Written to with the same values: remember the version, so that the values are compared only once.
+        # The same values were written again. Remember the version, so that the values are compared only once.
         self._version = later._version if later._copy is None else self._version
         return True
 
     def moves_to(self, holder: Any) -> bool:
-        """Return whether another tensor or array holds the copied values. If so, it becomes this snapshot's holder."""
+        """Return whether another tensor or array holds the copied values.
+
+        If so, that object becomes this snapshot's holder.
+        """
         later = Contents(holder)
         if holder is self.holder:
             return self.matches(later)

@@ -39,10 +39,10 @@ def keep_modes() -> Iterator[None]:
 
 
 class OwnModes:
-    """A generator's own modes of gradients and autocast, kept from one `next` to the next.
+    """A generator's own modes of gradients and autocast, kept from each `next` to the following one.
 
-    A generator that yields inside of `with torch.autocast(...)` leaves the thread in that mode. Python resumes the
-    generator in whichever mode the thread has by then.
+    A generator that yields inside of `with torch.autocast(...)` leaves the thread in that mode, and Python resumes the
+    generator in whichever mode the thread has by then. So the modes of generator and caller are swapped at each `next`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,10 @@ class OwnModes:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Run the generator in the modes in which it yielded, or in the thread's modes if it had changed none."""
+        """Run the block, in which the generator goes on, in the modes in which the generator yielded last.
+
+        If it had changed no modes, they are the thread's modes. Afterwards the thread has its own modes again.
+        """
         outside = Modes.read()
         with restore_after(outside.put_back):
             if self._left is not None:
@@ -92,7 +95,7 @@ def leave_inference_mode() -> Iterator[None]:
 def enable_gradients() -> Iterator[None]:
     """Enable gradients inside the block, whatever the caller's modes are.
 
-    The first call may come under no_grad or inference_mode, and its findings must hold for training too.
+    A compile at a first call under no_grad or inference_mode must find out what holds for training too.
     """
     with leave_inference_mode(), keep_modes():
         torch.set_grad_enabled(True)
@@ -109,12 +112,12 @@ def disable_gradients() -> Iterator[None]:
 
 @contextmanager
 def cast_in_place(of: Iterable[str], tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
-    """Switch autocast on for the devices of the tensors too, inside the block, if it is on for the pipeline's devices.
+    """Inside the block, switch autocast on for the tensors' devices too, if it is on for the pipeline's devices.
 
     A compile runs a model that is meant for a GPU while its weights are still in host memory. Under the caller's
-    autocast for the GPU, inputs in half precision are right, and the model must take them on the CPU as well.
-
-    of: the device types of the pipeline. tensors: the inputs; those in the `dtype` of the weights need no autocast.
+    autocast for the GPU, inputs in half precision are right, and the model must accept them on the CPU as well.
+    of: the device types of the pipeline. tensors: the inputs. dtype: the dtype of the weights; inputs of this dtype
+    need no autocast.
     """
     on = [kind for kind in of if is_autocast_on([kind])]
     here = {t.device.type for t in tensors if t.is_floating_point() and t.dtype != dtype}
@@ -139,7 +142,7 @@ def enter_function_mode(mode: TorchFunctionMode) -> AbstractContextManager[None]
 def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Iterator[None]:
     """Enter a mode for the block.
 
-    count: returns the depth of the stack of this kind of mode.
+    count: returns the depth of torch's stack for this kind of mode.
     """
     before, begun = count(), False
 
@@ -157,7 +160,7 @@ def _enter(mode: AbstractContextManager[Any], count: Callable[[], int]) -> Itera
 
 @contextmanager
 def leave_saved_hooks() -> Iterator[None]:
-    """Remove the caller's saved-tensor hooks for the block. Its autograd graph is not part of the caller's."""
+    """Remove the caller's saved-tensor hooks for the block, whose autograd graph is not part of the caller's."""
     taken: list[Any] = []
 
     def put_back() -> None:
@@ -192,14 +195,17 @@ def disable_compilers() -> Iterator[None]:
 
 
 class OnlyListens(TorchFunctionMode):
-    """A mode that only records the calls of its own thread. Other threads can run without it and stay correct."""
+    """A function mode that only records the calls of its own thread.
+
+    The results of other threads do not depend on it.
+    """
 
 
 def refuse_foreign_modes() -> None:
     """Raise InputError if this thread has a dispatch or function mode, a torch.func transform, or torch.jit's tracer.
 
-    No worker thread would have it, and it may not be safe to share. A default device is the only such mode that workers
-    take over.
+    Worker threads would not have such a mode, and it may not be safe to share. A default device is the only such mode
+    that workers take over.
     """
     if torch._C._get_tracing_state() is not None:
         raise InputError(f"torch.jit.trace records this thread, {OTHERS}: trace pipe.model, which is the unsplit model")
@@ -232,10 +238,11 @@ def refuse_foreign_modes() -> None:
 
 @dataclass(frozen=True)
 class ThreadModes:
-    """The modes of one thread, to be entered in another.
+    """The modes of one thread, to be entered in another thread.
 
-    `autocast` lists each device type on which autocast is on, with its dtype. `hooks` are the innermost pack and unpack
-    functions for saved tensors, or None.
+    autocast: each device type on which autocast is on, with its dtype.
+    hooks: the innermost pack and unpack functions for saved tensors, or None.
+    variables: the context variables (`contextvars`).
     """
 
     grad: bool
@@ -290,7 +297,7 @@ class ThreadModes:
             yield
 
     def leave_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context without autocast for a backward, since an unsplit loop runs backward outside of autocast."""
+        """Return a context without autocast for a backward. An unsplit loop, too, runs backward outside of autocast."""
         # The usual case, in the hot path of every action.
         if not self.autocast:
             return NO_CONTEXT

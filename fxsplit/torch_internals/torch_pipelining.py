@@ -1,8 +1,8 @@
 """Stages for torch's own pipeline runtime, torch.distributed.pipelining, and its private schedule runtime.
 
 torch treats values that cross stages differently from fxsplit. It runs backward into the very tensors that a stage
-received and returned, and detaches them in place. It receives into buffers with shapes fixed before the first step. A
-stage for torch therefore takes and returns contiguous aliases of its values, and checks their shapes.
+received and returned, and detaches them in place. It receives into buffers whose shapes are fixed before the first
+step. A stage for torch therefore takes and returns contiguous aliases of its values, and checks their shapes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Runtime = _PipelineScheduleRuntime
 class StageTensors(NamedTuple):
     """The inputs and outputs of a stage for one microbatch, as tensors on the meta device.
 
-    divides: whether torch can split the stage's backward in two. torch finds the second half's work by walking from the
-    stage's inputs, so a weight on no path from an input would get no gradient.
+    divides: whether torch can split the stage's backward into input gradients and weight gradients. torch finds the
+        weights by walking from the stage's inputs. So a weight on no path from an input would get no gradient.
     """
 
     takes: tuple[Tensor, ...]
@@ -52,9 +52,9 @@ class _Alias(torch.autograd.Function):
 
 
 def enter_stage(value: Tensor, shape: Sequence[int], copies: bool) -> Tensor:
-    """Return an input as the stage may use it; raises InputError for a shape other than `shape`.
+    """Return an input in the form in which the stage may use it. Raises InputError for another shape than `shape`.
 
-    copies: whether the stage may write to the input.
+    copies: whether to copy the input, because the stage may write to it.
     """
     if list(value.shape) != list(shape):
         raise InputError(
@@ -107,7 +107,10 @@ def build_stage(
     ends: StageTensors,
     group: dist.ProcessGroup | None,
 ) -> PipelineStage:
-    """Return torch's stage `index` of `count`. A stage that does not divide runs its whole backward at once."""
+    """Return torch's stage `index` of `count`. If its backward cannot be split, it runs as a whole.
+
+    ends: the stage's inputs and outputs.
+    """
     takes, gives = _lay_out(ends.takes), _lay_out(ends.gives)
     # torch runs the first stage's whole backward in the second half.
     builder = None if ends.divides or index == 0 else _make_empty_half
@@ -117,7 +120,7 @@ def build_stage(
 
 
 def _make_empty_half() -> Callable[[], None]:
-    """Return an empty second half, for a backward that has been run whole."""
+    """Return a function that does nothing, as the second half of a backward that has run as a whole."""
     return lambda: None
 
 

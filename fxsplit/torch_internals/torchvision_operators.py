@@ -1,4 +1,4 @@
-"""torchvision with a torch built without CUDA: declare the two operators that its import needs."""
+"""Make torchvision importable with a torch built without CUDA: declare the two operators that its import needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognise errors that torch raises as a bare RuntimeError, by torch's own words.
+"""Recognise errors that torch raises as a plain RuntimeError, by the words in their messages.
 
 tests/torch_internals/test_words.py compares the words with the errors of the installed release.
 """
@@ -9,7 +9,7 @@ import torch
 
 
 def is_second_backward(error: BaseException) -> bool:
-    """Return whether an error says that a backward went through a graph that an earlier backward has freed."""
+    """Return whether an error says that an earlier backward has freed the graph that a backward went through."""
     return _says(error, "backward through the graph a second time")
 
 

@@ -1,1 +1,1 @@
-"""profile: measure the time and memory of every node; learns Costs."""
+"""profile: measure the time and memory of every node, for the planner. This pass learns Costs."""

@@ -22,22 +22,23 @@ import torch
 from fxsplit.torch_internals.tensors import accelerators
 
 PORTION = 64
-"""Nodes queued at once. A GPU queues about 1,024 launches, including events; then the host must wait."""
+"""How many nodes are queued at once. A GPU queues about 1,024 launches, including events; then the host must wait."""
 EMPTY = 4
-"""Measurements of empty work at the beginning of each portion: the overhead of a measurement."""
+"""How often each portion first measures empty work, which shows the overhead of a measurement."""
 SPARE_MS = 1.0
 """The dummy kernel runs for twice the host's time for a portion, plus this."""
 CYCLES = 2_000_000
-"""Cycles of the kernel that calibrates cycles per millisecond: about one millisecond."""
+"""How many cycles the calibration runs the dummy kernel for: about one millisecond."""
 MOST_SWEEPS = 8
-"""After this number of sweeps, use the portions as they are."""
+"""The most sweeps that are run to make times trustworthy. After these, times count as they are."""
 
 
 @dataclass
 class WorkTime:
-    """The time of a piece of work: `device_ms` on its device, `launch_ms` on its host (0 on a CPU).
+    """The time of a piece of work: `device_ms` on its device, and `launch_ms` that its host takes to launch it.
 
-    On an accelerator both are valid after the end of the sweep. `calls` is the number of calls of autograd in it.
+    On a CPU `launch_ms` is 0. On an accelerator both are valid only after the end of the sweep. `calls`: how many calls
+    of autograd the work contains.
     """
 
     device_ms: float
@@ -47,7 +48,7 @@ class WorkTime:
 
 @dataclass(frozen=True)
 class Begin:
-    """The beginning of a span: in ms on the wall clock, and as events on an accelerator."""
+    """The beginning of a span that a clock measures: in ms on the wall clock, and as events on an accelerator."""
 
     ms: float
     events: tuple[torch.Event, torch.Event] | None = None
@@ -57,41 +58,42 @@ class Clock:
     """The wall clock, for a CPU."""
 
     queues = False
-    """Whether work is queued, so that sweeps must settle before they count."""
+    """Whether the device works on a queue. The times of the first sweeps then do not count."""
 
     def now(self) -> float:
         """Return milliseconds from an arbitrary start."""
         return time.perf_counter() * 1000.0
 
     def enter(self, name: str) -> None:
-        """Announce the node `name`. A node's forward and backward have different names."""
+        """Announce that work of the node `name` follows. A node's forward and backward have different names."""
 
     def start(self) -> Begin:
         """Return the beginning of a span."""
         return Begin(self.now())
 
     def stop(self, begin: Begin, calls: int = 0) -> WorkTime:
-        """Return the span from `begin` to now, which contains `calls` calls of autograd.grad."""
+        """Return the time from `begin` to now. The work contains `calls` calls of autograd.grad."""
         return WorkTime(self.now() - begin.ms)
 
     def end_sweep(self) -> bool:
-        """Complete the spans of a sweep, and return whether they can be trusted."""
+        """Complete the times of a sweep, which is one run of the graph. Return whether they can be trusted."""
         return True
 
 
 class AcceleratorClock(Clock):
     """The clock of an accelerator: events for the device, wall clock for the host, no wait inside a portion.
 
-    The first two sweeps run without the dummy kernel: the first loads the kernels, which may take a second, and the
-    second shows the host's time. Later sweeps check at each node whether the dummy kernel is still running. If it has
-    ended, the previous node held up the host, perhaps because the queue was full: from then on that node begins a
-    portion of its own. If it holds up the host again, the node itself waits for the device, as `nonzero` does: it is
-    then measured without the dummy kernel, and its events include time without launches.
+    A portion is a number of nodes that are queued together. The first two sweeps run without the dummy kernel: the
+    first loads the kernels, which may take a second, and the second shows the host's time. Later sweeps check at each
+    node whether the dummy kernel is still running. If it has ended, the previous node held up the host, perhaps because
+    the queue was full: from then on that node begins a portion of its own. If this node holds up the host again, it
+    waits for the device itself, as `nonzero` does. It is then measured without the dummy kernel, and its events include
+    time without launches.
 
-    The overhead of a measurement is subtracted: the distance of two events from each span of the device, and an empty
-    call of autograd for each call in a span of the host, because the runtime makes one call for a whole stage instead
-    of one for each node. Other work of the measurement, such as cutting the graph between nodes, is outside of all
-    spans.
+    The overhead of a measurement is subtracted. From each span of the device this is the distance of two events. From
+    each span of the host it is an empty call of autograd for each call, because the runtime makes one call for a whole
+    stage instead of one for each node. Other work of the measurement, such as cutting the graph between nodes, is
+    outside of all spans.
     """
 
     queues = True
@@ -110,7 +112,7 @@ class AcceleratorClock(Clock):
         self._loaded = False
         self._longest_ms = 0.0
         self._trusted = True
-        # Nodes that held up the host: 1 begins a portion, 2 is measured without the dummy kernel.
+        # Node that held up the host -> 1: it begins a portion, or 2: it is measured without the dummy kernel.
         self._apart: dict[str, int] = {}
         self._first: str | None = None
         self._last = ""
@@ -119,7 +121,7 @@ class AcceleratorClock(Clock):
         self._busy: torch.Event | None = None
 
     def enter(self, name: str) -> None:
-        """Announce the node `name`, which may begin a portion."""
+        """Announce that work of the node `name` follows. The node may begin a new portion."""
         self._look()
         alone = self._apart.get(self._last, 0) > 1
         if self._first is None or self._count >= PORTION or name in self._apart or alone:
@@ -136,7 +138,7 @@ class AcceleratorClock(Clock):
         return Begin(self.now(), events)
 
     def stop(self, begin: Begin, calls: int = 0) -> WorkTime:
-        """Return the span from `begin` to now, which becomes valid at the end of the sweep."""
+        """Return the time from `begin` to now. It becomes valid at the end of the sweep."""
         span = WorkTime(0.0, self.now() - begin.ms, calls)
         assert begin.events is not None  # this clock's own start() created it
         first, last = begin.events
@@ -145,7 +147,7 @@ class AcceleratorClock(Clock):
         return span
 
     def end_sweep(self) -> bool:
-        """Wait for the device, complete all spans, and return whether the host stayed ahead throughout."""
+        """Wait for the device and complete all times. Return whether the host was ahead of the device all the time."""
         self._look()
         self._end_portion()
         for span, first, last in self._spans:
@@ -162,7 +164,7 @@ class AcceleratorClock(Clock):
         return trusted
 
     def _begin_portion(self, name: str) -> None:
-        """Keep the device busy, and measure empty work."""
+        """Begin a portion with the node `name`: keep the device busy, and measure empty work."""
         self._first, self._count, self._busy = name, 0, None
         if self._busy_ms and self._apart.get(name, 0) < 2:
             accelerators.occupy(self._device, int(self._busy_ms * self._cycles_per_ms))
@@ -176,7 +178,7 @@ class AcceleratorClock(Clock):
             self._calls_ms.append(self.now() - begin)
 
     def _end_portion(self) -> None:
-        """Wait until the device's queue is empty."""
+        """End a portion: wait until the device's queue is empty."""
         if self._first is None:
             return
         # If the host was held up, its time for the portion is not its own.
@@ -186,7 +188,7 @@ class AcceleratorClock(Clock):
         self._first, self._busy = None, None
 
     def _look(self) -> None:
-        """If the device is no longer busy, note the last node: the rest of its portion was not queued ahead."""
+        """Check whether the device is still busy. If not, note the last node: its portion was not queued ahead."""
         if self._busy is None or not self._busy.query():
             return
         self._apart[self._last] = 2 if self._last == self._first else 1

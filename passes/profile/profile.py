@@ -50,7 +50,7 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 R = TypeVar("R")
 TIED = ("replicated", "together")
-"""Treatment of a parameter with several users: copies in several stages, or all users in one stage."""
+"""What to do about a parameter with several users: copy it to several stages, or keep all users in one stage."""
 
 
 NOTHING = Measured(0.0, 0.0, 0.0, None, forward_peak_bytes=0.0)
@@ -61,12 +61,13 @@ NOTHING = Measured(0.0, 0.0, 0.0, None, forward_peak_bytes=0.0)
 class Profile:
     """Measure the graph on the kind of device and with the number of threads that the pipeline will use.
 
-    - repeats: the number of steps after a warm-up; the median counts, and one operator of each signature is measured.
-      If the weights are not in memory or exceed the device, operators are measured one by one.
+    - repeats: the number of steps after a warm-up. The median counts. Operators of the same kind and shapes are
+      measured only once. Operators are measured one by one if the weights are not in memory or exceed the device's
+      memory.
     - tied: "replicated" lets a parameter with several users be in several stages, which share it or sum the gradients
       of copies; "together" keeps its users in one stage
 
-    Inference measures only forwards. Buffers, random generators and gradients are restored afterwards. Raises
+    For inference only forwards are measured. Buffers, random generators and gradients are restored afterwards. Raises
     ChainError for other options.
     """
 
@@ -85,7 +86,7 @@ class Profile:
             raise ChainError(f"profile{{tied={self.tied}}}: give one of {', '.join(TIED)}{suggest(self.tied, TIED)}")
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Costs and Effects, with the times of KnownCosts if available.
+        """Learn Costs and Effects. Times that KnownCosts has, from an earlier measurement, are not measured again.
 
         Raises ProfileError if the known costs are of another model or another kind of device.
         """
@@ -128,7 +129,8 @@ class Profile:
         hardware = {key: found[key] for key in HARDWARE if key in found}
         costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
         if chosen:
-            # Use them for prices too, so that all ranks get the same plan even if their masks select different entries.
+            # Use the chosen costs for prices too. All ranks then get the same plan, even if their masks select
+            # different entries.
             costs = replace(costs, nodes=tuple(chosen.get(node.name, node) for node in costs.nodes))
         loss = ir.get(Loss)
         if trains and loss is not None and len(costs.outputs) == 1:
@@ -140,9 +142,9 @@ class Profile:
     def _time(
         self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool
     ) -> tuple[NodeTimes, Launches | None]:
-        """Return the times of nodes, measured in steps of the whole graph, or each by itself with the `calls` given.
+        """Return the times of the nodes `names`, from steps of the whole graph; with `calls`, of each node by itself.
 
-        In steps on an accelerator, also returns the times in which the host launches the whole graph.
+        In steps on an accelerator, also return how long the host takes to launch the whole graph; otherwise None.
         """
         machine = ir[Machine]
         device = machine.torch_devices()[0]
@@ -156,7 +158,7 @@ class Profile:
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:
-    """Yield the observation of each operator."""
+    """Yield what the known costs are searched for: name, inputs, signature and result of each operator."""
     for node in ir.gm.graph.nodes:
         if node.name in signatures:
             inputs = [read.name for read in node.all_input_nodes]
@@ -164,19 +166,19 @@ def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> I
 
 
 def _describe_gradient(seen: Observation) -> str:
-    """Return the gradient's part of a signature, or "" if the gradient arrives in the value's own layout."""
+    """Return how a gradient arrives, as the end of a signature; "" if it arrives in the layout of the value itself."""
     return ", gradient turned" * seen.is_read_turned + ", gradient in parts" * seen.is_read_joined
 
 
 def _tell_effects(call: TimedCall, seen: Observation) -> TimedCall:
-    """Return a call with its known effects and the layout of its gradient."""
+    """Return a call that also says what was observed of it: whether it writes, and how its gradient arrives."""
     return replace(call, writes=bool(seen.mutates), turned=seen.is_read_turned, joined=seen.is_read_joined)
 
 
 def _check_known(known: KnownCosts, unknown: dict[str, str], kind: str, *, trains: bool) -> None:
-    """Raise ProfileError if known costs are of another kind of device, or lack something although complete.
+    """Raise ProfileError if known costs do not fit: another kind of device, or missing operators or backwards.
 
-    They may lack a signature, or the backwards for a training plan.
+    unknown: signatures that the known costs lack -> a node with that signature. kind: the type of the devices.
     """
     if trains and known.costs.inference:
         raise ProfileError(
@@ -203,8 +205,9 @@ def _fit_launches(
     """Return the times of the signatures in `measured`, with launches that add up to those of the whole graph.
 
     Each node's launch was measured in a call of its own, which takes longer than its share of a call for a whole stage.
-    nodes: the signatures of all nodes. launches: those of the whole graph, which may include waits for the device, so
-    they only ever shorten a node's.
+    nodes: the signatures of all nodes.
+    launches: the launch times of the whole graph. They may include waits for the device, so they only shorten the
+        launch of a node, and never lengthen it.
     """
     alone = [sum(times[key].forward_launch_ms for key in nodes), sum(times[key].backward_launch_ms for key in nodes)]
     forward, backward = (min(1.0, whole / all_) if all_ else 1.0 for whole, all_ in zip(launches, alone, strict=True))
@@ -220,9 +223,11 @@ def _fit_launches(
 def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], R], *, trains: bool
 ) -> R:
-    """Return the times that `run` measures. `run` gets a function to report progress in each of its `turns`.
+    """Call `run` in a thread like a worker's and return the times that it measures.
 
-    Without `trains` it runs without gradients.
+    Restore the state of the model after it.
+    `run` gets a function to call in each of its `turns`, which reports progress. Without `trains` it runs without
+    gradients.
     """
     # Timing runs real operators, so restore all state afterwards. It needs gradients in any mode of the caller.
     tick = partial(next, track(range(turns), "profiling"))
@@ -234,9 +239,9 @@ def _measure(
 
 
 def _is_too_big(gm: fx.GraphModule, machine: Machine, *, trains: bool) -> bool:
-    """Return whether the weights, with gradients if it trains, exceed the memory of the device to measure on.
+    """Return whether the weights, in training with their gradients, do not fit on the device to measure on.
 
-    Weights on other ranks always do: each rank has memory only for its own stages.
+    Weights on other ranks never fit: each rank has memory only for its own stages.
     """
     device = machine.devices[0]
     if any(map(is_remote, list_weights(gm))):
@@ -254,7 +259,7 @@ def _build_costs(
     tied: str,
     hardware: Mapping[str, str],
 ) -> Costs:
-    """Return Costs; `times` are measured by signature, `hardware` describes the accelerator."""
+    """Return the Costs of the graph, from the measured `times` by signature. `hardware` describes the accelerator."""
     nodes, inputs = [], []
     outputs: tuple[str, ...] = ()
     counted: set[int] = set()
@@ -306,7 +311,10 @@ def _build_costs(
 
 
 def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[str]]) -> Iterator[TiedParameter]:
-    """Yield the weights that several nodes use and count. `holders` are the nodes' names, by the weight's storage."""
+    """Yield the weights that several nodes use and count.
+
+    `holders`: names of the nodes, by the id of a weight's memory.
+    """
     for key, weight in weight_of.items():
         names = tuple(dict.fromkeys(holders[key]))
         size = float(count_bytes(weight))
@@ -315,7 +323,7 @@ def _list_ties(weight_of: Mapping[int, Tensor], holders: Mapping[int, Sequence[s
 
 
 def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, key: str, times: Measured) -> NodeCost:
-    """Return the cost of one node, which uses the weights `held`."""
+    """Return the cost of one node, which uses the weights `held`. `key` is its signature."""
     return NodeCost(
         name=node.name,
         op=name_operator(node),
@@ -341,7 +349,7 @@ def _build_node_cost(node: fx.Node, held: Sequence[Tensor], seen: Observation, k
 
 
 def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
-    """Return the node whose tensor contains all memory of a value, as of a view; "" if it owns its memory."""
+    """Return the node whose tensor owns the memory of a value, if the value is a view; "" if it is none."""
     owners = nodes[name].owners
     # If a node made several tensors, each has memory of its own.
     if len(owners) != 1 or owners[0] == name or nodes[owners[0]].is_container:
@@ -350,5 +358,5 @@ def find_owner(nodes: Mapping[str, Observation], name: str) -> str:
 
 
 def find_path(node: fx.Node) -> str:
-    """Return the path of a node's module or attribute, or of the innermost submodule in which it was traced."""
+    """Return the path of a node's module or attribute; for other nodes, of the innermost submodule around them."""
     return str(node.target) if node.op in ("call_module", "get_attr") else find_module_path(node)

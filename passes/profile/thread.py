@@ -1,4 +1,4 @@
-"""The thread of a measurement: set up like the runtime's workers, and stopped if the caller is interrupted."""
+"""The thread that measures: it is set up like the runtime's workers, and stops if the caller is interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class _Measurement(threading.local):
-    """State of a measurement's thread: whether it must stop."""
+    """The state of the thread that measures: `stop` is set if the thread must stop."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -31,16 +31,17 @@ _measurement = _Measurement()
 
 
 def check_stop() -> None:
-    """Raise InterruptedError if the caller of the measurement was interrupted."""
+    """Raise InterruptedError if whoever waits for this measurement was interrupted."""
     if _measurement.stop.is_set():
         raise InterruptedError("profiling was interrupted")
 
 
 @contextmanager
 def use_own_stream(device: torch.device) -> Iterator[None]:
-    """Run the block on a new stream of an accelerator; on a CPU do nothing.
+    """Run the block on a new stream of an accelerator. On a CPU this does nothing.
 
-    Work queued before the block finishes before it begins, and the block's work finishes before later work.
+    Work that was queued before is finished when the block begins. The work of the block is finished when the block
+    ends.
     """
     if not accelerators.is_accelerator(device):
         yield
@@ -52,10 +53,10 @@ def use_own_stream(device: torch.device) -> Iterator[None]:
 
 
 def run_in_worker_thread(run: Callable[[], R], intraop_threads: int, device: torch.device) -> R:
-    """Run `run` in a thread set up like the runtime's workers on `device`, with the caller's modes; return its result.
+    """Call `run` in a thread set up like the runtime's workers on `device`, in the caller's modes. Return its result.
 
-    Operators then use the same number of threads and the same kind of memory pool as in the pipeline. Raises the
-    exception of `run`; an interrupt ends the thread first.
+    Operators then use as many threads, and the same kind of memory pool, as in the pipeline. Raises the exception of
+    `run`. If the caller is interrupted, the thread ends first.
     """
     # A user's hooks on saved tensors are for the user's own graph, not for a measured one.
     context = replace(ThreadModes.read(), hooks=None)

@@ -1,6 +1,6 @@
-"""Time operators one by one on made-up values, for a model that never fits in memory as a whole.
+"""Time operators one by one on made-up values, for a model that does not fit in memory as a whole.
 
-The memory peak is that of the largest operator. Caches are warmer than in a real step, which time_in_step measures.
+The largest operator determines the memory peak. Caches are warmer than in a real step, which time_in_step measures.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from fxsplit.torch_internals.nn.copies import copy_module
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A node's target (module, function, or name of a method) and arguments; tensors may have shapes without values.
+    """One call of an operator that is to be timed: `target`, with `args` and `kwargs`.
 
-    writes: the call writes to its arguments in place. turned: its result's gradient arrives in another memory order
-    (see Observation.is_read_turned). joined: that gradient arrives as a part of another.
+    target: a module, a function, or the name of a method of the first argument. Tensors among the arguments may have
+    shapes without values.
+    writes: the call writes to its arguments in place.
+    turned: the gradient of the result arrives in another memory order (see Observation.is_read_turned).
+    joined: the gradient of the result arrives as a part of a larger tensor.
     """
 
     target: Any
@@ -55,10 +58,11 @@ def time_alone(
     *,
     trains: bool = True,
 ) -> NodeTimes:
-    """Return the median times of each call, by the node's name. Calls `tick` once for each call.
+    """Time each call by itself. Return the median times, by the node's name.
 
-    trains: measure backwards too; with gradients off there are none. Raises ProfileError, with the node, for a call
-    that fails on made-up values.
+    tick: called once for each call, to report progress.
+    trains: measure backwards too; with gradients off there are none.
+    Raises ProfileError, with the node, for a call that fails on made-up values.
     """
     times = {}
     for name, call in calls.items():
@@ -74,7 +78,10 @@ def time_alone(
 
 
 def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
-    """Return the median times of one call. Its backward runs in halves in the `turns` that are true."""
+    """Return the median times of one call.
+
+    Each of the `turns` runs the call; if the turn is True, with a halved backward.
+    """
     target, args, kwargs, leaves = _make_up_call(call, device)
     clock = make_clock(device)
     forward: list[WorkTime] = []
@@ -84,7 +91,7 @@ def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats:
     def run(halved: bool = False, weight: OperatorMemory | None = None) -> bool:
         """Run the call forward and backward, and return whether its times can be trusted.
 
-        halved: run the backward in two halves. weight: record allocations here instead of times.
+        halved: run the backward in two halves. weight: record allocations in this object, and no times.
         """
         check_stop()
         clock.enter("forward")
@@ -125,7 +132,7 @@ def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats:
 
 
 def _make_up_call(call: TimedCall, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    """Return a call's target and arguments with made-up values, and the leaves of its backward."""
+    """Return a call's target and arguments with made-up values, and the tensors that its backward ends at."""
     made: dict[int, Tensor] = {}
 
     def make(tensor: Tensor) -> Tensor:
@@ -145,14 +152,14 @@ def _make_up_call(call: TimedCall, device: torch.device) -> tuple[Any, tuple[Any
 
 
 def run_call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a module, a function, or the method `target` of the first argument."""
+    """Call `target`, which is a module, a function, or the name of a method of the first argument."""
     return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
 
 
 def _spread_offsets(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill an argument `offs`, the end of each expert's rows, with an even division of the rows.
+    """Divide rows evenly over the experts of a mixture: fill the argument `offs`, the end of each expert's rows.
 
-    With zeros, all experts of a mixture would have no rows, and so no work to measure.
+    Made-up integers are zeros. With these, all experts would have no rows, and so no work to measure.
     """
     schema = getattr(target, "_schema", None)
     named = dict(zip([a.name for a in schema.arguments], args, strict=False)) if schema is not None else {}

@@ -1,6 +1,6 @@
 """Time operators within a training step, in their real order and among their real neighbours, forward and backward.
 
-This is the default measurement for Costs; time_alone is for models too large for it.
+Costs are measured like this by default. time_alone is for models that are too large for it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from fxsplit.torch_internals.tensors import accelerators
 R = TypeVar("R")
 Tensors = Sequence[Tensor]
 WARM_UP = 1
-"""Steps that run first without counting: they load kernels and allocate memory."""
+"""The number of steps that run first and do not count: they load kernels and allocate memory."""
 HALVED = 2
-"""Additional steps with backwards in two halves, to measure the share of weight gradients."""
+"""The number of further steps with backwards in two halves. They show what share the gradients of weights take."""
 Halves = tuple[WorkTime, WorkTime]
-"""The times of the two halves of a backward: input gradients, and delayed weight gradients."""
+"""The times of the two halves of a backward: the first makes input gradients, the second delayed weight gradients."""
 NodeTimes = dict[str, Measured]
 """The times of nodes, by name."""
 Launches = tuple[float, float]
-"""The times in which the host launches a whole graph forward and backward, in ms."""
+"""How long the host takes to launch a whole graph, in ms: forward, and backward."""
 
 
 class Sweep(Interpreter):
     """Runs a graph forward, then backward node by node in reverse, and times the nodes in `timed`.
 
-    Each node's inputs are detached from their makers, so that its backward can run by itself. Caches are as cold or
-    warm as in a real step, unlike in a loop over one operator. A node that writes in place gets copies, and its writes
-    are copied back. This, and cutting the graph, are not timed: only the node's own call is.
+    Each node's inputs are detached from the nodes that made them, so that its backward can run by itself. Unlike in a
+    loop over one operator, caches are as cold or warm as in a real step. A node that writes in place gets copies, and
+    its writes are copied back. Only the node's own call is timed: copying, and cutting the graph, are not.
 
     seen: the observed effects of every node. timed: names of the nodes to time.
     """
@@ -74,7 +74,7 @@ class Sweep(Interpreter):
         self._totals = Sums()  # accumulating a parameter's gradient is part of its backward
 
     def settle(self, *inputs: Tensor) -> None:
-        """Run steps that do not count until times can be trusted: a few on an accelerator, none on a CPU."""
+        """Run steps that do not count, until times can be trusted: a few on an accelerator, none on a CPU."""
         settle(self._clock, lambda: self.run_step(*inputs))
         for spans in (self.forwards, self.backwards):
             spans.clear()
@@ -93,10 +93,10 @@ class Sweep(Interpreter):
         return self._clock.end_sweep()
 
     def time_launches(self, repeats: int, *inputs: Tensor) -> Launches | None:
-        """Return the times in which the host launches the graph, forward and backward, in one call each, as stages do.
+        """Return how long the host takes to launch the graph, forward and backward, each in one call as in a stage.
 
-        They include waits if the device is slower than the host and its queue is full. Returns None on a CPU, and if
-        the values of a whole microbatch do not fit in memory or the graph has no backward in one call.
+        The times include waits if the device is slower than the host and its queue is full. Returns None on a CPU, and
+        if the values of a whole microbatch do not fit in memory or the graph has no backward in one call.
         """
         if not self._clock.queues:
             return None
@@ -107,7 +107,7 @@ class Sweep(Interpreter):
         return median(forward for forward, _ in found), median(backward for _, backward in found)
 
     def _time_launch(self, *inputs: Tensor) -> Launches:
-        """Return the times of one launch of the graph."""
+        """Launch the graph once forward and backward. Return how long the host takes for each, in ms."""
         leaves = [t.detach().clone().to(self._device).requires_grad_(t.requires_grad) for t in inputs]
         given = [leaf.clone() for leaf in leaves]
         accelerators.synchronize(self._device)
@@ -132,7 +132,7 @@ class Sweep(Interpreter):
             self.run_step(*inputs)
 
     def _run_backward(self, name: str, leaves: list[Tensor], outputs: list[Tensor], halved: bool) -> None:
-        """Run the backward of one node, and record its time or its allocations."""
+        """Run the backward of the node `name` from `outputs` to `leaves`. Record its time or its allocations."""
         self._clock.enter(f"{name} backward")
         if self._weighing:
             self.weights[name].note_backward(outputs, leaves)
@@ -147,7 +147,7 @@ class Sweep(Interpreter):
         self.backwards[name].append(self._clock.stop(begin, calls=1))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node. If it is timed, record its forward and keep the tensors for its backward."""
+        """Run one node. If the node is timed, record its forward and keep the tensors for its backward."""
         # A step may take minutes; this lets Ctrl-C end it within one operator.
         check_stop()
         if not n.op.startswith("call"):
@@ -184,7 +184,10 @@ class Sweep(Interpreter):
         return value
 
     def _run_untimed(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value of a node that is not timed, with requires_grad as observed."""
+        """Return the value of a node that is not timed.
+
+        Set requires_grad as it was observed, since there is no graph.
+        """
         with torch.no_grad():
             value = getattr(self, n.op)(n.target, args, kwargs)
         wanted = self._seen[n.name].gradient_bytes > 0
@@ -193,20 +196,23 @@ class Sweep(Interpreter):
         )
 
     def _list_written(self, n: fx.Node) -> set[str]:
-        """Return the owners of memory that a node reads and that any node writes."""
+        """Return the owners of memory that a node reads and that some node writes to in place, by name."""
         return {owner for i in n.all_input_nodes for owner in self._seen[i.name].owners} & self._written
 
     def _needs_copies(self, n: fx.Node) -> bool:
-        """Return whether a node gets copies: it writes to its arguments, or may save memory that is written later."""
+        """Return whether a node must get copies: it writes to its arguments, or may save memory that changes later."""
         return bool(self._seen[n.name].mutates) or bool(self._list_written(n))
 
     def _is_view_of_written(self, n: fx.Node) -> bool:
-        """Return whether a node makes a view of memory that another node writes."""
+        """Return whether a node makes a view of memory that another node writes to in place."""
         seen = self._seen[n.name]
         return not seen.mutates and bool(self._list_written(n) & set(seen.owners))
 
     def _cut(self, leaves: list[Tensor], copies: bool) -> Callable[[Tensor], Tensor]:
-        """Return a function that turns an argument into a leaf, records it in `leaves`, and copies it if `copies`."""
+        """Return a function that cuts an argument off its graph: it makes a leaf of it, and adds the leaf to `leaves`.
+
+        If `copies`, the function returns a copy of the leaf.
+        """
 
         def cut(value: Tensor) -> Tensor:
             leaf = value if isinstance(value, nn.Parameter) else value.detach().requires_grad_(value.requires_grad)
@@ -219,7 +225,7 @@ class Sweep(Interpreter):
 
 
 def settle(clock: Clock, run: Callable[[], bool]) -> None:
-    """Repeat the sweep `run` until it returns that its times can be trusted; a CPU's clock needs no sweep."""
+    """Repeat the sweep `run` until it returns True: its times can then be trusted. On a CPU no sweep is needed."""
     for _ in range(MOST_SWEEPS if clock.queues else 0):
         if run():
             return
@@ -227,9 +233,9 @@ def settle(clock: Clock, run: Callable[[], bool]) -> None:
 
 @contextmanager
 def ignore_missing_backward() -> Iterator[None]:
-    """Record no time for a backward that torch refuses to run by itself.
+    """Leave the block quietly if torch refuses to run a node's backward by itself: then no time is recorded.
 
-    No gradient depends on it, since the whole graph's gradients have been checked. For example,
+    No gradient depends on such a backward, since the gradients of the whole graph have been checked. For example,
     `x.bernoulli().detach()` has an operator without a derivative, and needs none.
     """
     try:
@@ -241,10 +247,10 @@ def ignore_missing_backward() -> Iterator[None]:
 
 
 def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums | None, clock: Clock) -> Halves:
-    """Return the times of the two halves of a backward: input gradients, and delayed weight gradients.
+    """Time the two halves of a backward: the first makes input gradients, the second the delayed weight gradients.
 
-    outputs: the roots of the backward, with the gradients `seeds`. leaves: its ends. totals: where to add weight
-    gradients, if given. The second half is 0 if no gradient can be delayed.
+    outputs: where the backward starts, with the gradients `seeds`. leaves: where it ends. totals: adds up weight
+    gradients, if given. The second half takes 0 ms if no gradient can be delayed.
     """
     weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     nodes, _ = find_branch_nodes(outputs, weights)
@@ -267,7 +273,10 @@ def time_halves(outputs: Tensors, leaves: Tensors, seeds: Tensors, totals: Sums 
 
 
 def _accumulate(totals: Sums | None, leaves: Tensors, gradients: Sequence[Tensor | None]) -> None:
-    """Add the gradients of parameters to `totals`, if given."""
+    """Add the gradients of parameters to `totals`, if given.
+
+    Other leaves are inputs, whose gradients are not added up.
+    """
     # A real step adds gradients as well, so the time counts. The warm-up copies each first gradient.
     if totals is not None:
         found = make_shares(leaves, gradients, [False] * len(leaves))
@@ -285,12 +294,12 @@ def time_nodes(
     *,
     trains: bool = True,
 ) -> tuple[NodeTimes, Launches | None]:
-    """Return the allocations of the nodes in `timed`, and their median times over `repeats` steps on `device`.
+    """Measure the nodes in `timed` in steps of the whole graph on `device`. Return their median times and allocations.
 
-    On an accelerator, also returns the times in which the host launches the whole graph.
-
-    seen: the observed effects of every node. inputs: the tensors of the example. tick: called in every step. trains:
-    measure backwards too; with gradients off there are none.
+    On an accelerator, also return how long the host takes to launch the whole graph; otherwise None.
+    seen: the observed effects of every node. inputs: the tensors of the example. repeats: the number of steps that
+        count.
+    tick: called in every step, to report progress. trains: measure backwards too; with gradients off there are none.
     """
     # Weights may be on several devices; measure the whole graph on one.
     if any(w.device != device for w in (*gm.parameters(), *gm.buffers())):
@@ -317,11 +326,11 @@ def list_turns(repeats: int, *, trains: bool) -> list[bool]:
 
 
 def take_medians(forward: list[WorkTime], backward: list[WorkTime], halves: list[Halves], repeats: int) -> Measured:
-    """Return the median times of forward and backward, the weight gradients' part of backward, and the spread.
+    """Return the median times of a node's forward and backward, the weight gradients' part of backward, and the spread.
 
-    forward, backward: the spans of all steps, of which `repeats` count after the warm-up. halves: the spans of the
-    backward's halves, which determine the weight gradients' part. A node without a backward has neither. The spread is
-    of device times.
+    forward, backward: the times in all steps, of which `repeats` count after the warm-up.
+    halves: the times of the halves of the backward, which tell what part of it makes weight gradients.
+    A node without a backward has an empty `backward` and `halves`. The spread is of device times.
     """
     counted = slice(WARM_UP, WARM_UP + repeats)
     forward, backward = forward[counted], backward[counted]
@@ -345,14 +354,14 @@ def take_medians(forward: list[WorkTime], backward: list[WorkTime], halves: list
 
 
 def _round(ms: float) -> float:
-    """Return a time to the nanosecond, which is all that a clock tells, so that profiles and dumps are short."""
+    """Return a time rounded to the nanosecond. Clocks tell no more, and profiles and dumps stay short."""
     return round(ms, 6)
 
 
 def find_spread(samples: Sequence[float]) -> float | None:
-    """Return half the distance between the quartiles of some times, or None for a single time.
+    """Return half the distance between the quartiles of some times; None for a single time.
 
-    One slow step of five does not count, and does not move the median either; two do.
+    A single slow step of five does not change this figure or the median. Two slow steps do.
     """
     if len(samples) < 2:
         return None
@@ -361,8 +370,9 @@ def find_spread(samples: Sequence[float]) -> float | None:
 
 
 def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return a text that two operators share if and only if they do the same work on the same shapes.
+    """Return the signature of an operator.
 
+    Two operators have equal signatures if they do the same work on the same shapes.
     call: a module, a function, or the name of a method. path: the path of a module in the model. For example
     `Tensor.view(float32[4, 8]g, 32)`; g means requires_grad.
     """
@@ -382,7 +392,7 @@ def describe_operator(call: Any, path: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _describe_argument(leaf: Any) -> str:
-    """Return an argument's part of an operator's description; `~` precedes unusual strides."""
+    """Return an argument as text, for the signature of an operator; `~` stands before unusual strides."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, (int, float, str, bool, torch.dtype, type(None))) else type(leaf).__name__
     layout = "" if leaf.is_contiguous() else f"~{list(leaf.stride())}"

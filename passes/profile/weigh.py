@@ -1,4 +1,4 @@
-"""Weigh operators: the peak of memory that each allocates, forward and backward, in addition to its result.
+"""Weigh operators: measure the most memory that each allocates in addition to its result, forward and backward.
 
 An operator allocates more than it returns: gradients, copies in other layouts, workspaces.
 """
@@ -21,14 +21,19 @@ from fxsplit.torch_internals.tensors.layouts import list_parts
 Tensors = Sequence[Tensor]
 REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"
 Layout = torch.memory_format | str
-"""The memory layout in which a gradient arrives: as the output, contiguous, reversed, channels last, or part of a
-larger tensor.
+"""The memory layout in which a gradient arrives.
+
+It is the output's own layout, contiguous, reversed, channels last, or a part of a larger tensor.
 """
 
 
 @dataclass
 class OperatorMemory:
-    """The memory that one operator allocates, in bytes; see the fields of NodeCost with these names."""
+    """The memory that one operator allocates, in bytes. NodeCost explains the fields of the same names.
+
+    is_turned: the gradient of the result may arrive in another memory order. is_joined: it may be a part of a larger
+    tensor. The backward is then measured for such gradients too.
+    """
 
     forward_peak_bytes: float | None = None
     backward_peak_bytes: float = 0.0
@@ -44,12 +49,12 @@ class OperatorMemory:
         self._is_turned = is_turned
         # The gradient arrives as a part of a larger one, for example from a concatenation.
         self._is_joined = is_joined
-        # Backwards still to run: (layout of the gradient, in halves or whole). None before the first backward.
+        # Backwards still to run: (layout of the gradient, whether in halves). None before the first backward.
         self._ways: list[tuple[Layout, bool]] | None = None
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the operator must run again, for a remaining kind of backward."""
+        """Whether the operator must run again, because a kind of backward is not measured yet."""
         return bool(self._ways)
 
     @contextmanager
@@ -60,11 +65,11 @@ class OperatorMemory:
         self.forward_peak_bytes = found.peak_bytes
 
     def note_backward(self, outputs: Tensors, leaves: Tensors) -> None:
-        """Run the next kind of the operator's backward, if one is left, and record its allocations.
+        """Run the operator's backward in the next way that is not measured yet, and record its allocations.
 
-        Each run needs a new graph, since an autograd.Function may refuse a second backward.
-
-        outputs: the roots of the backward. leaves: its ends.
+        The ways differ in the layout of the gradient, and in whole or halved backwards. Each needs a run of the
+        operator, since an autograd.Function may refuse a second backward. outputs: where the backward starts. leaves:
+        where it ends.
         """
         if self._ways == []:
             return
@@ -87,9 +92,10 @@ class OperatorMemory:
             self._note_early(made, made.gradients, layout)
 
     def _note_whole(self, outputs: Tensors, leaves: Tensors, layout: Layout) -> BackwardMemory:
-        """Run the whole backward. Record its allocations, and the bytes it returns in memory that it was given.
+        """Run the whole backward from `outputs` to `leaves`, and record the most bytes that it allocates.
 
-        Over several layouts the smallest such number counts.
+        The backward may return memory that it was given, instead of new memory: a view of the arriving gradient. Also
+        record these bytes; over several layouts of the gradient, the smallest number counts.
         """
         made = count_backward(outputs, leaves, layout)
         self.backward_peak_bytes = max(self.backward_peak_bytes, made.peak_bytes)
@@ -101,7 +107,11 @@ class OperatorMemory:
         return made
 
     def _note_early(self, made: BackwardMemory, first: Sequence[Tensor | None], layout: Layout) -> None:
-        """Record the allocations of a first half, and the bytes held until the second; `first`: input gradients."""
+        """Record what the first half of a backward allocates, and the bytes that stay in memory until the second half.
+
+        made: the measured first half. first: the gradients of inputs among its results; the rest wait for the second
+            half.
+        """
         # One branch may wait with a view of another branch's memory: count each storage once.
         waiting = [part for t in made.gradients[len(first) :] if t is not None for part in list_parts(t)]
         # A gradient that is a part of a larger one, as of a concatenated value, keeps the whole storage.
@@ -113,9 +123,9 @@ class OperatorMemory:
         self.halved_peak_bytes = max(self.halved_peak_bytes, made.peak_bytes)
 
     def _note_halves(self, outputs: Tensors, leaves: Tensors, nodes: Mapping[Any, Branch], layout: Layout) -> None:
-        """Run the backward in two halves. Record the allocations of each, and the memory that waits for the second.
+        """Run the backward in two halves. Record what each allocates, and the memory that waits for the second half.
 
-        nodes: autograd nodes that compute only weight gradients, which are delayed.
+        nodes: autograd nodes that compute only weight gradients, which are delayed to the second half.
         """
         late = {id(weight) for branch in nodes.values() for weight in branch.weights}
         first = [leaf for leaf in leaves if id(leaf) not in late]
@@ -131,18 +141,21 @@ class OperatorMemory:
             del gradients
 
     def add_to(self, times: Measured) -> Measured:
-        """Return the measurements of the operator: its times, with these figures."""
+        """Return the measurements of the operator: the given times together with this memory."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return times._replace(**found | {"lent_bytes": self.lent_bytes or 0})
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in larger memory than it needs."""
+    """Return whether a tensor lies in memory that is larger than the tensor needs."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class BackwardMemory(NamedTuple):
-    """A counted backward: its peak of allocated bytes, the gradients it returns, and the gradients it starts from."""
+    """A measured backward: the most bytes that it allocates, the gradients it returns, and the `seeds` it starts from.
+
+    A seed is the gradient of an output.
+    """
 
     peak_bytes: int
     gradients: Sequence[Tensor | None]
@@ -150,9 +163,9 @@ class BackwardMemory(NamedTuple):
 
 
 def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> BackwardMemory:
-    """Run a backward from `outputs` to `ends` and count its allocations.
+    """Run a backward from `outputs` to `ends` and count its allocations. Activations stay in memory.
 
-    Activations are kept. With several outputs, the initial gradients count too: in a step, the operator itself makes
+    With several outputs, the gradients that the backward starts from count too: in a step, the operator itself makes
     the gradients that do not arrive.
     """
     # A single output's gradient exists before the backward, and counts elsewhere.
@@ -164,7 +177,7 @@ def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Bac
 
 
 def _make_seed(output: Tensor, layout: Layout) -> Tensor:
-    """Return a gradient of ones for an output, in a memory layout."""
+    """Return a gradient of ones for an output, in the given memory layout."""
     if isinstance(layout, torch.memory_format):
         return torch.ones_like(output, memory_format=layout)
     if layout == PART and output.ndim:

@@ -1,4 +1,4 @@
-"""Weigh the loss: the memory it keeps of the model's outputs, and the peaks of its forward and backward.
+"""Weigh the loss: measure the memory that it keeps for its backward, and the peaks of its forward and backward.
 
 At compile time there is no target, and calling a user's function on made-up targets might have any effect. So only
 torch's own losses are weighed, on outputs and targets of the right shapes.
@@ -21,13 +21,14 @@ from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.torch_internals.tensors.allocations import count_allocations
 
 MOST_BYTES = 1 << 28
-"""For larger outputs, weigh some of the rows and scale the result."""
+"""The most bytes of outputs to weigh a loss with. Of larger outputs, some rows are weighed and the result is scaled."""
 
 
 def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> LossCost | None:
-    """Return the memory of a loss for the graph's output, described by `made` (`float32[8, 10]`); None if unknown.
+    """Return the memory of a loss for the graph's output, whose text `made` is like `float32[8, 10]`; None if unknown.
 
-    It is unknown for losses outside torch and for several outputs. The call has no side effects.
+    The memory is unknown for losses that are not torch's own, and for several outputs. This function has no side
+    effects.
     """
     name, shape = parse_tensor(made) or ("", [])
     is_float = name.startswith(("float", "bfloat16"))
@@ -57,7 +58,10 @@ def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> L
 
 
 def is_of_torch(function: Callable[..., Any]) -> bool:
-    """Return whether a loss is torch's own function or module without hooks, perhaps with bound arguments."""
+    """Return whether a loss is torch's own function, or torch's own module without hooks.
+
+    It may have bound arguments.
+    """
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, nn.Module):
@@ -67,14 +71,14 @@ def is_of_torch(function: Callable[..., Any]) -> bool:
 
 
 def _list_targets(shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield targets for outputs of a shape: of the same shape, and class indices."""
+    """Yield made-up targets for outputs of a shape: numbers of the same shape, and class indices."""
     yield torch.rand(shape)
     if len(shape) > 1:
         yield torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
 
 
 def _try_target(function: Callable[..., Any], outputs: Tensor, target: Tensor) -> LossCost | None:
-    """Return the memory of a loss for outputs and a target, or None if it rejects such a target."""
+    """Return the memory of a loss for outputs and a target; None if the loss rejects such a target."""
     outputs, saved = outputs.requires_grad_(), dict[int, UntypedStorage]()
 
     def keep(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ CPU = f"{RANDOM}cpu"
 
 @dataclass(frozen=True)
 class Restored:
-    """The result of a load: the step of the checkpoint, the `extra` that it was saved with, and its path."""
+    """The result of a load: the step of the checkpoint, the `extra` that was saved with it, and its path."""
 
     step: int
     extra: dict[Any, Any]
@@ -87,10 +87,10 @@ def save_checkpoint(
 ) -> Saving:
     """Save a pipeline, or a model, with its optimizer as `folder/step-N`, while training goes on.
 
-    All values are copied to host memory before this returns, and a thread writes them. Checkpoints are written one at a
-    time: a second call waits for the first. `wait()` on the result waits for this checkpoint, and so does the end of
-    the process. A checkpoint is complete or absent: if the process is killed, the checkpoint before remains the latest.
-    Several threads and processes may save to one folder.
+    All values are copied to host memory before this function returns. A thread then writes them. Checkpoints are
+    written one at a time: a second call waits for the first. `wait()` on the result waits for this checkpoint, and so
+    does the end of the process. A checkpoint is complete or absent: if the process is killed, the previous checkpoint
+    remains the latest. Several threads and processes may save to one folder.
 
     step: the number of steps made so far, which loading returns.
     extra: further values to keep, such as a scheduler's state_dict(): numbers, texts, None, lists, tuples, dicts with
@@ -99,8 +99,8 @@ def save_checkpoint(
 
     Over ranks each rank of all pipelines calls this, and writes the weights of its stages; all hosts share the folder.
     The state of torch's CPU random numbers and `extra` are saved from the first rank. Raises InputError for values that
-    no checkpoint can hold, ElsewhereError for a model, not a pipeline, that has weights on other ranks, and the error
-    of this thread's last save.
+    no checkpoint can hold. Raises ElsewhereError for a model, not a pipeline, that has weights on other ranks. Also
+    raises the error of this thread's last save.
     """
     if not is_count(step):
         raise InputError(f"step={show(step)}: give how many steps were made, such as 7")
@@ -137,14 +137,14 @@ def save_checkpoint(
 
 
 def _encode_extra(extra: Mapping[Any, Any] | None) -> tuple[Any, Notes]:
-    """Return a copy of `extra` in the form for JSON."""
+    """Return a copy of `extra` as a tree of JSON and its notes (see typed_json)."""
     if not isinstance(extra, (Mapping, type(None))):
         raise InputError(f"extra={show(extra)}: give a dict, such as {{'scheduler': scheduler.state_dict()}}")
     return encode(extra if isinstance(extra, dict) else dict(extra or {}), "extra")
 
 
 def _make_absolute(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder, as the program may change its current folder before the thread writes."""
+    """Return the absolute path of a folder: the program may change its current folder before the thread writes."""
     try:
         return Path(folder).absolute()
     except OSError as error:
@@ -154,9 +154,10 @@ def _make_absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, writer: int) -> None:
-    """Write the weights of this rank's stages once for all pipelines of a mesh, on rank `writer`; other ranks wait.
+    """Write the weights of this rank's stages once for all pipelines of a mesh.
 
-    write: the function that writes, on rank `writer`; None on other ranks, which raise RankError if it fails.
+    Rank `writer` writes, and the others wait.
+    `write` does it on rank `writer`, and is None on other ranks. They raise RankError if it fails.
     """
     if write is None:
         said = tell_beside(column, "", writer).strip()
@@ -180,7 +181,10 @@ def _write_for_all(path: Path, write: Callable[[], None] | None, column: Any, wr
 def _meet(
     model: nn.Module, call: str, what: str, *, side_by_side: bool = False
 ) -> AbstractContextManager[WeightPlacement | None]:
-    """Run the block on all ranks of a pipeline together; yields this rank's weight placement, or None without ranks."""
+    """Run the block on all ranks of a pipeline together. Yields where this rank's weights are, or None without ranks.
+
+    `call` and `what` describe the call. Ranks that describe different calls raise an error.
+    """
     compile_group = _get_compile_group(model)
     return (
         nullcontext() if compile_group is None else compile_group.placement.agree(call, what, side_by_side=side_by_side)
@@ -188,14 +192,14 @@ def _meet(
 
 
 def _get_compile_group(model: nn.Module) -> CompileGroup | None:
-    """Return the ranks that run a pipeline, or None if this process runs it."""
+    """Return the ranks that run a pipeline; None if this process runs the whole pipeline."""
     return model.compiler.compile_group if isinstance(model, Pipeline) else None
 
 
 def _stage(
     model: nn.Module, optimizer: Optimizer | None, step: int, extra: tuple[Any, Notes]
 ) -> tuple[dict[str, Tensor], Manifest]:
-    """Return copies in host memory of everything that this process saves, and the manifest."""
+    """Return copies in host memory of all that this process saves, and the manifest. `extra`: a tree and its notes."""
     own, compile_group = _get_model(model), _get_compile_group(model)
     state = read_model(own)
     if compile_group is None:
@@ -229,14 +233,14 @@ def _get_model(model: nn.Module) -> nn.Module:
 
 
 def _list_places(model: nn.Module) -> dict[int, torch.device]:
-    """Return identity of a weight -> its device, for a compiled pipeline; empty for a model."""
+    """Return the device of each weight of a compiled pipeline, by the id() of the weight; empty for a model."""
     if not isinstance(model, Pipeline):
         return {}
     return {id(weight): device for weight, device in model.compiler.list_placed()}
 
 
 def _list_texts(model: nn.Module) -> list[Callable[[Path], None]]:
-    """Return functions that write the plan and the profile of a pipeline into the checkpoint's folder."""
+    """Return functions that write the plan and the profile of a pipeline into a folder; none if nothing is compiled."""
     if not isinstance(model, Pipeline):
         return []
     found: list[Callable[[Path], None]] = []
@@ -271,11 +275,12 @@ def _complete(
     files: list[str],
     kinds: dict[str, str],
 ) -> None:
-    """Write the files besides tensors, then move the checkpoint to its place.
+    """Write the files of a checkpoint that are not tensors, then move the checkpoint to its place.
 
-    weights: the names of all weights.
+    texts: functions that write such files into a folder.
+    weights: the names of all weights. One that no rank has saved is an error.
     files: the names of all ranks' files.
-    kinds: the tensors in these files, by name.
+    kinds: dtype and shape of each tensor in these files, by name.
     """
     missing = next((name for name in weights if f"{MODEL}{name}" not in kinds), None)
     if missing is not None:
@@ -307,13 +312,13 @@ def load_checkpoint(
 
     path: a checkpoint, or a folder of checkpoints, from which the latest is loaded. Parameters stay the same objects.
     optimizer: an optimizer of the class that was saved, with the same parameters. It gets the state of each parameter
-        and the options of the groups, such as lr, except options that only say how to compute, such as fused.
+        and the options of the groups, such as lr. It keeps options that only say how to compute, such as fused.
     random_state: whether torch's CPU random numbers continue from the saved state.
 
     Over ranks every rank calls this, and reads the weights of its stages. Raises InputError, before anything changes,
-    for a folder without a complete checkpoint, for a checkpoint that is not as it was written, and for a model or
-    optimizer that does not match it. Raises ElsewhereError for a model, not a pipeline, that has weights on other
-    ranks.
+    for a folder without a complete checkpoint, for a checkpoint that has changed since it was written, and for a model
+    or optimizer that does not match the checkpoint. Raises ElsewhereError for a model, not a pipeline, that has weights
+    on other ranks.
     """
     found = _find(path)
     own = _get_model(model)
@@ -356,7 +361,7 @@ def load_checkpoint(
 
 
 def _keep_idle(model: nn.Module) -> AbstractContextManager[None]:
-    """Wait for the batches of a pipeline that are under way, and return a block in which no batch runs."""
+    """Wait for the batches of a pipeline that are under way, and return a block during which no batch runs."""
     return model.keep_idle() if isinstance(model, Pipeline) else nullcontext()
 
 

@@ -1,7 +1,7 @@
 """Read the state of an optimizer for a checkpoint, and load it, under the names of the parameters.
 
-By name, a process with another part of the model finds its part of the state. On several ranks each rank saves the
-options of all groups, and the state of its own parameters.
+The names let a process that has another part of the model find its part of the state. On several ranks each rank saves
+the options of all groups, and the state of its own parameters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fxsplit.system.figures import show
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
 
 OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that say how to compute, and not the result. Loading keeps the optimizer's own."""
+"""Options that say how to compute, but do not change the result. Loading leaves them as the optimizer has them."""
 
 LIKE_THE_PARAMETER = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "prev",
     "step_size", "ax", "exp_inf",
 }  # fmt: skip
-"""The state of torch's own optimizers that has the shape of the parameter."""
+"""Names of state in torch's own optimizers that has the shape of its parameter."""
 
 
 def name_parameters(model: nn.Module) -> dict[int, str]:
-    """Return identity -> first name of each parameter."""
+    """Return the first name of each parameter, by the id() of the parameter."""
     found: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(weight), name)
@@ -44,7 +44,7 @@ def name_parameters(model: nn.Module) -> dict[int, str]:
 
 
 def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
-    """Return a text for the parameters of an optimizer, which is equal on all ranks if the parameters are.
+    """Return a text about an optimizer's parameters. All ranks get the same text if they have the same parameters.
 
     Raises InputError for an optimizer that keeps the state of a parameter only on some of its ranks.
     """
@@ -65,8 +65,8 @@ def describe_groups(model: nn.Module, optimizer: Optimizer | None) -> str:
 def read_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[list[Group], dict[str, Tensor]]:
     """Return the groups of an optimizer, and its state for the parameters of this rank.
 
-    State other than tensors is JSON, as bytes. Raises InputError for a parameter that the model does not have, and for
-    state that JSON cannot hold.
+    State that is no tensor becomes JSON, as a tensor of bytes. Raises InputError for a parameter that the model does
+    not have, and for state that JSON cannot hold.
     """
     names = name_parameters(model)
     groups, kept = [], dict[str, Tensor]()
@@ -108,7 +108,7 @@ def _refuse_other_state(optimizer: Optimizer) -> None:
 
 
 def _name(names: Mapping[int, str], weight: Tensor) -> str:
-    """Return the name of an optimizer's parameter."""
+    """Return the name of an optimizer's parameter. Raises InputError if the model does not have the parameter."""
     if id(weight) not in names:
         raise InputError(
             f"the optimizer has a parameter of shape {tuple(weight.shape)} that the model does not have: give the "
@@ -118,7 +118,7 @@ def _name(names: Mapping[int, str], weight: Tensor) -> str:
 
 
 def _to_json(what: str, value: Any) -> Any:
-    """Return an option of an optimizer in the form for JSON."""
+    """Return an option of an optimizer as plain JSON. Raises InputError if JSON cannot hold it."""
     # A learning rate may be a tensor.
     tree, notes = encode(value.item() if isinstance(value, Tensor) and value.ndim == 0 else value, what)
     # Loading makes tuples again for options that are tuples in the optimizer.
@@ -132,16 +132,19 @@ def _to_json(what: str, value: Any) -> Any:
 
 @dataclass
 class OptimizerPlan:
-    """The state to load into an optimizer: tensors to fill by their full names, and values by parameter and key."""
+    """All that is to be loaded into an optimizer: tensors by full name, and other values by parameter and key.
+
+    `options` are the new options of each group. `targets` is the memory that the tensors are read into.
+    """
 
     tensors: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = field(default_factory=dict)
-    """By full name: a tensor of the stored shape and dtype, the parameter, and the parameter's group."""
+    """Full name -> a tensor of the stored shape and dtype, the parameter, and the parameter's group."""
     targets: dict[str, Tensor] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def make_targets(self) -> dict[str, Tensor]:
-        """Return memory for the tensors, on the present devices of their parameters."""
+        """Allocate memory for the tensors, on the present devices of their parameters, and return it by full name."""
         self.targets = {full: _make_target(full, *given) for full, given in self.tensors.items()}
         return self.targets
 
@@ -149,7 +152,7 @@ class OptimizerPlan:
 def plan_optimizer(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, reader: FolderReader, where: str
 ) -> OptimizerPlan:
-    """Return the plan to load a checkpoint into an optimizer; this changes nothing yet.
+    """Return what to load from a checkpoint into an optimizer. Nothing changes yet.
 
     Raises InputError for another class of optimizer, other parameters, groups or options, and for broken values. Every
     rank checks the values of all ranks, so that either all ranks refuse a checkpoint or none does.
@@ -200,7 +203,7 @@ def _check_kind(full: str, key: str, tensor: Tensor, weight: Tensor, where: str)
 
 
 def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:
-    """Return the group that a parameter has in a checkpoint."""
+    """Return the group that a parameter had when the checkpoint was saved. Raises InputError if it was in no group."""
     if name not in group_of:
         raise InputError(
             f"{name!r} was in no group of the optimizer in {where}: give the optimizer the same parameters"
@@ -209,7 +212,7 @@ def _find(group_of: Mapping[str, Group], name: str, where: str) -> Group:
 
 
 def _read_values(reader: FolderReader, where: str) -> dict[str, Any]:
-    """Return full name -> value of the state that is not a tensor. Raises InputError for a broken value."""
+    """Return the state that is not a tensor, by full name. Raises InputError for a value that is not valid JSON."""
     found: dict[str, Any] = {}
     for full, tensor in reader.read_all(n for n in reader.kinds if n.startswith((JSON, TYPED))).items():
         try:
@@ -223,7 +226,10 @@ def _read_values(reader: FolderReader, where: str) -> dict[str, Any]:
 
 
 def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[str, Any]:
-    """Return the saved options for the parameters of one group."""
+    """Return the saved options for one group of the optimizer, whose parameters were in the groups `saved`.
+
+    Raises InputError if these groups had different options.
+    """
     # Options are saved by group, and a parameter may have been in another group.
     for group, name in zip(saved, names, strict=True):
         if group.options != saved[0].options:
@@ -235,7 +241,7 @@ def _choose_options(saved: list[Group], names: list[str], where: str) -> dict[st
 
 
 def _check_groups(own: list[list[str]], manifest: Manifest, where: str) -> None:
-    """Raise InputError unless an optimizer has the groups of the checkpoint, in any order."""
+    """Raise InputError unless an optimizer divides its parameters into the groups of the checkpoint, in any order."""
     saved = [group.parameters for group in manifest.groups]
     known = {name for names in own for name in names}
     gone = next((name for names in saved for name in names if name not in known), None)
@@ -254,7 +260,7 @@ def _check_groups(own: list[list[str]], manifest: Manifest, where: str) -> None:
 def _check_options(
     optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manifest, where: str
 ) -> None:
-    """Raise InputError if a saved option does not fit the optimizer, or if one is missing."""
+    """Raise InputError if a saved option does not fit the optimizer, or if an option was not saved."""
     for key, value in saved.items():
         if key in OF_THE_MACHINE and key in group:
             continue
@@ -272,7 +278,7 @@ def _check_options(
 
 
 def _fits(own: Any, saved: Any) -> bool:
-    """Return whether a saved option fits in place of the optimizer's own; None for `own` fits anything."""
+    """Return whether a saved option has the type of the optimizer's `own` option; anything fits if `own` is None."""
     if isinstance(own, Tensor):
         own = own.item() if own.ndim == 0 else own
     if isinstance(own, (tuple, list)):
@@ -289,14 +295,14 @@ def _fits(own: Any, saved: Any) -> bool:
 
 
 def _make_target(full: str, kind: Tensor, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return memory for one tensor of a parameter's state."""
+    """Return memory for one tensor of a parameter's state, on the device on which the optimizer needs it."""
     # As torch does in load_state_dict(): the number of steps is in host memory, unless a kernel reads it.
     on_host = full.endswith(".step") and not (group.get("fused") or group.get("capturable"))
     return torch.empty(kind.shape, dtype=kind.dtype, device="cpu" if on_host else weight.device)
 
 
 def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan) -> None:
-    """Replace the state and options of an optimizer by the loaded ones."""
+    """Replace the state and the options of an optimizer by those of `plan`, which have been loaded."""
     found: dict[str, dict[str, Any]] = {}
     for (name, key), value in ({_split(full): target for full, target in plan.targets.items()} | plan.values).items():
         found.setdefault(name, {})[key] = value
@@ -312,13 +318,13 @@ def give_optimizer(model: nn.Module, optimizer: Optimizer, plan: OptimizerPlan) 
 
 
 def _split(full: str) -> tuple[str, str]:
-    """Return the name of a parameter and the key of its state from a full name."""
+    """Return the name of a parameter and the key of its state, which together make a full name."""
     name, _, key = full.partition(".")[2].rpartition(".")
     return name, key
 
 
 def _like(before: Any, value: Any) -> Any:
-    """Return an option in the type of the optimizer's: a tensor, or a tuple in place of JSON's list."""
+    """Return a loaded option in the type of the option `before`: a tensor, or a tuple in place of JSON's list."""
     if isinstance(before, Tensor):
         return before.fill_(value) if before.ndim == 0 else before
     return tuple(value) if isinstance(before, tuple) else value

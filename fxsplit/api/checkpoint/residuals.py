@@ -1,6 +1,7 @@
-"""Save and load the residuals of gradient hooks, the gradients that they left out so far, by the names of parameters.
+"""Save and load the residuals of gradient hooks: the parts of gradients that a hook has left out so far.
 
-Each pipeline of a mesh has its own residuals, so a parameter has one saved tensor for each pipeline.
+They are saved by the names of parameters. Each pipeline of a mesh has its own residuals, so a parameter has one saved
+tensor for each pipeline.
 
   saved by 2 pipelines:    residual.0.weight, residual.1.weight
   loaded by 2 pipelines:   each rank gets its own again
@@ -30,7 +31,8 @@ WHAT = "residuals of gradient hooks"
 def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict[str, Tensor]:
     """Return the residuals of this rank's parameters, for all pipelines of a mesh.
 
-    All ranks of all pipelines call this. Only ranks of the first pipeline, which writes them, get a result.
+    All ranks of all pipelines call this. Only the ranks of the first pipeline, which writes the residuals, get a
+    result; the others get an empty dict.
     """
     residuals = _find_residuals(compile_group)
     if compile_group is None or residuals is None:
@@ -49,7 +51,10 @@ def read_residuals(model: nn.Module, compile_group: CompileGroup | None) -> dict
 
 @dataclass(frozen=True)
 class ResidualPlan:
-    """The residuals to load: for each parameter of this rank the full names of the tensors to average."""
+    """The residuals to load. `names`: for each parameter of this rank, the full names of the tensors to average.
+
+    `divisor`: the number of pipelines whose residuals are averaged.
+    """
 
     names: Mapping[str, list[str]]
     divisor: int = 1
@@ -69,11 +74,11 @@ def plan_residuals(
     *,
     trains: bool,
 ) -> ResidualPlan:
-    """Return the plan to load residuals into the hook of a pipeline; this changes nothing yet.
+    """Return which residuals to load into the hook of a pipeline. Nothing changes yet.
 
     hook: the text of the hook that the checkpoint was saved with.
-    trains: whether an optimizer is loaded too, so that training goes on. Then lost residuals give a warning.
-
+    trains: whether an optimizer is loaded too, so that training goes on. Then a warning tells of residuals that are
+        lost.
     Raises InputError for a tensor whose shape or dtype is not its parameter's.
     """
     rows = _list_rows(reader)
@@ -105,7 +110,7 @@ def plan_residuals(
 def give_residuals(
     model: nn.Module, compile_group: CompileGroup | None, plan: ResidualPlan, values: Mapping[str, Tensor]
 ) -> None:
-    """Replace the residuals of the hook by the loaded ones."""
+    """Replace the residuals of the hook by the loaded `values`, as `plan` says."""
     residuals = _find_residuals(compile_group)
     if residuals is None:
         return
@@ -121,7 +126,7 @@ def _warn(text: str) -> None:
 
 
 def _find_residuals(compile_group: CompileGroup | None) -> ErrorFeedback | PowerErrors | None:
-    """Return the residuals of this rank; None if there is only one pipeline or its hook keeps none."""
+    """Return the object that holds this rank's residuals; None for a single pipeline, or a hook that keeps none."""
     if compile_group is None or compile_group.reduction.data_parallel.n_pipelines == 1:
         return None
     return compile_group.reduction.data_parallel.reducer.left_out

@@ -1,6 +1,6 @@
-"""Storage for torch.distributed.checkpoint: it writes and reads tensors as safetensors files.
+"""Storage for torch.distributed.checkpoint that writes and reads tensors as safetensors files.
 
-torch's own storage keeps its table of contents as a pickle, which can run any code when it is read, and its storage for
+torch's own storage keeps its table of contents as a pickle, which can run any code when it is read. torch's storage for
 safetensors does not support bool.
 """
 
@@ -34,7 +34,7 @@ from fxsplit.formats.weights.save_safetensors import NAMES, write_tensors
 from fxsplit.system.files import explain_unwritable, write_whole
 
 MODEL, OPTIMIZER, JSON, RANDOM = "model.", "optimizer.", "json.", "random."
-"""Prefixes of names: weights, tensors of an optimizer, its other values, and the states of random numbers."""
+"""Prefixes of names: weights, tensors of an optimizer, other values of an optimizer, states of random numbers."""
 TYPED = "typed."
 """The prefix of an optimizer's values that plain JSON would change: trees with the notes of `typed_json`."""
 RESIDUAL = "residual."
@@ -44,7 +44,8 @@ RESIDUAL = "residual."
 class FolderWriter(StorageWriter):
     """Writes the tensors of each rank to the rank's own files.
 
-    complete: called by the first rank with the names of all files, and with name -> kind of the tensors of all ranks.
+    complete: a function that the first rank calls after all ranks have written. Its arguments are the names of all
+    files, and name -> dtype and shape of the tensors of all ranks.
     """
 
     def __init__(self, new: NewCheckpoint, n_ranks: int, complete: Callable[[list[str], dict[str, str]], None]) -> None:
@@ -54,10 +55,10 @@ class FolderWriter(StorageWriter):
         self._rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: the checkpoint is known already."""
+        """Do nothing: torch calls this to name a checkpoint, but the writer already has one."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder, on the first rank. torch lets no rank write before that."""
+        """Create the folder, on the first rank. torch lets no rank write before this has returned."""
         self._rank = int(kwargs.get("rank", 0))
         if is_coordinator:
             self._new.begin()
@@ -71,7 +72,7 @@ class FolderWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors."""
+        """Write this rank's tensors to its files, one for weights and one for all else; return a finished Future."""
         self._new.join()
         held: dict[str, dict[str, Tensor]] = {"model": {}, "training": {}}
         index_of: dict[str, MetadataIndex] = {}
@@ -115,7 +116,7 @@ class FolderWriter(StorageWriter):
 
 
 class FolderReader(StorageReader):
-    """Reads tensors from the files of a checkpoint; a file is open only while it is read."""
+    """Reads tensors from the files of a checkpoint. Each file is open only while it is read."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder
@@ -138,7 +139,7 @@ class FolderReader(StorageReader):
                     self.kinds[prefix + name] = opened.read_kind(name)
 
     def read_all(self, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the checkpoint, in new memory."""
+        """Return the tensors `names` of the checkpoint, in newly allocated memory."""
         found: dict[str, Tensor] = {}
         wanted = set(names)
         for file in sorted({self._file_of[name] for name in wanted}):
@@ -147,7 +148,7 @@ class FolderReader(StorageReader):
         return found
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: the checkpoint is known already."""
+        """Do nothing: torch calls this to name a checkpoint, but the reader already has one."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the names, shapes and dtypes of all tensors."""
@@ -165,7 +166,7 @@ class FolderReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors of a plan, file by file."""
+        """Read the tensors that torch's plan asks for, file by file, into their targets; return a finished Future."""
         # By file, so that each file is opened once.
         for file in sorted({self._file_of[item.storage_index.fqn] for item in plan.items}):
             with TensorFile(self._folder / file) as opened:
@@ -190,7 +191,7 @@ class FolderReader(StorageReader):
 
 
 def _name_stored(name: str) -> str:
-    """Return the name of a tensor in its file: that of a weight is its name in state_dict(), without `model.`."""
+    """Return the name of a tensor in its file. A weight has its name in state_dict() there, without `model.`."""
     return name.removeprefix(MODEL) if name.startswith(MODEL) else name
 
 
@@ -200,9 +201,9 @@ def name_kind(kind: Tensor) -> str:
 
 
 def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | None, where: str) -> None:
-    """Raise InputError unless the tensors besides weights have the names, dtypes and shapes that were written.
+    """Raise InputError unless the tensors that are not weights have the names, dtypes and shapes that were written.
 
-    written: name -> kind from the manifest; None for an older checkpoint, which passes.
+    written: name -> dtype and shape, from the manifest. None for an older checkpoint, which is not checked.
     """
     if written is None:
         return
@@ -216,7 +217,7 @@ def check_training(kinds: Mapping[str, Tensor], written: Mapping[str, str] | Non
 
 
 def _name_stored_kind(entry: Any) -> str:
-    """Return the dtype and the shape from torch's metadata of a tensor."""
+    """Return the dtype and the shape as text, from torch's metadata of a tensor."""
     return name_kind(torch.empty(entry.size, dtype=entry.properties.dtype, device="meta"))
 
 
@@ -227,7 +228,10 @@ def _describe(kind: Tensor) -> TensorStorageMetadata:
 
 
 def save_tensors(staged: dict[str, Any], writer: FolderWriter, group: Any = None) -> None:
-    """Save tensors by name: each rank of a process group its own; without a group only this process saves."""
+    """Save tensors by name.
+
+    With a process group each of its ranks saves its own; without one only this process saves.
+    """
     if group is not None:
         save(staged, storage_writer=writer, process_group=group)
         return
@@ -241,7 +245,7 @@ def save_tensors(staged: dict[str, Any], writer: FolderWriter, group: Any = None
 
 
 def load_tensors(targets: dict[str, Any], reader: FolderReader) -> None:
-    """Fill tensors with the checkpoint's tensors of the same names. Every rank reads its own tensors."""
+    """Fill `targets` with the checkpoint's tensors of the same names. Every rank reads its own tensors."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner(targets, reader.read_metadata(), is_coordinator=True)
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

@@ -1,6 +1,6 @@
 """Read the weights of a model for a checkpoint, and load them, under the names of the model's state_dict.
 
-On several ranks each rank has its own part of the weights, and the names of all.
+On several ranks each rank has the values of a part of the weights, and the names of all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class ModelState:
     """The weights of a model: the values on this rank, and all names of each weight.
 
     own: the weights of this rank by first name.
-    made: the names of extra state, which get_extra_state() makes new in each call, and set_extra_state() takes.
-    places: name -> first name of the same weight, on all ranks.
-    kinds: the weights of all ranks by first name.
+    made: the names of extra state. get_extra_state() makes a new value in each call, and set_extra_state() takes it
+        back.
+    places: each name -> the first name of the same weight, on all ranks.
+    kinds: the weights of all ranks by first name; those of other ranks have only shape and dtype.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -41,19 +42,19 @@ class ModelState:
 
     @property
     def apart(self) -> list[str]:
-        """The names of values that cannot be filled in place: extra state, and tensors that repeat numbers."""
+        """The names of values that cannot be filled in place: extra state, and tensors whose memory repeats numbers."""
         return [name for name, value in self.own.items() if name in self.made or _find_distinct(value) is not value]
 
     @property
     def tied(self) -> dict[str, str]:
-        """Other name -> first name, for each weight with several names."""
+        """Each other name of a weight -> its first name, for weights with several names."""
         return {name: first for name, first in self.places.items() if name != first}
 
 
 def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
     """Return the weights of a model. Raises InputError for values that are not plain tensors.
 
-    filled: whether weights without values are refused, as in saving.
+    filled: whether to refuse weights without values. Saving needs values, and loading does not.
     """
     state, first_of = ModelState(), dict[int, str]()
     again = model.state_dict(keep_vars=True)
@@ -82,14 +83,14 @@ def read_model(model: nn.Module, *, filled: bool = True) -> ModelState:
 
 
 def _is_made(value: Tensor, again: Any) -> bool:
-    """Return whether two calls of state_dict() made two tensors, so that neither is the model's own."""
+    """Return whether two calls of state_dict() made two different tensors, so that neither belongs to the model."""
     if value is again or is_remote(value) or value.is_meta:
         return False
     return not isinstance(again, Tensor) or get_storage_id(value) != get_storage_id(again)
 
 
 def _find_distinct(value: Tensor) -> Tensor:
-    """Return the part of a tensor that has each number once: an expanded tensor repeats numbers in its memory."""
+    """Return a view of a tensor that has each number once: an expanded tensor repeats numbers without own memory."""
     repeated = [dim for dim, size in enumerate(value.shape) if size > 1 and value.stride(dim) == 0]
     for dim in repeated:
         value = value.narrow(dim, 0, 1)
@@ -97,7 +98,7 @@ def _find_distinct(value: Tensor) -> Tensor:
 
 
 def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> None:
-    """Raise InputError for a value with different numbers if its tensor in the model repeats one number."""
+    """Raise InputError if a stored value has different numbers at places that share memory in the model's tensor."""
     for name, value in values.items():
         if name in state.made:
             continue
@@ -111,7 +112,7 @@ def check_apart(state: ModelState, values: Mapping[str, Tensor], where: str) -> 
 
 
 def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]) -> None:
-    """Give a model the values that cannot be filled in place."""
+    """Give a model the values that cannot be filled in place: extra state, and tensors whose memory repeats numbers."""
     for name, value in values.items():
         if name in state.made:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -121,9 +122,9 @@ def give_apart(model: nn.Module, state: ModelState, values: Mapping[str, Tensor]
 
 
 def refuse_remote(model: nn.Module, state: ModelState, verb: str) -> None:
-    """Raise ElsewhereError for a model that has weights on other ranks; only its pipeline can reach them.
+    """Raise ElsewhereError for a model that has weights on other ranks. Only a pipeline can reach their values.
 
-    verb: "save" or "load".
+    verb: "save" or "load", for the message.
     """
     for name, weight in state.kinds.items():
         if isinstance(weight, RemoteTensor):
@@ -135,7 +136,7 @@ def refuse_remote(model: nn.Module, state: ModelState, verb: str) -> None:
 
 
 def check_plain(name: str, value: Tensor) -> None:
-    """Raise InputError for a tensor that is more than its numbers: quantized, sparse or distributed."""
+    """Raise InputError for a tensor that is more than its numbers: quantized, sparse, or distributed over processes."""
     # The class is not checked: a parameter may be of the user's own class.
     distributed = hasattr(value, "device_mesh") or hasattr(value, "local_shards")
     if value.layout != torch.strided or value.dtype not in NAMES or value.is_quantized or distributed:
@@ -146,10 +147,10 @@ def check_plain(name: str, value: Tensor) -> None:
 
 
 def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return first name of each weight in the model -> name in the checkpoint.
+    """Return the first name of each weight in the model -> its name in the checkpoint.
 
-    kinds: the tensors of the checkpoint, by full name. Raises InputError for missing or extra tensors, or for another
-    shape or dtype.
+    kinds: the tensors of the checkpoint, by full name. tied: the checkpoint's other names of weights -> stored name.
+    Raises InputError for missing or extra tensors, or for another shape or dtype.
     """
     stored = {name.removeprefix(MODEL): kind for name, kind in kinds.items() if name.startswith(MODEL)}
     found: dict[str, str] = {}
@@ -181,7 +182,7 @@ def check_model(state: ModelState, kinds: Mapping[str, Tensor], tied: Mapping[st
 
 
 def make_room(state: ModelState, places: Mapping[int, torch.device]) -> None:
-    """Give memory to weights of this rank that have none, on the device of their stage; they stay the same objects."""
+    """Allocate memory for weights of this rank that have none, on their stages' devices. They stay the same objects."""
     for name, weight in state.own.items():
         if weight.is_meta:
             device = places.get(id(weight), torch.device("cpu"))

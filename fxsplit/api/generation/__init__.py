@@ -1,1 +1,1 @@
-"""Generate text with Hugging Face's own loop over a pipeline whose stages keep their keys and values."""
+"""Generate text: Hugging Face's own loop calls a pipeline whose stages keep the attention's keys and values."""

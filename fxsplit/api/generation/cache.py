@@ -24,12 +24,15 @@ from fxsplit.torch_internals.fx.kv_cache import extend, recall
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 SLOTS = 4
-"""Slots of a layer: its keys and values, and the keys and values of its attention to the encoder's output."""
+"""Numbers of tensors that a layer keeps: its keys, its values, and both again for attention to the encoder's output."""
 
 
 @dataclass
 class CacheShapes:
-    """The heads, features and dtype of slots that later steps only read, by slot; the first step sets them."""
+    """The sizes of the tensors that later steps only read: slot -> (heads, features, dtype).
+
+    The first step sets them.
+    """
 
     known: dict[int, tuple[int, int, torch.dtype]] = field(default_factory=dict)
 
@@ -44,9 +47,10 @@ def make_cache(config: Any, kv_cache: int | torch.SymInt) -> Any:
 def make_two_caches(
     config: Any, kv_cache: int | torch.SymInt, mask: Tensor, shapes: CacheShapes, *, first: bool
 ) -> Any:
-    """Return the cache of a decoder that also attends to an encoder's output, with `mask` (rows, length).
+    """Return the two caches of a decoder that also attends to an encoder's output.
 
-    first: whether this step makes the keys and values of the encoder's output; later steps read them.
+    mask: the mask of the encoder's input, (rows, length).
+    first: whether this step makes the keys and values of the encoder's output. Later steps only read them.
     """
     caches: Any = import_module("transformers.cache_utils")
     own = make_cache(config, kv_cache)
@@ -58,7 +62,7 @@ def make_two_caches(
 
 
 def _make_growing(slot: int, kv_cache: int | torch.SymInt) -> Any:
-    """Return a layer's part of the cache, with keys in `slot` and values in the next slot."""
+    """Return the part of the cache for one layer's own attention: keys are in `slot`, and values in the next slot."""
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         total = kv_cache + keys.shape[2]
@@ -68,7 +72,10 @@ def _make_growing(slot: int, kv_cache: int | torch.SymInt) -> Any:
 
 
 def _make_cross(slot: int, mask: Tensor, shapes: CacheShapes, *, first: bool) -> Any:
-    """Return a layer's part of the cache for the encoder's output, made in the first step and read in later steps."""
+    """Return the part of the cache for one layer's attention to the encoder's output.
+
+    The first step makes the keys and values, and later steps read them.
+    """
 
     def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         for i, made in enumerate((keys, values)):
@@ -88,7 +95,7 @@ def _make_cross(slot: int, mask: Tensor, shapes: CacheShapes, *, first: bool) ->
 
 
 def _make_layer(kv_cache: int | torch.SymInt, update: Change) -> Any:
-    """Return transformers' object for one layer of a cache; `update` takes new keys and values, and returns all."""
+    """Return transformers' object for one layer of a cache. `update` takes new keys and values, and returns all."""
     base: Any = import_module("transformers.cache_utils").CacheLayerMixin
 
     def initialize(layer: Any, *_: Any) -> None:

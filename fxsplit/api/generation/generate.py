@@ -28,15 +28,15 @@ from fxsplit.errors import InputError
 from fxsplit.system.user_lines import warn_user
 
 MODES = ("greedy_search", "sample")
-"""The names in transformers of the ways to generate that keep rows as they are."""
+"""The ways to generate in which rows never exchange their keys and values, by their names in transformers."""
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Layers that remember earlier tokens only by keys and values."""
+"""The kinds of layers that remember earlier tokens only by keys and values."""
 IDLE = ("use_cache", "logits_to_keep", "return_dict", "cache_position")
-"""Arguments of the loop, besides tensors, that ask for the behaviour of every step."""
+"""Arguments from the loop that may be ignored: they ask for what every step does anyway."""
 
 
 class CachedTokens:
-    """The loop's cache in place of keys and values, which the stages keep: it only counts the tokens.
+    """Stands for the cache in transformers' loop, and only counts tokens: the stages keep the keys and values.
 
     most: the largest number of tokens.
     sampled: whether the loop draws tokens from the caller's generator.
@@ -54,17 +54,17 @@ class CachedTokens:
     """For each layer, whether it has linear attention; transformers reads this attribute of its cache."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that have been seen; transformers calls this method of its cache."""
+        """Return the number of tokens that the model has seen; transformers calls this method of its cache."""
         return self.length
 
 
 def takes_generate(model: nn.Module) -> bool:
-    """Return whether a model generates with the loop of transformers."""
+    """Return whether a model generates with the loop of transformers, GenerationMixin."""
     return any(kind.__module__.startswith("transformers.generation") for kind in type(model).__mro__)
 
 
 def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of the model's own generate(), computed by the programs.
+    """Return the result of the model's own generate(), with each step of the loop run by `programs`.
 
     Raises InputError for a model or an argument with which stages cannot keep keys and values.
     """
@@ -81,7 +81,7 @@ def generate(programs: Programs, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise InputError for a model that cannot generate in stages, or not in its present mode."""
+    """Raise InputError for a model that cannot generate in stages, or cannot in its present mode."""
     name = type(model).__name__
     if not takes_generate(model):
         raise InputError(f"{name} has no generate() of transformers' GenerationMixin: give such a model to compile()")
@@ -104,7 +104,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def make_driver(programs: Programs) -> Any:
-    """Return a twin of the model for the loop: each call of the twin runs a step on the pipeline."""
+    """Return a module that the loop takes for the model: each call of this twin runs a step on the pipeline."""
     model: Any = programs.model
     # Only the collector frees a class, and until then this class must not keep the weights.
     find: Callable[[], Any] = weakref.ref(programs)
@@ -132,7 +132,10 @@ def make_driver(programs: Programs) -> Any:
 
 
 def make_encoder(find: Callable[[], Any]) -> Any:
-    """Return a twin of the encoder for the loop; `find` returns the programs."""
+    """Return a module that the loop takes for the encoder: a call of this twin runs it on the pipeline.
+
+    find: returns the programs; the twin does not keep them alive.
+    """
     encoder = find().model.get_encoder()
 
     def forward(self: Any, **arguments: Any) -> Any:
@@ -148,7 +151,7 @@ def make_encoder(find: Callable[[], Any]) -> Any:
 def check_request(model: nn.Module, config: Any, mode: str) -> None:
     """Raise InputError for a way to generate, or a length, that stages with their own keys and values cannot do.
 
-    config: the GenerationConfig of the loop.
+    config: the GenerationConfig of the loop. mode: the way to generate, by its name in transformers.
     """
     if mode not in MODES:
         raise InputError(
@@ -177,8 +180,9 @@ def check_request(model: nn.Module, config: Any, mode: str) -> None:
 
 
 def run_step(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
-    """Return a decoder's logits for the tokens of a call, and count the tokens as seen.
+    """Run one step of a decoder, and count its tokens as seen. Return the logits and the cache, as transformers does.
 
+    arguments: the keyword arguments of the model's forward(), which are taken out of the dict.
     cache: the name of the argument, and of the output, that holds the cache.
     """
     ids, seen = take_ids(arguments, "input_ids"), take_seen(arguments, cache)
@@ -191,9 +195,10 @@ def run_step(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
 
 
 def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str) -> Any:
-    """Run one step of a decoder on the outputs of an encoder; return its logits and the cache, as transformers does.
+    """Run one step of a decoder on the outputs of an encoder. Return the logits and the cache, as transformers does.
 
-    arguments: the keyword arguments of the model's forward(), which are taken out. cache: the name of the cache's.
+    arguments: the keyword arguments of the model's forward(), which are taken out of the dict.
+    cache: the name of the argument, and of the output, that holds the cache.
     """
     ids, seen, encoded = (
         take_ids(arguments, "decoder_input_ids"),
@@ -214,7 +219,7 @@ def run_after_encoder(programs: Programs, arguments: dict[str, Any], cache: str)
 
 
 def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: CachedTokens) -> Tensor:
-    """Return the logits that follow the tokens, and then count the tokens as seen."""
+    """Run a step on the tokens `ids` and count them as seen. Return the logits that follow them."""
     step = programs.run_next if seen.length else programs.run_first
     logits = step(tensors, seen.text)
     if seen.sampled and not seen.length and programs.draw():
@@ -227,7 +232,7 @@ def run(programs: Programs, tensors: dict[str, Tensor], ids: Tensor, seen: Cache
 
 
 def make_mask(mask: Tensor | None, ids: Tensor, seen: CachedTokens) -> Tensor:
-    """Return the mask over all tokens, seen before or now; without a mask every token counts."""
+    """Return the mask over all tokens, (rows, tokens seen before and in `ids`); without a mask every token counts."""
     # A step infers the number of earlier tokens from the length of its mask.
     shape = (len(ids), seen.length + ids.shape[1])
     if mask is None:
@@ -238,7 +243,7 @@ def make_mask(mask: Tensor | None, ids: Tensor, seen: CachedTokens) -> Tensor:
 
 
 def to_whole(numbers: Tensor) -> Tensor:
-    """Return tokens, or their mask, as int64, the dtype of the steps: models also take bool, int32 and more.
+    """Return tokens, or their mask, as int64, the dtype that steps take. Models also take bool, int32 and more.
 
     Raises InputError if a number is not whole.
     """
@@ -249,7 +254,7 @@ def to_whole(numbers: Tensor) -> Tensor:
 
 
 def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
-    """Take the cache out of the arguments of a call, by its name. Raises InputError if it is missing."""
+    """Remove the cache from the arguments of a call, and return it. Raises InputError if it is missing."""
     seen = arguments.pop(name, None)
     if not isinstance(seen, CachedTokens):
         raise InputError(
@@ -260,7 +265,7 @@ def take_seen(arguments: dict[str, Any], name: str) -> CachedTokens:
 
 
 def take(arguments: dict[str, Any], name: str) -> Any:
-    """Take an argument out of the arguments of a call. Raises InputError if it is missing."""
+    """Remove an argument from the arguments of a call, and return it. Raises InputError if it is missing."""
     if arguments.get(name) is None:
         given = " and ".join(sorted(f"{other}=" for other, value in arguments.items() if isinstance(value, Tensor)))
         raise InputError(
@@ -271,12 +276,15 @@ def take(arguments: dict[str, Any], name: str) -> Any:
 
 
 def take_ids(arguments: dict[str, Any], name: str) -> Tensor:
-    """Take tokens out of the arguments of a call, as `take` does."""
+    """Remove the tokens from the arguments of a call, and return them as int64.
+
+    Raises InputError if they are missing.
+    """
     return to_whole(take(arguments, name))
 
 
 def refuse_more(arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for an argument that no step takes, unless it asks for the behaviour of every step."""
+    """Raise InputError for an argument that no step takes, unless it asks for what every step does anyway."""
     for name, value in arguments.items():
         if name not in IDLE and value is not None and value is not False:
             raise InputError(

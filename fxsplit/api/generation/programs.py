@@ -1,7 +1,7 @@
 """Compile the steps that a pipeline generates with, and run them.
 
 Each step is captured, planned and run like any other model. All steps have a weight, and the keys and values of a
-layer, on the same device, so that each step finds the cache of the step before.
+layer, on the same device, so that each step finds the keys and values that the previous step left.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fxsplit.torch_internals.fx.kv_cache import KVCaches, find_slot
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 LEAST_LENGTH = 4
-"""The fewest tokens in the example of a next step: torch.export treats lengths near 1 as constants."""
+"""The fewest tokens in an example of a next step: torch.export would take a length near 1 for a constant."""
 
 
 class Generation:
-    """One call of generate(): the keys and values of its rows in the stages, and its prepared steps.
+    """One call of generate(): the keys and values of its rows in the stages, and the batches of its steps by step name.
 
     most: the largest number of tokens of a row.
     """
@@ -53,9 +53,9 @@ class Generation:
 
 
 class Programs:
-    """The steps of one model's generation, compiled when they are needed. `compiler` is the pipeline's.
+    """The steps that a model generates with, compiled when they are first needed. `compiler` is the pipeline's.
 
-    start: the pipeline's method that returns its engine for a program. It does not keep the pipeline alive.
+    start: the pipeline's method that returns its engine for a program. Only a weak reference to the pipeline is kept.
     """
 
     def __init__(self, compiler: Compiler, start: Callable[[Program], Engine]) -> None:
@@ -69,15 +69,15 @@ class Programs:
         return self._compiler.model
 
     def list_programs(self) -> list[Program]:
-        """Return the programs of the compiled steps, in the order of their compiles."""
+        """Return the programs of the compiled steps, in the order in which they were compiled."""
         found = [step.get_compiled("eval") for step in self._steps.values()]
         return [compiled.program for compiled in found if compiled is not None]
 
     def settle(self) -> None:
         """Move weights to the devices of the programs, or forget programs that need weights on other devices.
 
-        Raises InputError for a pipeline that will read its weights when it compiles, and for one with several stages a
-        device.
+        Raises InputError for a pipeline that will read its weights only when it compiles, and for a pipeline with
+        several stages on a device.
         """
         if self._compiler.weights is not None:
             raise InputError(
@@ -106,7 +106,10 @@ class Programs:
         return self._run("encode", tensors, Generation(0))
 
     def run_first(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Return the logits (rows, 1, vocabulary) that follow a prompt, after compiling both steps if need be."""
+        """Return the logits (rows, 1, vocabulary) that follow a prompt.
+
+        The first call compiles the first and the next step.
+        """
         if not self._steps.keys() & {"first", "next"}:
             try:
                 self._compile_steps(tensors, text.kv_caches.most)
@@ -118,11 +121,11 @@ class Programs:
         return self._run("first", tensors, text)
 
     def run_next(self, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Return the logits (rows, 1, vocabulary) that follow one more token."""
+        """Return the logits (rows, 1, vocabulary) that follow one more token of each row."""
         return self._run("next", tensors, text)
 
     def _compile_steps(self, tensors: dict[str, Tensor], most: int) -> None:
-        """Compile the first step, and the next step for up to `most` tokens, on the same devices."""
+        """Compile the first step and the next step, for up to `most` tokens, with weights on the same devices."""
         # A decoder is planned for its next step, which makes most of a text. After an encoder the first step also has a
         # single token, and it has all the weights, so it is planned for.
         if "decoder_input_ids" in tensors:
@@ -138,7 +141,10 @@ class Programs:
         self._check_lengths(make_example(tensors, max(most, LEAST_LENGTH) + 1))
 
     def _check_lengths(self, longer: dict[str, Tensor]) -> None:
-        """Raise TraceError if the next step was exported for only one length: every token would need a compile."""
+        """Raise TraceError if the next step was exported for one length only: every token would then need a compile.
+
+        longer: tensors of a next step with one more token.
+        """
         compiled = self._steps["next"].get_compiled("eval")
         assert compiled is not None, "compiled just now"
         if compiled.captured[Scope].other_shapes(list(longer.values())) is not None:
@@ -149,7 +155,7 @@ class Programs:
             )
 
     def _add(self, name: str, make: Callable[[], nn.Module]) -> None:
-        """Make the compiler of a step, unless there is one."""
+        """Make the compiler of the step `name`, unless there is one; `make` returns the step's module."""
         if name in self._steps:
             return
         options = self._compiler.options.for_inference()
@@ -166,7 +172,7 @@ class Programs:
         made.pause = lambda: compiler.pause()
 
     def _compile(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Compile a step for tensors like these, unless it is compiled; forget the step if that fails."""
+        """Compile a step for tensors like these, unless it is compiled. Forget the step if compiling fails."""
         step = self._steps[name]
         stated = step.options.n_microbatches
         try:
@@ -176,7 +182,7 @@ class Programs:
             raise
 
     def _run(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Tensor:
-        """Run a step on tensors, and return its result."""
+        """Run the step `name` on tensors, and return its result."""
         start = self._start()
         assert start is not None, "the pipeline is there, as it generates"
         batch = self._prepare(name, tensors, text)
@@ -189,7 +195,7 @@ class Programs:
         return found
 
     def _prepare(self, name: str, tensors: dict[str, Tensor], text: Generation) -> Batch:
-        """Return a step ready to run. Only once a text it is checked that the program still is the model."""
+        """Return a step ready to run. Only the first steps of a text check that the program still fits the model."""
         if self._steps[name].get_compiled("eval") is None:
             self._compile(name, tensors)
         known, compiled = text.prepared.get(name), self._steps[name].get_compiled("eval")
@@ -204,19 +210,19 @@ class Programs:
         return any(program.draws() for program in self.list_programs())
 
     def _pin(self, captured: IR) -> IR:
-        """Return a captured step with pins for its weights, keys and values to the stages of existing programs."""
+        """Return a captured step with pins: its weights, keys and values stay on the stages of existing programs."""
         programs = [*self.list_programs(), *self._compiler.list_programs()]
         pins = [pin_read_weights(captured, programs), *(pin_kv_caches(captured, program) for program in programs)]
         return captured.learn(Pins.join(pins)) if programs else captured
 
     def _find_placed(self) -> Program | None:
-        """Return the pipeline's own program, which keeps its weights in place; None if there is none."""
+        """Return the pipeline's own program, which determines where weights are; None if it has not compiled."""
         compiled = self._compiler.get_compiled(get_mode(self.model))
         return None if compiled is None else compiled.program
 
 
 def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
-    """Return example tensors for the next step, with `most` tokens seen, from the tensors of the first step."""
+    """Return example tensors to capture the next step with, after `most` tokens, made from the first step's tensors."""
     made = {name: t for name, t in tensors.items() if name != "encoded"}
     prefix = "decoder_" if "encoded" in tensors else ""
     ids, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
@@ -229,7 +235,7 @@ def make_example(tensors: dict[str, Tensor], most: int) -> dict[str, Tensor]:
 
 
 def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
-    """Return tensors of at least `least` rows: an example needs a row for each microbatch."""
+    """Return tensors with at least `least` rows, repeated if need be: an example needs a row for each microbatch."""
     rows = next(iter(tensors.values())).shape[0]
     if rows >= least:
         return tensors
@@ -240,7 +246,7 @@ def repeat_rows(tensors: dict[str, Tensor], least: int) -> dict[str, Tensor]:
 def pin_read_weights(captured: IR, others: Sequence[Program]) -> Pins:
     """Return pins that keep weights on the stages of other programs, except weights that this graph reads more often.
 
-    An embedding that is also the last layer, for example, is read twice by a decoder, but once by an encoder.
+    An embedding that is also the last layer, for example: a decoder reads it twice, but an encoder only once.
     """
     here = count_readers([captured.gm])
     counts = [count_readers([stage.module for stage in other.stages.stages]) for other in others]
@@ -256,12 +262,12 @@ def pin_read_weights(captured: IR, others: Sequence[Program]) -> Pins:
 
 
 def count_readers(graphs: Sequence[fx.GraphModule]) -> Counter[int]:
-    """Return how many nodes hold each weight, by its memory."""
+    """Return how many nodes of the graphs hold each weight, by the id of the weight's memory."""
     return Counter(get_storage_id(w) for gm in graphs for node in gm.graph.nodes for w in list_node_weights(gm, node))
 
 
 def pin_kv_caches(captured: IR, other: Program) -> Pins:
-    """Return pins that keep the keys and values of a layer on the stage that another program has them on."""
+    """Return pins that keep the keys and values of each layer on the stage where another program has them."""
     homes = {
         node.args[at]: planned.devices[0]
         for stage, planned in zip(other.stages.stages, other.plan.stages, strict=True)

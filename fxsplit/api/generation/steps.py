@@ -1,8 +1,8 @@
-"""Make a module for each step of a generation, which can be compiled like any model.
+"""Make a module for each step of a generation. The module can be compiled like any model.
 
-The *first* step sees the prompt, and every *next* step the token before. A model with an encoder *encodes* once before
-the first step. A step is the model itself, with the same weights, but with another forward(). This takes only tensors,
-and its cache is operators in the graph.
+The *first* step sees the prompt, and every *next* step sees the token that was generated before. A model with an
+encoder *encodes* once before the first step. A step is the model itself, with the same weights, but with another
+forward(). This forward() takes only tensors, and its cache consists of operators in the graph.
 
   decoder:               first(prompt) -> next(token) -> next(token) ...
   encoder and decoder:   encode(input) -> first(start, encoded) -> next(token) ...
@@ -21,7 +21,7 @@ from fxsplit.api.generation.cache import CacheShapes, make_cache, make_two_cache
 
 
 def make_twin(model: nn.Module, **members: Any) -> Any:
-    """Return a module that shares everything with a model, but has a class with other `members`."""
+    """Return a twin of a model: a module with the very same attributes, whose class has other `members`."""
     kind = type(model)
     twin: Any = object.__new__(type(kind.__name__, (kind,), {"__module__": kind.__module__, **members}))
     # The same dictionary: an attribute, a mode or a hook that is set on either module is on both.
@@ -30,17 +30,17 @@ def make_twin(model: nn.Module, **members: Any) -> Any:
 
 
 def make_output(name: str, **values: Any) -> Any:
-    """Return an output object of transformers, of the class with this name."""
+    """Return an output object of transformers; `name` is its class."""
     return getattr(import_module("transformers.modeling_outputs"), name)(**values)
 
 
 def list_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the arguments that the model's class takes in its forward()."""
+    """Return the names of the parameters of forward() in the model's class, with `self`."""
     return list(inspect.signature(type(model).forward).parameters)
 
 
 def name_cache(model: nn.Module) -> str:
-    """Return the name of the argument, and of the output, that holds the cache in a model of transformers.
+    """Return the name under which a model of transformers takes and returns its cache.
 
     The name is `cache` since transformers 5.24; earlier it was `past_key_values`.
     """
@@ -50,7 +50,8 @@ def name_cache(model: nn.Module) -> str:
 def make_step(model: nn.Module, *, first: bool) -> Any:
     """Return a step of a decoder: (input_ids, attention_mask, position_ids) -> logits of the last token.
 
-    Shapes are (rows, tokens), (rows, all tokens seen), (rows, tokens) -> (rows, 1, vocabulary).
+    first: whether this is the step for the prompt. Shapes are (rows, tokens), (rows, all tokens seen), (rows, tokens)
+    -> (rows, 1, vocabulary).
     """
     run = _make_run(model)
 
@@ -64,7 +65,10 @@ def make_step(model: nn.Module, *, first: bool) -> Any:
 
 
 def make_encode(model: nn.Module) -> Any:
-    """Return the encoder's part: (input_ids, attention_mask), of shape (rows, length) -> (rows, length, features)."""
+    """Return the step that runs the encoder: (input_ids, attention_mask) -> (rows, length, features).
+
+    Both arguments have the shape (rows, length).
+    """
 
     def forward(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
         encoder = self.get_encoder()
@@ -74,10 +78,10 @@ def make_encode(model: nn.Module) -> Any:
 
 
 def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
-    """Return the first step after an encoder, which also keeps keys and values of the encoder's output.
+    """Return the first step of a decoder after an encoder. The step also makes keys and values of the encoder's output.
 
     (decoder_input_ids, decoder_attention_mask, attention_mask, encoded) -> logits of the last token. The masks are
-    (rows, all tokens seen) and (rows, length of the encoder's input).
+    (rows, all tokens seen) and (rows, length of the encoder's input). `shapes` gets the sizes of these keys and values.
     """
     run = _make_run(model)
 
@@ -97,7 +101,13 @@ def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
 
 
 def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
-    """Return a later step after an encoder: (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits."""
+    """Return a step of a decoder that follows the first step after an encoder.
+
+    It reads the keys and values of that step.
+    (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits of the last token, (rows, 1, vocabulary). The
+    masks are (rows, all tokens seen) and (rows, length of the encoder's input). `shapes` has the sizes of the keys and
+    values of the encoder's output; the first step has set them.
+    """
     run = _make_run(model)
 
     def forward(self: Any, decoder_input_ids: Tensor, decoder_attention_mask: Tensor, attention_mask: Tensor) -> Tensor:
@@ -118,7 +128,7 @@ def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
 
 
 def _make_run(model: nn.Module) -> Callable[..., Tensor]:
-    """Return a function that runs the model's own forward() and returns the logits of the last token."""
+    """Return a function that runs the model's own forward() and returns only the logits of the last token."""
     own: Any = type(model).forward
     # Only the last token of a prompt needs logits, and a vocabulary is long.
     fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}

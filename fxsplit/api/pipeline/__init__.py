@@ -1,1 +1,1 @@
-"""The Pipeline that compile() returns: called, trained, streamed, saved and loaded like its model."""
+"""The Pipeline that compile() returns. It is called, trained, streamed, saved and loaded like its model."""

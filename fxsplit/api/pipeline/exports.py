@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class WithExports(WithWeights):
-    """A facade whose compiled stages can be given to another runtime."""
+    """Base of Pipeline: gives the compiled stages to another runtime."""
 
     @property
     def gradient_traffic(self) -> BytesSent | None:
-        """The bytes of gradients that this rank has sent to add them up, and the bytes that were saved; print it.
+        """The bytes of gradients that this rank has sent to add them up, and the bytes that a hook has saved; print it.
 
         None if gradients are not added over ranks: see compile(gradient_hook=).
         """

@@ -15,7 +15,7 @@ from torch import nn
 from fxsplit.errors import FxsplitError
 
 OWN = frozenset(nn.Module().__dict__.keys() - {"training", "_is_full_backward_hook"})
-"""Attributes that torch sets in every module: dictionaries, which the facade shares with its model."""
+"""The attributes that torch sets in every module. They are dictionaries, and the facade shares them with its model."""
 EXTRA = ("get_extra_state", "set_extra_state")
 """Methods that torch calls only if the class of a module defines them."""
 
@@ -23,7 +23,7 @@ EXTRA = ("get_extra_state", "set_extra_state")
 class Facade(nn.Module):
     """A module with the parameters, buffers, submodules, hooks, mode and attributes of `model`.
 
-    Each facade has its own class, whose forward() has the model's signature: some libraries look at the class.
+    Each facade has a class of its own, whose forward() has the model's signature: some libraries look at the class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class Facade(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the values that the model itself holds, for an outer module that loads all of its parts."""
+        """Load the values that belong to the model itself. torch calls this while it loads an outer module by parts."""
         self.model._load_from_state_dict(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -101,14 +101,17 @@ class Facade(nn.Module):
         return own.__get__(self) if isinstance(own, property) else getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the pipeline if it has this one; any other on the model, as forward() may read it."""
+        """Set an attribute of the pipeline if the pipeline has it.
+
+        Otherwise set the attribute of the model, whose forward() may read it.
+        """
         if name.startswith("_") or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the pipeline if it has this one, otherwise of the model."""
+        """Delete an attribute of the pipeline itself if it has this attribute; otherwise of the model."""
         if name in self.__dict__:
             super().__delattr__(name)
         else:
@@ -116,7 +119,7 @@ class Facade(nn.Module):
 
 
 def _sign(forward: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Return a forward() for a class, with the signature of the model's forward()."""
+    """Return a forward() for a class that calls `forward`, but shows the signature of the model's forward()."""
 
     def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)

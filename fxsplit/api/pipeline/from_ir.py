@@ -38,8 +38,9 @@ from fxsplit.torch_internals.thread_modes import enable_gradients
 def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compiler:
     """Return a compiler whose program for the mode of `ir` has the stages of `ir`.
 
-    Other modes and shapes are compiled by the passes of `ir`, with the same plan. Raises MissingFact for an IR that has
-    no stages or was not captured from a model, and BrokenFact for stages that compute something else than the model.
+    Other modes and shapes are compiled by the passes of `ir`, with the same plan. `check_rewrites`: compare the stages
+    with the captured graph on the example. Raises MissingFact for an IR that has no stages or was not captured from a
+    model, and BrokenFact for stages that compute something else than the model.
     """
     if not isinstance(ir, IR):
         raise InputError(f"Pipeline.of takes an IR, such as fxsplit.run(captured, chain), and not {show(ir)}")
@@ -80,10 +81,12 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
 
 
 def _check_edits(ir: IR, passed: Sequence[IR], *, runs: bool) -> IR:
-    """Return `ir`, marked as Detached if it is, after a comparison of each rewrite with the graph before.
+    """Compare the graph after each pass with the graph before it.
 
-    Each rewrite may change as much as its own pass states. A graph with weights of its own is always compared, since
-    these may be of earlier weights of the model. Raises BrokenFact for a graph that computes something else.
+    Return `ir`, marked as Detached if a pass detached it.
+    `passed`: the IRs after each pass. Each pass may change values as much as it states. A detached graph, which has
+    weights of its own, is always compared: these may be made from weights that the model no longer has. Other graphs
+    are compared only if `runs`. Raises BrokenFact for a graph that computes something else.
     """
     rewrites = Rewrites(passed[0])
     for before, after in pairwise(passed):
@@ -105,12 +108,12 @@ def _check_edits(ir: IR, passed: Sequence[IR], *, runs: bool) -> IR:
 
 
 def edited_by_hand(ir: IR) -> IR:
-    """Stand for an edit that no pass has made, in messages."""
+    """Return `ir`. In messages, this function stands for an edit that no pass has made."""
     return ir
 
 
 def _list_irs(ir: IR) -> list[IR]:
-    """Return the IRs that led to `ir`, the captured one first."""
+    """Return the IRs that led to `ir`, from the captured one to `ir` itself."""
     found = [ir]
     while found[-1].earlier is not None:
         found.append(found[-1].earlier)
@@ -118,7 +121,7 @@ def _list_irs(ir: IR) -> list[IR]:
 
 
 def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None, *, check_rewrites: bool) -> CompileOptions:
-    """Return the options of compile() that an IR was made with."""
+    """Return the options with which compile() would make an IR like this one."""
     machine, workload = ir[Machine], ir[Workload]
     apart = Counter(home[0] for home in machine.homes)
     several = None if workload.replicated or not machine.homes else max(apart.values())
@@ -137,7 +140,7 @@ def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None, *, check_rewrit
 
 
 def _list_passes(ir: IR) -> Chain:
-    """Return the passes of an IR, with its plan in place of the passes that found it."""
+    """Return the passes of an IR. One pass that takes the IR's plan replaces the passes that found the plan."""
     done = [_find_pass(step) for step in ir.steps]
     planned = [at for at, step in enumerate(done) if _plans(step)]
     cut = next((at for at, step in enumerate(done) if name_pass(step) == "emit"), len(done))
@@ -149,12 +152,12 @@ def _list_passes(ir: IR) -> Chain:
 
 
 def _plans(step: Pass) -> bool:
-    """Return whether a pass only serves to find a plan."""
+    """Return whether a pass serves only to find a plan."""
     return name_pass(step) in SEARCH or Plan in getattr(step, "learns", ())
 
 
 def _find_pass(step: Step) -> Pass:
-    """Return the pass of a step; for a pass of a user's that only a file names, one that refuses to run."""
+    """Return the pass of a step. If a text names a pass of a user, return a pass that refuses to run."""
     if step.run is not None:
         return step.run
     try:
@@ -165,7 +168,10 @@ def _find_pass(step: Step) -> Pass:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Stands for a pass that a file names and that would have to be imported: nothing in a file is imported."""
+    """Stands for a user's pass that a file names.
+
+    To run the pass, fxsplit would have to import code that the file chooses.
+    """
 
     text: str
 

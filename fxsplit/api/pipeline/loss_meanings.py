@@ -12,8 +12,9 @@ from fxsplit.runtime.program import Batch, Program
 
 
 class LossMeanings:
-    """Finds the meaning of a loss function for one model, or of the model's own loss if `loss_fn` is None.
+    """Finds out, once for each program, how the loss of a batch follows from the losses of its microbatches.
 
+    loss_fn: the loss function; None for the loss that the model itself returns.
     side_by_side: whether other pipelines have other rows of the batch.
     """
 
@@ -23,7 +24,7 @@ class LossMeanings:
         self._known: WeakKeyDictionary[Program, LossMeaning] = WeakKeyDictionary()
 
     def find(self, batch: Batch) -> LossMeaning:
-        """Return how the loss of a step follows from its microbatches. Raises InputError if it does not."""
+        """Return how the loss of a step follows from its microbatches. Raises InputError if it does not follow."""
         program = batch.program
         if self._loss_fn is None:
             return LossMeaning(take_model_loss, find_own_meaning(program, len(batch.rows)).kind, looks=False)

@@ -73,7 +73,7 @@ R = TypeVar("R")
 
 
 def act_together(method: Callable[P, R]) -> Callable[P, R]:
-    """Return the method so that it loses no interrupt, and every rank raises the first error of any rank."""
+    """Decorate a method of a pipeline: an interrupt always ends it, and all ranks raise the first error of any rank."""
 
     @wraps(method)
     def acting(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,9 +93,9 @@ class Pipeline(Shown, WithExports):
     """A model run as a pipeline of stages.
 
     Parameters, buffers, submodules, hooks and mode are the model's own (the very same dictionaries), so state_dict(),
-    parameters(), train(), eval() and optimizers see the unsplit model. A call equals calling the model on each
-    microbatch and joining the outputs; `step` also runs loss and backward, in the chosen schedule. `compiler` holds the
-    options and compiles the programs.
+    parameters(), train(), eval() and optimizers see the unsplit model. A call gives the outputs that the model gives on
+    each microbatch, joined. `step` also runs loss and backward, in the chosen schedule. `compiler` holds the options
+    and compiles the programs.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -134,7 +134,7 @@ class Pipeline(Shown, WithExports):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present mode, or of the other mode if only that is compiled; `print` shows a table."""
+        """The plan of the present mode, or of the other mode if only the other is compiled; `print` shows a table."""
         return self._present().program.plan
 
     @property
@@ -147,7 +147,7 @@ class Pipeline(Shown, WithExports):
 
     @property
     def stages(self) -> Stages:
-        """The emitted stages; `print(pipe.stages[0].code)`."""
+        """The stages of the graph, as they run: `print(pipe.stages[0].code)` shows the code of the first."""
         return self._present().program.stages
 
     @property
@@ -162,7 +162,7 @@ class Pipeline(Shown, WithExports):
 
     @property
     def front_end(self) -> str:
-        """How the model became a graph: symbolic_trace (perhaps with submodules kept whole), export or graph_module."""
+        """How the model became a graph: symbolic_trace (perhaps with whole submodules), export or graph_module."""
         return self.traced[Scope].front_end
 
     def summarise(self) -> str:
@@ -173,7 +173,7 @@ class Pipeline(Shown, WithExports):
         return f"{name}, {self.plan.summarise()}"
 
     def show(self) -> Parts:
-        """Yield the representation of the pipeline, and its plan if there is one."""
+        """Yield one line about the pipeline, and its plan if there is one."""
         yield repr(self)
         if self.compiler.get_compiled(get_mode(self.model)) is not None:
             yield from self.plan.show()
@@ -187,7 +187,7 @@ class Pipeline(Shown, WithExports):
         return self.plan.embed() + embed_timelines([self._predict(self._present().program)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """Return a pipeline over a copy of the model, with the same options, that compiles on its first call."""
+        """Return a pipeline over a copy of the model, with the same options. It compiles on its first call."""
         # A dump folder is for one compile.
         options = replace(self.compiler.options, dump=None)
         made = memo[id(self)] = Pipeline(self.compiler.recompile_like(copy_module(self.model, memo), options))
@@ -203,7 +203,7 @@ class Pipeline(Shown, WithExports):
         raise FxsplitError("a pipeline cannot be pickled, it has threads: save pipe.state_dict() instead")
 
     def train(self, mode: bool = True) -> Any:
-        """Wait for batches under way, then set the mode with the model's own train(). Later batches wait meanwhile."""
+        """Wait until no batch runs, then set the mode with the model's own train(). Batches that come later wait."""
         with self.keep_idle():
             return super().train(mode)
 
@@ -212,7 +212,7 @@ class Pipeline(Shown, WithExports):
     @leave_uncompiled
     @act_together
     def compile_for(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the present mode for calls like this one, unless it is compiled already."""
+        """Compile the present mode for calls like this one, unless that is done already."""
         self._check_open()
         self.compiler.program(get_mode(self.model), Call(tuple(args), dict(kwargs)))
 
@@ -237,9 +237,8 @@ class Pipeline(Shown, WithExports):
             arguments or dicts of keyword arguments. Enough batches are read ahead to keep all stages busy, and outputs
             come in the same order.
 
-        Do not change weights meanwhile. The error of a batch comes in its place, and ends the stream. The stream also
-        ends after `close()`, or with the last reference to it. Over ranks each batch runs by itself.
-
+        Do not change weights meanwhile. If a batch fails, its error comes in its place, and ends the stream. The stream
+        also ends after `close()`, or with the last reference to it. Over ranks each batch runs by itself.
         Raises InputError if `batches` is no such iterable.
         """
         self._refuse_own_hooks("stream()")
@@ -347,7 +346,7 @@ class Pipeline(Shown, WithExports):
     ) -> tuple[Timeline, Timeline]:
         """Run one training step as `step` does; return two timelines: (measured, predicted).
 
-        They are for `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for Perfetto,
+        Give them to `fxsplit.report`: `save_picture([predicted, measured], "step.svg")`, `save_trace` for Perfetto,
         `draw` for the terminal. The first steps are slower than later ones: trace a later step.
         """
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer, "trace")
@@ -383,7 +382,7 @@ class Pipeline(Shown, WithExports):
         losses: list[Tensor] | None,
         timeout_s: float | None,
     ) -> Any:
-        """Run one training step. Whatever is raised, `commit` says whether the gradients were added."""
+        """Run one training step. Even if an error is raised, `commit` says whether the gradients were added."""
         batch, loss, stepper = self._prepare_step(args, kwargs, target, optimizer)
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
@@ -401,7 +400,10 @@ class Pipeline(Shown, WithExports):
         optimizer: Optimizer | None,
         method: str = "step",
     ) -> tuple[Batch, BatchLoss, Stepper | None]:
-        """Return the batch, loss and stepper of a training step. Raises InputError for unusable arguments."""
+        """Return the batch, the loss and the stepper of a training step. Raises InputError for unusable arguments.
+
+        The stepper steps the optimizer between microbatches; None unless the schedule is asynchronous.
+        """
         loss_fn = self.compiler.options.loss_fn
         if loss_fn is None and target is not None:
             raise InputError(
@@ -491,7 +493,7 @@ class Pipeline(Shown, WithExports):
             self._engine.close()
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """Return a call ready to run; compile for it if need be."""
+        """Return a call as a batch that is ready to run. Compiles if there is no program for the call."""
         self._check_open()
         refuse_foreign_modes()
         # A compile in prepare() waits until nothing runs, so a caller inside a running batch would wait for itself.
@@ -500,13 +502,16 @@ class Pipeline(Shown, WithExports):
         return self.compiler.prepare(get_mode(self.compiler.model), Call(tuple(args), dict(kwargs)))
 
     def _prepare_forward(self, call: Call) -> tuple[Batch, Engine]:
-        """Return a call ready to run, after a check that its outputs can be joined, and the engine to run it."""
+        """Return a call as a batch that is ready to run, and the engine to run it.
+
+        Checks that outputs can be joined.
+        """
         batch = self._prepare(*call)
         batch.program.check_joinable(len(batch.rows))
         return batch, self._engine or self._start_engine(batch.program)
 
     def _warn_of_no_gradients(self, detached: str | None) -> None:
-        """Warn if the caller may expect gradients of outputs that have none, because the pipeline is `detached`."""
+        """Warn if the caller may expect gradients of outputs, but the pipeline is detached; `detached` says why."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         if detached is not None and trains:
             warn_user(
@@ -514,7 +519,7 @@ class Pipeline(Shown, WithExports):
             )
 
     def _refuse_own_hooks(self, what: str) -> None:
-        """Raise InputError if the model itself has hooks: they run only in calls of the module, and `what` is none."""
+        """Raise InputError if the model itself has hooks. They run only in calls of the module, and not in `what`."""
         if any(self.__dict__[kind] for kind in HOOKS):
             raise InputError(f"the model itself has hooks, which {what} would not run: remove them, or call pipe(x)")
 
@@ -535,7 +540,7 @@ class Pipeline(Shown, WithExports):
 
     @restores_all
     def _start_engine(self, program: Program) -> Engine:
-        """Start the engine, unless it has been started, and return it; both modes run on the same machine."""
+        """Return the engine, after starting it if this is the first time; both modes run on the same machine."""
         # Threads start only now: a pipeline that is only planned and printed needs none.
         with self._starting.take():
             if self._engine is None:
@@ -546,7 +551,10 @@ class Pipeline(Shown, WithExports):
             return self._engine
 
     def _present(self) -> Compiled:
-        """Return the record of the present mode, or of the other mode, to show it."""
+        """Return what is compiled for the present mode, or else for the other mode.
+
+        Raises NotThere if nothing is compiled.
+        """
         compiled = self.compiler.get_compiled(get_mode(self.model))
         if compiled is None:
             raise NotThere("nothing is compiled yet: call the pipeline once, or pass example_inputs= to compile()")
@@ -568,7 +576,7 @@ def _check_step_options(*, return_outputs: object, losses: object, timeout_s: An
 
 
 def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:
-    """Return threads for all devices of a machine, or this process as one rank of its group."""
+    """Return the backend to run on: a thread for each device of a machine, or this process as one rank of its group."""
     if compile_group is not None:
         return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
     return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])

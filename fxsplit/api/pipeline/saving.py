@@ -21,15 +21,15 @@ from torch import nn
 from fxsplit.errors import FxsplitWarning
 
 SHORT_S = 1.0
-"""How long a process that an exception has ended waits for a checkpoint of ranks, as other ranks may be gone."""
+"""How long a process that ends by an exception waits for a checkpoint over ranks, since other ranks may be gone."""
 
 
 class Saving:
     """A checkpoint that is being written. It is at `path` after `wait()` has returned.
 
-    The end of the process waits for it, and so does `close()` of its pipeline. `wait()` raises the error that stopped
-    it. If `wait()` did not raise it, `close()` or the next save of the same thread does.
-
+    The end of the process waits for the checkpoint, and so does `close()` of its pipeline. `wait()` raises the error
+    that stopped the checkpoint. If nobody called `wait()`, `close()` or the next save of the same thread raises this
+    error.
     model: the pipeline or module that is saved.
     over_ranks: whether other ranks write parts of the checkpoint.
     """
@@ -68,19 +68,19 @@ class Saving:
             _known[:] = [one for one in _known if not one.is_complete] + [self]
 
     def goes_before(self, model: nn.Module | None, *, over_ranks: bool) -> bool:
-        """Return whether the next checkpoint of a model waits for this one."""
+        """Return whether the next checkpoint of `model` must wait for this one."""
         # Two ranks may save two pipelines in different orders. A single order for both would make each rank wait for
         # the other for ever.
         return self.model() is model if over_ranks else not self.over_ranks
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint is written, or has failed."""
+        """Whether writing the checkpoint has ended, with success or failure."""
         return not self._thread.is_alive()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint is in its place."""
+        """Whether the whole checkpoint is written, and is at `path`."""
         return self.done and self._error is None
 
     def join(self, limit_s: float | None = None) -> None:
@@ -88,7 +88,10 @@ class Saving:
         self._thread.join(limit_s)
 
     def wait(self) -> Path:
-        """Return the path of the checkpoint, once complete. Raises the error that stopped it, such as FileError."""
+        """Wait until the checkpoint is complete, and return its path.
+
+        Raises the error that stopped it, such as FileError.
+        """
         self.join()
         self._heard = True
         # Its error has a traceback, which keeps the caller's variables alive.
@@ -99,13 +102,13 @@ class Saving:
         raise self._error.with_traceback(self._trace)
 
     def hear(self) -> None:
-        """Wait for the checkpoint, and raise the error that stopped it, unless `wait()` has raised it."""
+        """Wait for the checkpoint. Raise the error that stopped it, unless `wait()` has already raised that error."""
         self.join()
         if not self._heard:
             self.wait()
 
     def warn(self) -> None:
-        """Warn of the error that stopped the checkpoint, unless `wait()` has raised it."""
+        """Warn of the error that stopped the checkpoint, unless `wait()` has already raised that error."""
         if self._error is not None and not self._heard:
             self._heard = True
             warnings.warn(
@@ -119,13 +122,13 @@ _known: list[Saving] = []
 
 
 def _forget(saving: Saving) -> None:
-    """Take a checkpoint off the list of those being saved after its `wait()`, and all that are complete."""
+    """Remove a checkpoint from the list of those being saved, and remove all that are complete."""
     with _changing:
         _known[:] = [one for one in _known if one is not saving and not one.is_complete]
 
 
 def wait_for_saving(model: nn.Module, *, over_ranks: bool) -> None:
-    """Wait for all checkpoints that the next one of a model waits for.
+    """Wait for all checkpoints that the next checkpoint of a model must wait for.
 
     Raises the error that stopped a checkpoint of this thread, once.
     """
@@ -145,7 +148,10 @@ def finish_saving(model: nn.Module) -> None:
 
 @cache
 def _register(process: int) -> None:
-    """Wait for all checkpoints at the end of the process."""
+    """Make the end of the process `process` wait for all checkpoints.
+
+    Only the first call of a process does anything.
+    """
     if parent_process() is None:
         atexit.register(_finish)
     else:  # multiprocessing calls only its own finalizers at the end of a process that it started
@@ -164,7 +170,7 @@ def _finish() -> None:
 
 
 def _forget_all() -> None:
-    """Forget the checkpoints of the process that this one was forked from: their threads are not here."""
+    """Forget all checkpoints, in a process that was forked: the threads that write them are in its parent process."""
     global _changing
     _changing = threading.Lock()
     _known.clear()

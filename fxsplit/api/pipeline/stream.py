@@ -28,17 +28,18 @@ from fxsplit.torch_internals.scopes.undo import CallerLock, restore_after, resto
 from fxsplit.torch_internals.thread_modes import OwnModes, disable_gradients, keep_modes
 
 Prepare = Callable[[Call], tuple[Batch, Engine]]
-"""Returns a call ready to run, and the engine to run it."""
+"""A function that returns a call as a batch that is ready to run, and the engine to run it."""
 
 
 _END = object()
-"""The value after the last batch."""
+"""Stands for the end of the batches."""
 
 
 class _Begun(NamedTuple):
-    """A batch that the workers have.
+    """A batch that the workers are running.
 
-    writes: for each of its tensors, how often it had been written to when the batch was begun.
+    handle: the forward that is under way.
+    writes: for each tensor of the batch, how often it had been written to when the batch was begun.
     """
 
     engine: Engine
@@ -47,7 +48,7 @@ class _Begun(NamedTuple):
     writes: list[int | None]
 
     def finish(self) -> Any:
-        """Return the outputs once they are there. Raises InputError if the batch was written to meanwhile."""
+        """Wait for the outputs and return them. Raises InputError if the batch was written to meanwhile."""
         outputs = self.engine.finish_forward(self.batch, self.handle)
         # Some loaders fill one tensor again and again, and would mix two batches.
         if self.writes != list(map(count_writes, self.batch.tensors)):
@@ -58,11 +59,11 @@ class _Begun(NamedTuple):
         return self.batch.program.build_result(outputs)
 
     def give_up(self) -> None:
-        """Stop the batch, and wait a moment for it."""
+        """Stop the batch, and wait a moment until it has stopped."""
         self.engine.give_up_forward(self.handle)
 
     def stop(self) -> None:
-        """Stop the batch, and do not wait."""
+        """Stop the batch, without waiting."""
         self.handle.give_up(grace_s=0.0)
 
 
@@ -73,22 +74,21 @@ class _Waiting(NamedTuple):
     call: Call
 
     def finish(self) -> Any:
-        """Return the outputs."""
+        """Run the batch and return its outputs."""
         return self.run(*self.call.args, **self.call.kwargs)
 
     def give_up(self) -> None:
-        """Do nothing, as nothing is under way."""
+        """Do nothing: the batch has not begun."""
 
     def stop(self) -> None:
-        """Do nothing, as nothing is under way."""
+        """Do nothing: the batch has not begun."""
 
 
 class Stream(Iterator[Any]):
     """The outputs of a pipeline for `batches`, in their order; see Pipeline.stream.
 
-    prepare: the pipeline's; None if each batch runs by itself.
+    prepare: returns a call as a batch that is ready to run, and the engine; None if each batch runs by itself.
     run: the pipeline's forward.
-
     Threads that share a stream take turns.
     """
 
@@ -113,7 +113,7 @@ class Stream(Iterator[Any]):
     @lose_no_interrupt
     @restores_all
     def _take_next(self) -> Any:
-        """Return the next outputs."""
+        """Return the outputs of the next batch. Raises StopIteration, or the error that ended the stream."""
         with self._turn.take():
             self._returns = False
             # Anything else in the block, including an interrupt, ends the stream.
@@ -128,7 +128,7 @@ class Stream(Iterator[Any]):
             return result
 
     def close(self) -> None:
-        """End the stream: each worker stops after its present node."""
+        """End the stream. Each worker stops after the node that it is running."""
         self._stop()
         # All batches have been stopped before the first wait. Another thread may close the stream at the same time.
         with suppress(IndexError):
@@ -159,23 +159,23 @@ class Stream(Iterator[Any]):
             self._drop_batches()
 
     def _stop(self) -> None:
-        """Stop all that is under way, and do not wait: the garbage collector may call this from a worker."""
+        """Stop all batches that are under way, without waiting: the garbage collector may call this from a worker."""
         self._closed = True
         for begun in list(self._begun):
             begun.stop()
 
     def _drop_batches(self) -> None:
-        """Let go of the iterable, which then ends if nobody else refers to it, as it would after a loop."""
+        """Drop the iterable. It then ends if nobody else refers to it, as it would after a loop."""
         with self._modes.enter():
             self._batches = iter(())
 
     def _end_unless_returning(self) -> None:
-        """End the stream, unless there are outputs to return."""
+        """End the stream, unless `_take_next` is about to return outputs."""
         if not self._returns:
             self.close()
 
     def _pop_end(self) -> Exception:
-        """Return the error that ends the stream, and forget it."""
+        """Return the error that ends the stream, and forget it; StopIteration if there is none."""
         # No variable in a frame of its traceback may refer to the error: the cycle would keep stream and pipeline
         # alive.
         error, self._error = self._error, None
@@ -215,7 +215,7 @@ class Stream(Iterator[Any]):
                     self._error = _leave_frame(error)
 
     def _has_room(self) -> bool:
-        """Return whether another batch should begin."""
+        """Return whether another batch should begin, so that no stage has to wait for work."""
         if not self._begun:
             return True
         under_way = [begun.batch for begun in self._begun if isinstance(begun, _Begun)]
@@ -229,7 +229,10 @@ class Stream(Iterator[Any]):
 
 # A function, not a method: its frame is kept with an error, and must not keep the stream.
 def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, first: bool) -> _Begun | _Waiting:
-    """Give a batch to the workers; `first` says that no other batch of the stream is under way."""
+    """Give a batch to the workers, or return it unstarted if it must run by itself.
+
+    `first`: no other batch of the stream is under way.
+    """
     call = parse_example_inputs(inputs, "a batch of stream()")
     if prepare is None:
         return _Waiting(run, call)
@@ -243,34 +246,38 @@ def _begin(prepare: Prepare | None, run: Callable[..., Any], inputs: Any, *, fir
 
 
 def _copy_uncounted(batch: Batch) -> Batch:
-    """Return the batch with copies of tensors that have no count of writes: a write would go unnoticed."""
+    """Return the batch with copies of the tensors whose writes torch does not count: a write would go unnoticed."""
     copies = {id(t): t.clone() for t in batch.tensors if not are_writes_counted(t)}
     return batch._replace(tensors=[copies.get(id(t), t) for t in batch.tensors])
 
 
 def _leave_frame(error: Exception) -> Exception:
-    """Return an error without the frame that caught it: the frame refers to the stream, which keeps the error."""
+    """Return an error without the frame that caught it.
+
+    That frame refers to the stream, which keeps the error: a cycle.
+    """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def _explain_stop(error: StopIteration) -> FxsplitError:
-    """Return the error to raise in place of StopIteration, which would end a loop over the stream without an error."""
+    """Return an error in place of StopIteration, which would silently end a loop over the stream."""
     made = FxsplitError("a batch of stream() raised StopIteration, which is no end of the batches: see the cause")
     made.__cause__ = _leave_frame(error)
     return made
 
 
 def _runs_alone(program: Program) -> bool:
-    """Return whether a batch runs only while the caller waits, with no other batch.
+    """Return whether a batch may run only while the caller waits for it, and beside no other batch.
 
-    Deferred statistics of batch norm are those of one batch at a time. Workers that draw random numbers change the
-    state of torch's generators for a while, and the caller must not draw from them meanwhile.
+    This holds for deferred statistics of batch norm, which are kept for one batch at a time. It also holds for workers
+    that draw random numbers: they change the state of torch's generators for a while, in which the caller must not
+    draw.
     """
     return bool(program.noted) or program.draws()
 
 
 def check_has_batches(batches: Any) -> None:
-    """Raise InputError if `batches` is not an iterable of batches, or is one batch."""
+    """Raise InputError if `batches` is not an iterable of batches. A single batch is not one."""
     if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise InputError(
             f"stream() takes an iterable of batches, such as a DataLoader, and not a {type(batches).__name__}: for one "

@@ -25,11 +25,11 @@ from fxsplit.torch_internals.scopes.undo import restores_all
 
 
 class WithWeights(Facade):
-    """A facade whose weights are on the devices that the pipeline's `compiler` says."""
+    """A facade that keeps each weight on a device that `compiler` chooses, and loads, converts and saves weights."""
 
     compiler: Compiler
     _parted: bool = False
-    """Whether an exception has left the `with` block: then ranks may never finish a checkpoint together."""
+    """Whether an exception has ended the pipeline's `with` block. Ranks may then never finish a checkpoint together."""
 
     def finish_saving(self) -> None:
         """Wait until all checkpoints of the pipeline are written. Raises the error that stopped one."""
@@ -38,7 +38,7 @@ class WithWeights(Facade):
 
     @abstractmethod
     def close(self) -> None:
-        """End, after all checkpoints are written."""
+        """End the pipeline, after all its checkpoints are written."""
 
     def __enter__(self) -> Self:
         return self
@@ -48,15 +48,18 @@ class WithWeights(Facade):
         self.close()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters with values in this process, in the model's order; over ranks those of its stages."""
+        """Yield the parameters whose values are in this process, in the model's order.
+
+        Over ranks: those of its stages.
+        """
         return (weight for weight in self.model.parameters() if not is_remote(weight))
 
     @abstractmethod
     def keep_idle(self) -> AbstractContextManager[None]:
-        """Return a block in which no batch runs, so that no batch sees weights that are only partly changed."""
+        """Return a block during which no batch runs, so that no batch sees weights that are only partly changed."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unsplit model's state_dict. Over ranks all of them call this, and each gets all weights.
+        """Return the unsplit model's state_dict. Over ranks all ranks call this, and each gets all weights.
 
         Weights of other ranks come in host memory. With keep_vars=True the parameters themselves are returned;
         parameters of other ranks then have no values.
@@ -71,7 +74,7 @@ class WithWeights(Facade):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Wait for batches under way, then load a state_dict of the unsplit model. Later batches wait meanwhile."""
+        """Wait until no batch runs, then load a state_dict of the unsplit model. Batches that come later wait."""
         with self.keep_idle():
             result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
             # With assign=True the model holds other tensors now, which may be on other devices.

@@ -1,4 +1,4 @@
-"""Measure the error of a gradient hook and of compressed cuts, against an exact training step of the unsplit model."""
+"""Measure the errors that gradient hooks and compressed cuts make, against an exact step of the unsplit model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from fxsplit.torch_internals.tensors.squares import divide_all, find_worst, squa
 
 @dataclass(frozen=True)
 class HookEffect:
-    """The error of summed gradients: |found - exact| / |exact|, as norms over all elements.
+    """The error that a gradient hook makes in the sums of gradients.
 
+    Each error is |found - exact| / |exact|, with norms over all elements.
+    how: the hook, in words.
+    gradient: the error of all gradients together.
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
     left: the norm of the gradients that the hook keeps for later steps, over |exact|; None if the hook keeps nothing.
     lost: the error that later steps will not correct: |found + left - exact| / |exact|.
@@ -41,7 +44,10 @@ class HookEffect:
 
 
 def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -> HookEffect:
-    """Return the error of the gradients that the hook of `pipe` summed in one step, on all ranks."""
+    """Return the error of the gradients that the hook of `pipe` summed in one step, over all ranks.
+
+    found: the step with the hook. exact: the same step of the unsplit model, with exact sums.
+    """
     ranks = trial.ranks
     reduction = ranks.find_reduction(pipe)
     compiled = pipe.compiler.get_compiled(get_mode(pipe.model))
@@ -71,17 +77,19 @@ def measure_hook(pipe: Pipeline, trial: Trial, found: Outcome, exact: Outcome) -
 
 
 def _name_left(pipe: Pipeline, left: Mapping[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Return name of a parameter -> the gradient that the hook keeps for later steps."""
+    """Return the gradients that the hook keeps for later steps, by the name of the parameter."""
     return {name: left[weight] for name, weight in pipe.model.named_parameters() if left and weight in left}
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The error of outputs and gradients: |found - exact| / |exact|, as norms over all elements.
+    """The error that an approximation, such as compressed cuts, makes in outputs and gradients.
 
+    Each error is |found - exact| / |exact|, with norms over all elements.
     how: the compression, or the passes that change numbers on purpose.
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
     loss: the loss of the step, in words; empty if the pipeline gives no gradients, and only outputs were compared.
+    what: the kind of approximation, for people.
     """
 
     how: str
@@ -103,7 +111,7 @@ class Compression:
 def measure_compression(
     how: str, trial: Trial, found: Outcome, exact: Outcome, what: str = Compression.what
 ) -> Compression:
-    """Return the error of a step with compressed cuts: `found` beside the unsplit model's `exact`, over all ranks.
+    """Return the error of a step with compressed cuts (`found`) against the unsplit model's (`exact`), over all ranks.
 
     how: the compression, such as "int8", or the names of passes. what: the kind of approximation, for people.
     """

@@ -24,23 +24,26 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.tensors.differences import Difference, measure_difference, widen
 
 ROUNDING = 1e-5
-"""The smallest scale of a comparison, as a share of the largest tensor of the same kind.
+"""The smallest number that a difference is divided by, as a share of the largest tensor of the same kind.
 
-The gradient of a bias before batch norm, for example, is zero, and its computed value is only the rounding of larger
-numbers.
+The gradient of a bias before batch norm, for example, is zero: its computed value is only the rounding error of larger
+numbers. Divided by itself, this error would seem large.
 """
 AMPLIFIED = 10.0
-"""A pipeline may differ this many times as much as a model with rounded weights.
+"""How many times as much as a model with rounded weights a pipeline may differ.
 
 Batch norm over two values, for example, turns 1e-16 into 1e-8.
 """
 MOST = 1e-3
-"""The most that rounding excuses, far less than a gradient that is lost or doubled."""
+"""The largest difference that rounding can excuse. A gradient that is lost or doubled differs by far more."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest relative difference of each kind. `worst` is kind -> name of the tensor with that difference."""
+    """The largest relative difference of each kind of value.
+
+    `worst`: kind -> name of the tensor with that difference.
+    """
 
     output: float
     gradient: float
@@ -49,7 +52,7 @@ class Differences:
 
     @property
     def largest(self) -> float:
-        """The largest of the three."""
+        """The largest of the three differences."""
         return max(self.output, self.gradient, self.buffer)
 
     def __str__(self) -> str:
@@ -67,11 +70,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Joined:
-    """How outputs and losses of microbatches make the output and loss of the batch.
+    """How to make the output and the loss of a batch from those of its microbatches.
 
-    meanings: how each output is joined (None: rows on the first dimension, and the mean of numbers).
+    meanings: how to join each output (None: rows on the first dimension, and the mean of numbers).
     weights: the weights of the losses of microbatches (None: as the loss function states).
-    first: whether outputs are joined first and then give one loss, as in a training loop around the model.
+    first: join the outputs first and compute one loss of them, as in a training loop around the model.
     """
 
     meanings: Sequence[OutputKind] | None = None
@@ -82,7 +85,7 @@ class Joined:
 def run_pipeline_step(
     pipe: Pipeline, args: Sequence[Any], target: Any = None, kwargs: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Run one training step of a pipeline; without a target its loss is the model's own."""
+    """Run one training step of a pipeline and return its outcome. Without a target, the loss is the model's own."""
     _, outputs = pipe.step(*args, target=target, return_outputs=True, **(kwargs or {}))
     return _read_outcome(pipe, outputs)
 
@@ -90,7 +93,7 @@ def run_pipeline_step(
 def run_pipeline_loop(
     pipe: Pipeline, args: Sequence[Any], loss_fn: Callable[..., Tensor], kwargs: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Call a pipeline and run a loss of its joined outputs backward, as in a training loop around any model."""
+    """Call a pipeline and run a loss of its joined outputs backward, as a training loop does. Return the outcome."""
     outputs = pipe(*args, **(kwargs or {}))
     loss_fn(outputs).backward()
     return _read_outcome(pipe, outputs)
@@ -106,11 +109,10 @@ def run_unsplit_step(
     inputs: Inputs | None = None,
     joined: Joined | None = None,
 ) -> Outcome:
-    """Run the unsplit model forward and backward on one microbatch after another.
+    """Run the unsplit model forward and backward on one microbatch after another, and return the outcome.
 
     loss_fn: the loss of outputs and target. None: run forward only.
-
-    n_microbatches: their number, or the rows of each.
+    n_microbatches: their number, or a list with the rows of each.
     inputs: how the model is called (default: every tensor is cut on its first dimension).
     joined: how outputs and losses of microbatches make the output and loss of the batch.
 
@@ -143,16 +145,16 @@ def run_unsplit_step(
 
 
 def run_pipeline_forward(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Outcome:
-    """Call a pipeline without gradients."""
+    """Call a pipeline without gradients, and return the outcome."""
     with torch.no_grad():
         outputs = pipe(*args, **(kwargs or {}))
     return _read_outcome(pipe, outputs)
 
 
 def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequence[OutputKind] | None) -> Any:
-    """Return the outputs of all microbatches as outputs of one batch.
+    """Return the outputs of all microbatches, joined to the outputs of one batch.
 
-    `meanings` has one entry for each tensor (None: rows on the first dimension, and the mean of numbers).
+    `meanings` says how to join each tensor (None: rows on the first dimension, and the mean of numbers).
     """
     if meanings is None:
         meanings = [ROWS if t.ndim else MEAN for t in pytree.tree_leaves(outputs[0]) if isinstance(t, Tensor)]
@@ -166,14 +168,18 @@ def _join_outputs(outputs: Sequence[Any], rows: Sequence[int], meanings: Sequenc
 def limit_difference(tolerance: float, rounding: float, coarse: float = 0.0) -> float:
     """Return the largest difference that counts as equal.
 
-    tolerance: what is allowed in any case. rounding: the difference that rounded weights make in the unsplit model,
-        which is allowed several times. coarse: as in list_differences.
+    tolerance: a difference that is allowed in any case.
+    rounding: the difference that rounded weights make in the unsplit model; several times as much is allowed.
+    coarse: as in list_differences.
     """
     return max(tolerance, min(AMPLIFIED * rounding, _find_most(coarse)))
 
 
 def _find_most(coarse: float) -> float:
-    """Return the most that rounding excuses. bfloat16 rounds by more than MOST, but by less than a lost gradient."""
+    """Return the largest difference that rounding can excuse.
+
+    bfloat16 rounds by more than MOST, but by less than a lost gradient differs. `coarse`: as in list_differences.
+    """
     return max(MOST, 16.0 * coarse)
 
 
@@ -181,7 +187,7 @@ def list_differences(found: Outcome, expected: Outcome, coarse: float = 0.0) -> 
     """Return the difference of every output, gradient and buffer between two steps.
 
     coarse: the rounding of the coarsest dtype that the model computes in, if that is coarser than the compared dtype.
-    Numbers that cancel to zero in it leave about this share of the largest tensor of their kind.
+        Numbers that should cancel to zero in this dtype leave about this share of the largest tensor of their kind.
     """
     share = max(ROUNDING, min(1.0, AMPLIFIED * coarse / _find_most(coarse)))
     made = []
@@ -199,7 +205,7 @@ def list_differences(found: Outcome, expected: Outcome, coarse: float = 0.0) -> 
 
 
 def compare(found: Outcome, expected: Outcome) -> Differences:
-    """Return the largest relative differences between two steps."""
+    """Return the largest relative difference of each kind between two steps."""
     by_kind = itertools.groupby(list_differences(found, expected), lambda difference: difference.kind)
     worst = {kind: max(differences, key=lambda difference: difference.value) for kind, differences in by_kind}
     largest = {kind: worst[kind].value if kind in worst else 0.0 for kind in ("output", "gradient", "buffer")}

@@ -1,4 +1,4 @@
-"""Choose the loss that verify() trains copies with: the pipeline's, the model's own, or the sum of squares."""
+"""Choose the loss with which verify() trains its copies: the pipeline's, the model's own, or the sum of squares."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.copies import copy_module
 
 RUNS = 3
-"""The number of further runs in which a model must repeat its outputs, to count as drawing no random numbers."""
+"""How many more runs must repeat a model's outputs before verify() believes that it draws no random numbers."""
 SQUARES = "the sum of squares of the outputs"
 OWN = "the model's own loss"
 
 
 class RefusedDtype(Exception):
-    """The model or its loss cannot be computed in one dtype for all weights and inputs."""
+    """The model or its loss fails if all weights and inputs are in one dtype, such as float64."""
 
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """The loss for verify() to train with: the pipeline's `loss_fn` and the target of the batch; None for neither."""
+    """What the caller of verify() wants to train with: the pipeline's `loss_fn` and the target of the batch.
+
+    Both may be None.
+    """
 
     loss_fn: LossFn | None = None
     target: Any = None
 
     def check(self, ranks: Ranks) -> None:
-        """Raise InputError for a target without a loss function, or a target that only some ranks have."""
+        """Raise InputError for a target if there is no loss function, or if only some ranks have a target."""
         if self.target is not None and self.loss_fn is None:
             raise InputError(
                 "verify() was given a target, and the pipeline has no loss_fn to take it: compile with loss_fn=, for "
@@ -59,7 +62,7 @@ class TrainingRequest:
             find_target_cuts(pytree.tree_leaves(self.target), inputs.count_rows(tensors), inputs)
 
     def convert(self, convert: Callable[[Tensor], Tensor]) -> TrainingRequest:
-        """Return the request with converted tensors: a floating-point target gets the dtype of the outputs."""
+        """Return the request after `convert`: a floating-point target needs the dtype of the outputs."""
         if self.target is None or self.loss_fn is None:
             return self
         target = pytree.tree_map_only(Tensor, lambda t: convert(t.detach()), self.target)
@@ -68,7 +71,10 @@ class TrainingRequest:
 
 @contextmanager
 def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]:
-    """Raise InputError if weights of `model` itself get gradients in the block; restore their earlier gradients."""
+    """Run the block. Raise InputError if weights of `model` itself got gradients: only copies may.
+
+    Restore old gradients.
+    """
     with hide_gradients(model.parameters()):
         yield
         reached = [name for name, weight in model.named_parameters() if weight.grad is not None]
@@ -80,9 +86,9 @@ def refuse_gradients(model: nn.Module, asked: TrainingRequest) -> Iterator[None]
 
 
 def _convert_function(function: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return a loss function with converted tensors of its module or partial, such as weights of classes.
+    """Return a loss function with converted tensors. They may be in its module or partial, such as weights of classes.
 
-    Tensors that any other function refers to stay as they are.
+    Tensors that any other kind of function refers to stay as they are.
     """
     if isinstance(function, nn.Module):
         return copy_module(function)._apply(convert)
@@ -96,8 +102,10 @@ def _convert_function(function: Any, convert: Callable[[Tensor], Tensor]) -> Any
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss of a step: `loss_fn` of the outputs and perhaps a target; None for the model's own loss.
+    """The loss of a step.
 
+    loss_fn: the loss of the outputs, and of the target if there is one; None for the loss that the model itself
+        returns.
     text: the loss in words.
     outputs: the outputs of the unsplit model for the whole batch.
     """
@@ -109,17 +117,17 @@ class Objective:
 
     @property
     def takes_target(self) -> bool:
-        """Whether the loss is the pipeline's own, of outputs and a target."""
+        """Whether the loss is the pipeline's `loss_fn`, of outputs and a target."""
         return self.target is not None
 
     def compute(self, program: Program, outputs: Any, target: Any) -> Tensor:
-        """Return the loss for outputs of the unsplit model, in the containers that the model returns, and a target."""
+        """Return the loss of a target and of outputs, which are in the containers that the unsplit model returns."""
         assert self.loss_fn is not None, "the model does not compute it"
         leaves = list_tensors(outputs)
         return self.loss_fn(program.build_result(leaves), self.place(target, leaves))
 
     def clone_target(self) -> Any:
-        """Return a copy of the target, as a loss may write to it."""
+        """Return a copy of the target, for a loss that may write to it."""
         return pytree.tree_map_only(Tensor, torch.clone, self.target)
 
     @staticmethod
@@ -134,12 +142,11 @@ def list_tensors(outputs: Any) -> list[Tensor]:
 
 
 def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks: Ranks, *, finite: bool) -> Objective:
-    """Return the loss to train with, after running the model on the whole batch; the model is left as it was.
+    """Return the loss to train with. Runs the model on the whole batch to find it, and leaves the model as it was.
 
     finite: whether to refuse the dtype if outputs are NaN or infinite.
-
-    Raises RefusedDtype, or InputError for a model without a floating-point output, or if the model or its loss draws
-    random numbers.
+    Raises RefusedDtype. Raises InputError for a model without a floating-point output, and if the model or its loss
+    draws random numbers.
     """
     refused: RefusedDtype | None = None
     first = None
@@ -175,8 +182,8 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
 def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
     """Return the model's outputs, and leave the model as it was.
 
-    Raises RefusedDtype if the model fails, so that the caller tries another dtype. With `finite`, outputs that contain
-    NaN or infinity count as a failure.
+    Raises RefusedDtype if the model fails, so that the caller tries another dtype. If `finite`, NaN or infinity in the
+    outputs counts as a failure.
     """
     try:
         with torch.no_grad(), preserve(model):
@@ -207,6 +214,6 @@ def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Return whether two outputs are equal; NaN equals NaN."""
+    """Return whether all tensors in two outputs are equal. NaN equals NaN."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))

@@ -1,7 +1,7 @@
 """Let ranks verify one pipeline together: each rank compares its own stages, and all get the same result.
 
-Every rank runs the unsplit model, on the batch of its pipeline, and so it has all weights meanwhile. Gradients of
-pipelines side by side are added exactly, without any hook. For a pipeline in one process nothing is shared.
+Every rank runs the unsplit model on the batch of its pipeline, so it holds all weights meanwhile. The gradients of
+pipelines side by side are added exactly, without any hook. A pipeline in one process has nothing to share.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ WHAT = "verify()"
 
 
 class Ranks:
-    """The ranks of one pipeline, which all make the same calls in the same order; or this process by itself."""
+    """The ranks of one pipeline, which all make the same calls in the same order.
+
+    Without a group: this process only.
+    """
 
     def __init__(self, compile_group: CompileGroup | None) -> None:
         self._compile_group = compile_group
 
     @contextmanager
     def meet(self) -> Iterator[None]:
-        """Verify in the block on all ranks. Raises RanksDiffer if a rank makes another call."""
+        """Run the block on all ranks together. Raises RanksDiffer if a rank makes another call than verify()."""
         if self._compile_group is None:
             yield
             return
@@ -51,7 +54,7 @@ class Ranks:
             yield
 
     def copy_whole(self, model: nn.Module) -> nn.Module:
-        """Return a model with all weights: the model itself, or over ranks a copy with the weights of other ranks."""
+        """Return a model with all weights: the model itself, or over ranks a copy that has other ranks' weights too."""
         if self._compile_group is None:
             return model
         # A copy: the pipeline's own model keeps only the weights of this rank.
@@ -64,20 +67,20 @@ class Ranks:
 
     @contextmanager
     def lend_counted(self, pipe: Pipeline, program: Program) -> Iterator[None]:
-        """For the block, give all ranks the buffers from which divisors of losses are computed (class weights)."""
+        """During the block, give all ranks the buffers that divisors of losses come from, such as class weights."""
         compile_group = pipe.compiler.compile_group
         counted = {} if compile_group is None else program.list_counted()
         with compile_group.placement.lend(counted) if compile_group is not None and counted else nullcontext():
             yield
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank."""
+        """Return whether `flag` is True on any rank. All ranks call this."""
         if self._compile_group is None:
             return flag
         return any(map(int, self._compile_group.world.whole.gather(torch.tensor([int(flag)]), WHAT)))
 
     def merge(self, found: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-        """Return, for each key, the largest value of any rank."""
+        """Return, for each key, the largest value that any rank has found."""
         if self._compile_group is None:
             return dict(found)
         # Each rank has compared the gradients of its stages, and all ranks have compared outputs.
@@ -89,7 +92,7 @@ class Ranks:
         return merged
 
     def merge_squares(self, squares: Squares) -> Squares:
-        """Return the squares of all tensors by name, gathered from the ranks, which have some each."""
+        """Return the squared norms of all differences, by name of the tensor. Each rank has computed some of them."""
         if self._compile_group is None:
             return squares
         texts = self._compile_group.world.gather_texts(json.dumps(squares), WHAT)
@@ -98,7 +101,7 @@ class Ranks:
     # The part of the model that this rank's pipeline has
 
     def keep_own(self, outcome: Outcome, pipe: Pipeline) -> Outcome:
-        """Return the outcome of a step without the weights that `pipe` has on other ranks."""
+        """Return the outcome without the weights that `pipe` has on other ranks: each rank compares only its own."""
         if self._compile_group is None:
             return outcome
         away = {name for name, weight in list_named(pipe.model) if is_remote(weight)}
@@ -111,7 +114,7 @@ class Ranks:
     # Pipelines side by side
 
     def find_reduction(self, pipe: Pipeline) -> GradientReduction:
-        """Return how a pipeline adds gradients over these ranks."""
+        """Return the object that adds the gradients of a pipeline over these ranks."""
         compile_group = pipe.compiler.compile_group
         assert compile_group is not None, "a gradient hook is for ranks"
         return compile_group.reduction
@@ -121,7 +124,7 @@ class Ranks:
         return self._compile_group is not None and len(self._compile_group.world.rows) > 1
 
     def take_common_rows(self, model: nn.Module, call: Call, chunks: Chunks | None) -> Call:
-        """Return the first rows of a call, as many as every rank has: all ranks compile for one shape."""
+        """Return a call with only its first rows, as many as every rank has: all ranks compile for one shape."""
         if self._compile_group is None or not self._are_side_by_side:
             return call
         # The program runs any number of rows, but ranks compare the shapes that they compile with.
@@ -131,7 +134,10 @@ class Ranks:
         return call if least == rows else inputs.make_call(inputs.take_rows(tensors, least))
 
     def weigh(self, pipe: Pipeline, find_batch_share: Callable[[], BatchShare]) -> float:
-        """Return the weight of this pipeline's loss in that of all pipelines; `find_batch_share` finds its share."""
+        """Return the weight of this pipeline's loss in the loss of all pipelines side by side; 1 for a single pipeline.
+
+        find_batch_share: returns this pipeline's share of that loss. It is called only if there are several pipelines.
+        """
         if not self._are_side_by_side:
             return 1.0
         weight, _ = self.find_reduction(pipe).data_parallel.weigh(WHAT, find_batch_share())
@@ -139,7 +145,10 @@ class Ranks:
         return weight
 
     def add(self, model: nn.Module, outcome: Outcome, weight: float) -> Outcome:
-        """Replace gradients by the sums over all pipelines, each times the pipeline's weight; also in `.grad`."""
+        """Return an outcome whose gradients are summed over all pipelines, each times its pipeline's weight.
+
+        The sums also replace the `.grad` of the model's parameters.
+        """
         if self._compile_group is None or not self._are_side_by_side:
             return outcome
         # Which parameters have a gradient may depend on the rows of a pipeline.
@@ -153,7 +162,10 @@ class Ranks:
         return Outcome(outcome.outputs, sums, outcome.buffers)
 
     def _add(self, like: Tensor, own: Tensor | None, weight: float) -> Tensor:
-        """Return the sum of a gradient over all pipelines."""
+        """Return the sum of one gradient over all pipelines, with the device and dtype of `like`.
+
+        `own`: this pipeline's.
+        """
         # With weight 0 the gradient may be NaN, so it is left out.
         total = widen(torch.zeros_like(like)) if own is None or not weight else widen(own) * weight
         # gloo adds no complex numbers.

@@ -1,4 +1,4 @@
-"""Collect the differences that verify() finds over its steps, and the part of each that is rounding."""
+"""Collect the differences that verify() finds over its steps, and how much of each difference is rounding."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.torch_internals.tensors.differences import Difference
 
 SAME_ARITHMETIC = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The largest difference, by dtype, between two runs of the same operators if only the order of sums differs."""
+"""By dtype: how much two runs of the same operators may differ, if only the order of additions differs."""
 COARSE_ARITHMETIC = 4e-3
 """The same limit for coarser dtypes: half of the rounding of bfloat16."""
 
 
 class Tally:
-    """The largest differences between a pipeline and its model by kind and name, and the part that is rounding."""
+    """Collects how much a pipeline and its model differ at most, by kind and name, and how much of that is rounding."""
 
     def __init__(self, trial: Trial, split: Pipeline, tolerance: float) -> None:
         self.coarse = 0.0
@@ -34,21 +34,25 @@ class Tally:
         self._natural: dict[Key, float] = {}
 
     def begin_step(self, model: nn.Module) -> None:
-        """Keep the unsplit model as it is before a step."""
+        """Copy the unsplit model before a step, to find out later which differences have a reason in the model."""
         self._neutral = Neutral(self._trial, model, 1e3 * self._tolerance)
 
     def measure_rounding(self, by_shaken: Outcome, by_pieces: Outcome, coarse: float) -> None:
-        """Keep the rounding error of every tensor. coarse: the rounding of the coarsest dtype in the model."""
+        """Note how much rounding changes every tensor: compare the model with itself after its weights were rounded.
+
+        by_shaken: the outcome with rounded weights. by_pieces: the model's own outcome on microbatches.
+        coarse: the rounding of the coarsest dtype in the model.
+        """
         self.coarse = max(self.coarse, *self._trial.ranks.merge({("rounding", "coarse"): coarse}).values())
         _keep_largest(
             self._rounding, {(d.kind, d.name): d for d in list_differences(by_shaken, by_pieces, self.coarse)}
         )
 
     def compare(self, by_pipeline: Outcome, by_pieces: Outcome, by_whole: Outcome) -> None:
-        """Keep the differences of a step of the pipeline from the model's step on microbatches, or on the whole batch.
+        """Note how much a step of the pipeline differs from the same step of the model.
 
-        A tensor that microbatches should not change is compared with the whole batch, which the model runs without
-        fxsplit.
+        Most tensors are compared with the model on microbatches (`by_pieces`). A tensor that microbatches should not
+        change, but do, is compared with the model on the whole batch (`by_whole`), which runs without fxsplit.
         """
         apart = self._neutral.find_apart(by_pieces, by_whole, self._rounding, self.coarse)
         wrong = {key for key, why in apart.items() if why == "wrong"}
@@ -64,10 +68,10 @@ class Tally:
         return {(d.kind, d.name): d for d in found}
 
     def _find_broken(self, by_pipeline: Outcome, by_pieces: Outcome) -> None:
-        """Keep the tensors that rounding would excuse, but that differ from the captured graph run in one piece.
+        """Note the tensors that differ from the captured graph run in one piece, though rounding would excuse them.
 
         Rounding in a coarse dtype is as large as a gradient that is wrong by a hundredth. But the pipeline runs the
-        operators of its graph, so its rounding is equal to the graph's.
+        same operators as its graph, so both round alike.
         """
         ranks = self._trial.ranks
         suspects = _list_apart(by_pipeline, ranks.keep_own(by_pieces, self._split))
@@ -82,11 +86,11 @@ class Tally:
             self._broken[key] = 1.0
 
     def _limit(self, key: Key) -> float:
-        """Return the largest difference that is excused."""
+        """Return the largest difference of a tensor that is excused."""
         return limit_difference(self._tolerance, self._rounding.get(key, 0.0), self.coarse)
 
     def list_differences(self) -> tuple[Difference, ...]:
-        """Return the differences on all ranks, with the rounding of each."""
+        """Return the differences that all ranks have found, each with the part that is rounding."""
         merge = self._trial.ranks.merge
         found, rounding, broken = merge(self._found), merge(self._rounding), merge(self._broken)
         return tuple(
@@ -94,19 +98,19 @@ class Tally:
         )
 
     def list_natural(self) -> tuple[str, ...]:
-        """Return the names of values that microbatches change by nature."""
+        """Return the names of values that microbatches change for a reason in the model, such as batch norm."""
         natural = self._trial.ranks.merge(self._natural)
         return tuple(f"output {name}" if kind == "output" else name for kind, name in natural)
 
 
 def _keep_largest(found: dict[Key, float], more: Mapping[Key, Difference]) -> None:
-    """Keep the largest difference for each name."""
+    """Update `found` with the differences in `more`: the larger one stays for each tensor."""
     for key, difference in more.items():
         found[key] = max(found.get(key, 0.0), difference.value)
 
 
 def _list_apart(found: Outcome, expected: Outcome) -> set[Key]:
-    """Return the tensors that differ by more than the order of sums explains."""
+    """Return the tensors that differ by more than another order of additions can explain."""
     apart = set()
     for d in list_differences(found, expected):
         tensors = {"output": found.outputs, "gradient": found.gradients, "buffer": found.buffers}[d.kind]

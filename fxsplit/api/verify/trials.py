@@ -42,12 +42,12 @@ from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.nn.expectations import normalise_rows_alone
 
 Key = tuple[str, str]
-"""The kind and name of a compared tensor."""
+"""The kind (output, gradient or buffer) and the name of a compared tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One call of a model, and how its loss and outputs follow from its microbatches.
+    """One call of a model that is run in several ways, and how its loss and outputs follow from its microbatches.
 
     `weight` is the weight of this pipeline's loss among pipelines side by side.
     """
@@ -61,7 +61,7 @@ class Trial:
 
     @classmethod
     def of(cls, call: Call, batch: Batch, split: Pipeline, objective: Objective, ranks: Ranks) -> Trial:
-        """Return the trial of a call, from which `split` has made `batch`.
+        """Return the trial of a call; the pipeline `split` has made `batch` from this call.
 
         Raises InputError unless the target has one row for each row of the batch.
         """
@@ -74,16 +74,16 @@ class Trial:
 
     @property
     def trains(self) -> bool:
-        """Whether gradients of the pipeline reach the model, so that a step can be compared and not only a call."""
+        """Whether gradients of the pipeline reach the model. If not, only the outputs of a call can be compared."""
         return self.batch.program.detached is None
 
     @property
     def loss(self) -> str:
-        """The loss in words, empty if only a call is compared."""
+        """The loss in words; empty if only the outputs of a call are compared."""
         return self.objective.text if self.trains else ""
 
     def _find_batch_share(self) -> BatchShare:
-        """Return this pipeline's share of the loss of all pipelines side by side."""
+        """Return what share this pipeline's batch has in the loss of all pipelines side by side."""
         batch = self.batch
         found = BatchShare(
             sum(batch.rows), len(batch.rows), LossReduction.MEAN if self.joins_first else LossReduction.SUM
@@ -97,7 +97,10 @@ class Trial:
 
     @cached_property
     def _batch_loss(self) -> BatchLoss:
-        """The pipeline's own loss of the batch, with its meaning found from the unsplit model's outputs."""
+        """The pipeline's own loss for this batch.
+
+        It also knows how the loss follows from microbatches: this was found out from the unsplit model's outputs.
+        """
         objective, batch = self.objective, self.batch
         assert objective.loss_fn is not None, "a target was given"
         leaves = list_tensors(objective.outputs)
@@ -108,7 +111,7 @@ class Trial:
 
     @cached_property
     def _loss_weights(self) -> list[float]:
-        """The weights of the microbatches' losses in the pipeline's own loss of the batch."""
+        """The weights with which the losses of the microbatches add up to the pipeline's own loss of the batch."""
         loss = self._batch_loss
         targets = Targets(loss.given_targets, loss.target)
         weights = find_weights(self.batch, targets, loss.meaning)(0, len(self.batch.rows), torch.device("cpu"))
@@ -121,10 +124,11 @@ class Trial:
         return summed and any(meaning.kind != "rows" for meaning in self.meanings)
 
     def run(self, model: nn.Module, rows: Sequence[int], *, cuts_loss: bool = False) -> Outcome:
-        """Return the outcome of a step of the unsplit model on microbatches of `rows` rows; gradients of all ranks.
+        """Run a step of the unsplit model on microbatches of `rows` rows.
 
-        cuts_loss: whether the pipeline's own loss is computed for each microbatch, as the pipeline does. Otherwise it
-        is computed once, from the outputs of all microbatches, and needs no weights.
+        Return the outcome, with gradients of all ranks.
+        cuts_loss: compute the pipeline's own loss for each microbatch, as the pipeline does. Otherwise it is computed
+            once, from the outputs of all microbatches, and needs no weights.
         """
         args, kwargs = clone_call(self.call)
         objective, batch = self.objective, self.batch._replace(rows=rows)
@@ -145,9 +149,10 @@ class Trial:
         return self.ranks.add(model, found, self.weight)
 
     def run_graph(self, split: Pipeline, model: nn.Module) -> Outcome:
-        """Return the outcome of a step of the captured graph, run unsplit over a copy of `model`.
+        """Run a step of the captured graph, unsplit, with a copy of the weights of `model`. Return the outcome.
 
-        It does the pipeline's arithmetic in one piece. The outcome has only the tensors that `split` has on this rank.
+        The graph does the arithmetic of the pipeline in one piece. The outcome has only the tensors that `split` has on
+        this rank.
         """
         copied = copy_module(model)
         pairs = ((split.model.modules(), copied.modules()), (split.model.parameters(), copied.parameters()),
@@ -159,7 +164,7 @@ class Trial:
         return self.ranks.keep_own(self.run(copied, self.batch.rows, cuts_loss=True), split)
 
     def run_pipeline(self, split: Pipeline) -> Outcome:
-        """Return the outcome of a step of the pipeline on this rank."""
+        """Run a step of the pipeline, and return the outcome on this rank."""
         args, kwargs = clone_call(self.call)
         if not self.trains:
             found = replace(run_pipeline_forward(split, args, kwargs), gradients={})
@@ -175,11 +180,11 @@ class Trial:
 
 
 class Neutral:
-    """Decides which values microbatches change by nature, through batch norm, buffers or counts.
+    """Decides whether a value that differs between microbatches and the whole batch does so for a reason in the model.
 
-    It runs a copy of the model as it was before a step. In the copy batch norms normalise each row by itself, and
-    buffers are reset before every microbatch. A difference that remains between microbatches and the whole batch is an
-    error.
+    Such reasons are batch norm, buffers that every call writes, and counts that a loss divides by. This class runs a
+    copy of the model, as it was before a step, without the first two: batch norms normalise each row by itself, and
+    buffers are reset before every microbatch. A difference that remains is an error.
     """
 
     def __init__(self, trial: Trial, model: nn.Module, tolerance: float) -> None:
@@ -192,8 +197,9 @@ class Neutral:
     ) -> dict[Key, str]:
         """Return the tensors that differ between microbatches and the whole batch, each as "nature" or "wrong".
 
+        "nature": for a reason in the model. "wrong": by an error.
         rounding: the rounding error of each tensor. It counts only if the model computes in a coarser dtype.
-        coarse: the rounding of that dtype, 0.0 without one.
+        coarse: the rounding of that dtype; 0.0 if there is none.
         """
         excused = rounding if coarse else {}
         apart = self._list_apart(by_pieces, by_whole, excused, coarse)
@@ -208,19 +214,19 @@ class Neutral:
         return {key: "wrong" if key in wrong and key[0] != "buffer" else "nature" for key in apart}
 
     def _run(self, rows: Sequence[int]) -> Outcome:
-        """Return the outcome of a step of a copy, with its buffers reset before every microbatch."""
+        """Run a step of a copy of the model, with its buffers reset before every microbatch. Return the outcome."""
         model = copy_module(self.model)
         before = Snapshot(model.buffers())
         model.register_forward_pre_hook(lambda *_: before.restore())
         return self._trial.run(model, rows)
 
     def _list_apart(self, a: Outcome, b: Outcome, rounding: Mapping[Key, float], coarse: float) -> list[Key]:
-        """Return the names of tensors that differ by more than rounding."""
+        """Return the tensors that differ by more than rounding, by kind and name."""
         found = {(d.kind, d.name): d.value for d in list_differences(a, b, coarse)}
         return [k for k, v in found.items() if v > limit_difference(self._tolerance, rounding.get(k, 0.0), coarse)]
 
 
 def clone_call(call: Call) -> Call:
-    """Return a call with copies of its tensors, as a model may write to them."""
+    """Return a call with copies of its tensors: a model may write to its arguments."""
     cloned: Call = pytree.tree_map_only(Tensor, torch.clone, call)
     return cloned

@@ -50,28 +50,31 @@ from fxsplit.torch_internals.tensors.differences import Difference, widen_dtype
 from fxsplit.torch_internals.thread_modes import enable_gradients
 
 STEPS = 2
-"""The second step starts from the weights and buffers that the first step has changed."""
+"""How many steps the copies train for. The second starts from the weights and buffers that the first has changed."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}
-"""Sums in another order differ by rounding, which layers amplify; a lost gradient differs by its own size."""
+"""By dtype, the relative difference that is always allowed.
+
+Sums in another order differ by rounding, which layers amplify. A lost gradient differs by its own size.
+"""
 FEW = 10
 """How many values are listed if all agree."""
 STEP_SIZE = 0.01
-"""How far a step goes along the steepest gradient, as a share of the largest weight."""
+"""The largest change of a weight in a step, as a share of the largest weight."""
 
 
 @dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """The result of verify(): the largest relative difference of each value, and facts about the pipeline.
+    """The result of verify(): the relative difference of each value, and facts about the pipeline.
 
     by_nature: names of outputs, gradients and buffers in which the unsplit model itself differs between microbatches
         and the whole batch, for a reason in the model: batch norm, buffers that every call writes, or a loss that
-        divides by a count that its graph does not show. These are compared with the model on microbatches, and the rest
-        with the model on the whole batch.
+        divides by a count that its graph does not show. These are compared with the model on microbatches. All other
+        values are compared with the model on the whole batch.
     dtype: the dtype of the copies; for a model that was compared in its own dtypes, the finest of them.
     compression, gradient_hook, passes: the errors of compressed cuts, of the gradient hook, and of passes that state a
         tolerance, each in one step. All other results are for the same pipeline with exact cuts and sums, and without
         these passes.
-    coarse: the rounding of the coarsest dtype that the model computes in, 0.0 if none is coarser than `dtype`.
+    coarse: the rounding of the coarsest dtype that the model computes in; 0.0 if none is coarser than `dtype`.
     loss: the loss that the copies were trained with, in words.
     detached: why the copies were not trained, and only outputs and buffers were compared; empty if they were trained.
     """
@@ -99,7 +102,11 @@ class Verification(Shown):
 
     @property
     def equal(self) -> bool:
-        """Whether the pipeline is the model on the whole batch, or on microbatches for the values in `by_nature`."""
+        """Whether the pipeline computes what the model computes.
+
+        Values in `by_nature` are judged against the model on microbatches, and all others against the model on the
+        whole batch.
+        """
         return not self.offending
 
     @property
@@ -108,7 +115,7 @@ class Verification(Shown):
         return max((d.value for d in self.differences), default=0.0)
 
     def summarise(self) -> str:
-        """Return whether the pipeline is the model, and how many values were compared."""
+        """Return in words whether the pipeline equals the model, and how many values were compared."""
         return f"{self._judge()}; {len(self.differences)} values compared, largest difference {self.largest:.1e}"
 
     def show(self) -> Parts:
@@ -138,7 +145,7 @@ class Verification(Shown):
             )
 
     def _judge(self) -> str:
-        """Return in words whether the pipeline is the model."""
+        """Return in words whether the pipeline equals the model."""
         return "equal" if self.equal else f"NOT equal: {len(self.offending)} of {len(self.differences)} differ"
 
 
@@ -150,8 +157,8 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
 
     inputs: one whole batch, as `compile` takes it; `more` are further keyword arguments.
     target: the target of the batch, as `pipe.step` takes it. With a target the loss is the pipeline's own `loss_fn`.
-        Without one it is the model's own if it returns one, else the sum of squares of all float outputs. `loss` of the
-        result says which.
+        Without a target it is the loss that the model returns, or else the sum of squares of all float outputs. `loss`
+        of the result says which.
 
     The copies are in float64, without dropout. A model that refuses float64 is compared in float32, and a model that
     refuses both in its own dtypes. If all weights of a model are frozen, its copies train anyway. Batch norm is not
@@ -200,7 +207,7 @@ def verify(pipe: Pipeline, inputs: Any, more: Mapping[str, Any] | None = None, *
 
 
 def _find_finest_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating dtype with the least rounding among the model's parameters; torch.float32 if none has one."""
+    """Return the floating dtype of the model's parameters that rounds least; torch.float32 if they have none."""
     floats = [p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     return min({dtype.to_real() for dtype in floats} & TOLERANCE.keys(), key=find_eps, default=torch.float32)
 
@@ -208,9 +215,10 @@ def _find_finest_dtype(model: nn.Module) -> torch.dtype:
 def _train_copies(
     pipe: Pipeline, model: nn.Module, call: Call, asked: TrainingRequest, dtype: torch.dtype, ranks: Ranks
 ) -> Verification:
-    """Train copies of `model` side by side, and return how they differ; `dtype` is the finest dtype of model and call.
+    """Train copies of `model`, whole and as a pipeline, and return how they differ.
 
-    Raises InputError for a model without a float output, or one that draws random numbers besides dropout.
+    dtype: the finest dtype of model and call. Raises InputError for a model without a float output, or one that draws
+    random numbers besides dropout.
     """
     # Both copies run unsplit. The weights of `shaken` are off by rounding, to measure its effect.
     unsplit, shaken = copy_module(model), copy_module(model)
@@ -258,7 +266,7 @@ def _train_copies(
 
 
 class _Effects(NamedTuple):
-    """The errors that approximations in the options make in one step."""
+    """The errors that a pipeline's approximations make in one step; None for one that the pipeline does not use."""
 
     compression: Compression | None = None
     gradient_hook: HookEffect | None = None
@@ -267,7 +275,10 @@ class _Effects(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """Compiles copies of a model for one example with the options of `pipe`: exactly, and with its approximations."""
+    """Compiles copies of a model with the options of `pipe`: exactly, or with one of its approximations.
+
+    loss_fn: the loss to train with. example: the call to compile for.
+    """
 
     pipe: Pipeline
     loss_fn: LossFn | None
@@ -281,7 +292,10 @@ class _Ways:
         hook: GradientHook | None = None,
         approximate: bool = False,
     ) -> Pipeline:
-        """Return a copy of the model as a pipeline, exact unless an approximation is given."""
+        """Return `model` as a pipeline.
+
+        It is exact, unless `compress`, `hook` or `approximate` asks for an approximation.
+        """
         made = recompile_like(self.pipe, model, self.loss_fn, compress, hook, approximate=approximate)
         # The first step would show nothing of a hook that begins later.
         if hook is not None and made.compiler.compile_group is not None:
@@ -290,7 +304,7 @@ class _Ways:
         return made
 
     def measure(self, model: nn.Module, trial: Trial) -> _Effects:
-        """Return the errors that each approximation of the options makes in one step."""
+        """Return the errors that each approximation in the options makes in one step."""
         compression = effect = passes = None
         options = self.pipe.compiler.options
         rough = ", ".join(map(name_pass, list_rough(self.pipe)))
@@ -312,7 +326,7 @@ class _Ways:
 
 
 def _shake_weights(model: nn.Module) -> None:
-    """Change every weight by its dtype's rounding, one up, the next one down."""
+    """Change every weight by the rounding of its dtype, alternately up and down, to see how much rounding matters."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.is_floating_point():
@@ -323,9 +337,9 @@ def _shake_weights(model: nn.Module) -> None:
 def _convert(
     dtype: torch.dtype | None, model: nn.Module, call: Call, asked: TrainingRequest
 ) -> tuple[nn.Module, Call, TrainingRequest]:
-    """Return a copy of the model, the call and the request in a dtype (None: in their own dtypes).
+    """Return a copy of the model, the call and the request, all converted to a dtype (None: in their own dtypes).
 
-    They are in host memory if the weights are on several devices, as a model split into stages cannot run unsplit.
+    If the weights are on several devices, all is moved to host memory: a model over several devices cannot run unsplit.
     """
     given = [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
     runs_here = are_together([*model.parameters(), *model.buffers()], given)
@@ -353,7 +367,10 @@ def _convert(
 
 
 def _load(model: nn.Module, like: nn.Module) -> None:
-    """Copy the values of another model's weights, and clear gradients; weights of other ranks are left out."""
+    """Copy the weights and buffers of the model `like` into `model`, and clear its gradients.
+
+    Skip those of other ranks.
+    """
     others = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
@@ -363,7 +380,7 @@ def _load(model: nn.Module, like: nn.Module) -> None:
 
 
 def _take_step(model: nn.Module) -> None:
-    """Take a step down the gradients, then clear them."""
+    """Move all weights a step down their gradients, then clear the gradients."""
     trained = [(w, w.grad) for w in model.parameters() if w.grad is not None and w.numel()]
     trained = [(w, gradient.to_dense() if gradient.is_sparse else gradient) for w, gradient in trained]
     with torch.no_grad():

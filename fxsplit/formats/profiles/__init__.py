@@ -1,1 +1,1 @@
-"""Profiles of fxsplit and of other tools, recognised by the contents of the file."""
+"""Read the profiles of fxsplit and of other tools. The contents of a file decide which format it has."""

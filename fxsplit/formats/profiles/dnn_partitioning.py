@@ -22,21 +22,21 @@ from fxsplit.ir.facts.given.machine import MAX_DEVICES
 from fxsplit.system.figures import AMOUNT, is_amount, show
 
 BYTES_PER_MS = 2.0**31
-"""If edges state times, a millisecond becomes this number of bytes, over a link that moves as many per ms."""
+"""If edges state times, each millisecond counts as this number of bytes. The link then moves as many bytes per ms."""
 
 LEAST = 1e-300
-"""The size of a memory that holds nothing: a device needs a positive size."""
+"""The memory of a device that can hold nothing, in bytes: a device needs a positive size."""
 
 NEVER = 1e6
-"""A node without support on accelerators takes this many times the time of all nodes together."""
+"""On an accelerator, a node without support takes this many times the time of all nodes, so no plan puts it there."""
 
 
 def parse(data: Any, name: str, by_bytes: bool) -> ProfileFile:
     """Return the profile in `data`, the JSON of the file `name`. Raises ProfileError with place and value.
 
     The file also states devices and memory. A tensor between backward nodes becomes an exchange: it costs a transfer,
-    but does not order the homes. A transfer takes the time that its edge states, or with `by_bytes` the time for its
-    size.
+    but does not order the homes. A transfer takes the time that its edge states. With `by_bytes` it takes the time for
+    its size.
     """
     nodes = _nodes(data, name)
     edges = _edges(data, nodes, name)
@@ -137,7 +137,7 @@ def _edges(data: Any, nodes: dict[Any, Any], name: str) -> list[tuple[Any, Any, 
 
 
 def _homes(nodes: dict[Any, dict[str, Any]]) -> tuple[dict[Any, str], set[str]]:
-    """Return the home of each node by id, and the homes that only orphans have."""
+    """Return the home of each node by id, and the set of homes that belong to orphans."""
     # The first forward node of a class is the mate: iterate in reverse, since later entries win.
     mates = {n["color"]: n["name"] for n in reversed(nodes.values()) if not n["backward"] and n["color"] is not None}
     home, orphans = {}, set()
@@ -171,7 +171,10 @@ def _knots(before: dict[str, dict[str, None]]) -> list[set[str]]:
 
 
 def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> dict[str, list[str]]:
-    """Return the inputs of each home; every member of a knot gets the outside inputs of all members."""
+    """Return the inputs of each home. All members of a knot get the same: the inputs that any member has from outside.
+
+    A knot is a set of homes on a common cycle, which stay on one device.
+    """
     needs = {h: list(makers) for h, makers in before.items()}
     for knot in knots:
         members = [h for h in before if h in knot]
@@ -181,7 +184,10 @@ def _merge_needs(before: dict[str, dict[str, None]], knots: list[set[str]]) -> d
 
 
 def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], total: float) -> NodeCost:
-    """Return the costs of a home: a forward node with its backward mates."""
+    """Return the costs of the home `name`: a forward node together with its backward mates.
+
+    `total`: the time of all nodes.
+    """
 
     # Express a node without support on accelerators as a time that no plan can afford.
     def ms(backward: bool) -> float:
@@ -208,9 +214,10 @@ def _cost(name: str, members: list[dict[str, Any]], inputs: tuple[str, ...], tot
 def _exchanges(
     edges: list[tuple[Any, Any, float, float]], home: dict[Any, str], by_bytes: bool
 ) -> tuple[Exchange, ...]:
-    """Return every tensor: the output of one node at one price, with the homes that make and read it.
+    """Return every tensor as an exchange: its bytes, and the homes that make and read it.
 
-    A stage receives a tensor once, even if several of its nodes read it.
+    Edges from one node with the same price are one tensor. A stage receives a tensor once, even if several of its nodes
+    read it.
     """
     nets: dict[tuple[Any, float], dict[str, None]] = {}
     for a, b, ms, size in edges:

@@ -1,7 +1,4 @@
-"""Shared by all formats: the Profile from a file, and the topological order of its nodes.
-
-A Profile has costs, and the machine they are for if the file states one.
-"""
+"""What all formats of profiles share: the class of a profile from a file, and the topological order of its nodes."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from fxsplit.ir.facts.costs.costs import Costs
 # Costs are large and never compared: identity is enough.
 @dataclass(frozen=True, eq=False)
 class ProfileFile:
-    """Costs from a file of some `format`.
+    """A profile from a file of some `format`: its costs, and the machine that they are for if the file states one.
 
     - `unit`: the file's unit of time, in which objectives are printed
-    - `accelerators`, `hosts`, `memory_bytes`, `bytes_per_s`: the machine in the file; `accelerators` is None without
-      one
+    - `accelerators`, `hosts`, `memory_bytes`, `bytes_per_s`: the machine in the file; `accelerators` is None if the
+      file states no machine
     - `cost_model`: the cost model that the other tool plans with
     - `never_ms`: a stage that takes this long has nodes that cannot run on its devices
-    - `nominal_bytes_per_ms`: if the file states times of transfers instead of sizes, a millisecond is represented by
-      this number of bytes; 0 for real sizes
+    - `nominal_bytes_per_ms`: if the file states times of transfers instead of sizes, this number of bytes stands for a
+      millisecond; 0 for real sizes
     """
 
     costs: Costs

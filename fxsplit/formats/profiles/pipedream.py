@@ -56,7 +56,7 @@ def parse(text: str, name: str) -> ProfileFile:
 def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, str]]]:
     """Return the nodes by id, without their inputs, and each edge once.
 
-    Raises ProfileError for a line that is neither.
+    Raises ProfileError for a line that is neither a node nor an edge.
     """
     nodes: dict[str, NodeCost] = {}
     edges: dict[tuple[str, str], int] = {}
@@ -88,7 +88,7 @@ def _lines(text: str, name: str) -> tuple[dict[str, NodeCost], list[tuple[str, s
 
 
 def _read_node(name: str, description: str, text: str, where: str) -> NodeCost:
-    """Return a node without inputs. Raises ProfileError unless `text` has its four figures.
+    """Return a node without inputs. Raises ProfileError unless `text` has the four figures of a node.
 
     A list of sizes counts as its sum.
     """

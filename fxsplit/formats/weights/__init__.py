@@ -1,1 +1,1 @@
-"""Files of weights: safetensors in one or several files, checkpoint folders, names, and typed JSON."""
+"""Read and write files of weights: safetensors in one or several files, checkpoint folders, names, and typed JSON."""

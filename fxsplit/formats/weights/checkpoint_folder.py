@@ -65,8 +65,8 @@ class Manifest:
 
     - step: the user's step number
     - files: names of the safetensors files
-    - tied: the other names of a tied weight, mapped to the name it is stored under
-    - optimizer: the name of its class, or None
+    - tied: each other name of a tied weight -> the name under which the weight is stored
+    - optimizer: the name of the optimizer's class, or None
     - extra, extra_notes: the user's extra=, as encoded by `typed_json`
     - gradient_hook: the hook that reduced gradients over ranks, if it keeps state from step to step
     - training: dtype and shape by name of every tensor that is not a weight; None in older checkpoints
@@ -96,7 +96,10 @@ class Manifest:
 
 
 def identify(folder: Path) -> tuple[int, int] | None:
-    """Return inode and time of a checkpoint's manifest, to tell it from its successor; None without a manifest."""
+    """Return inode and time of a checkpoint's manifest. They change if the checkpoint is replaced.
+
+    None without a manifest.
+    """
     try:
         found = os.stat(folder / MANIFEST)
     except OSError:
@@ -157,7 +160,7 @@ def _is_dict_of_texts(value: Any) -> bool:
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the complete checkpoints in a folder, newest last; none if the folder does not exist.
 
-    A link to a checkpoint of the same folder is that checkpoint's other name, and none of its own.
+    A link to another checkpoint of the same folder is left out: it is only a second name.
     """
     try:
         found = [(int(m[1]), path) for path in Path(folder).iterdir() if (m := STEP.fullmatch(path.name))]
@@ -169,7 +172,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def put_back(folder: str | os.PathLike[str]) -> None:
-    """Restore old checkpoints from writers that died while replacing them, if this process has permission."""
+    """Restore old checkpoints whose writers died while they replaced them, if this process has permission."""
     try:
         found = [LEFT_OVER.fullmatch(name) for name in os.listdir(folder)]
     except OSError:  # list_checkpoints reports the reason
@@ -181,7 +184,7 @@ def put_back(folder: str | os.PathLike[str]) -> None:
 
 
 class NewCheckpoint:
-    """A checkpoint being written. After `complete`, it is in its place as a whole.
+    """A checkpoint that is being written in a temporary folder. `complete` moves it to its place as a whole.
 
     token: distinguishes it from other checkpoints being written. All ranks that write it use the same token.
     """
@@ -193,7 +196,7 @@ class NewCheckpoint:
         self._lock = FileLock(self.beside / WRITER_LOCK, thread_local=False)
 
     def begin(self) -> None:
-        """Create and lock the temporary folder. One rank does this before all ranks write. Raises FileError."""
+        """Create and lock the temporary folder. One rank calls this before any rank writes. Raises FileError."""
         make_folder(self.path.parent)
         with _hold_folder(self.path.parent):
             make_folder(self.beside)
@@ -207,7 +210,7 @@ class NewCheckpoint:
         make_folder(self.beside)
 
     def check_place(self) -> None:
-        """Raise FileError unless the checkpoint's place is free or holds a checkpoint to replace."""
+        """Raise FileError unless the place of the checkpoint is free, or holds a checkpoint, which may be replaced."""
         if not os.path.lexists(self.path) or _is_checkpoint(self.path):
             return
         with suppress(OSError):
@@ -221,7 +224,7 @@ class NewCheckpoint:
     def complete(self, manifest: Manifest, keep: int | None) -> None:
         """Write the manifest and move the checkpoint to its place. Raises FileError.
 
-        Then remove leftovers of dead writers, and the oldest checkpoints until `keep` remain.
+        Then remove what dead writers left over, and the oldest checkpoints until `keep` remain; None keeps all.
         """
         missing = [name for name in manifest.files if not (self.beside / name).is_file()]
         if missing:
@@ -260,7 +263,7 @@ class NewCheckpoint:
             _remove_moved(old)
 
     def _note_time(self) -> None:
-        """Set the manifest's time to now, but later than all other checkpoints, even if clocks disagree."""
+        """Set the manifest's time to now, but later than the time of all other checkpoints, as clocks may disagree."""
         others = [_get_time(path) for path in list_checkpoints(self.path.parent)]
         now = max([time.time_ns(), *(other + 1 for other in others)])
         os.utime(self.beside / MANIFEST, ns=(now, now))
@@ -277,7 +280,7 @@ class NewCheckpoint:
 
 
 def make_token() -> str:
-    """Return a new random token for a checkpoint."""
+    """Return a new random token, which distinguishes a checkpoint that is being written from others."""
     return secrets.token_hex(8)
 
 
@@ -303,7 +306,7 @@ def _hold_folder(folder: Path) -> Iterator[None]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a folder has a manifest of this format. Other tools may use the same file name."""
+    """Return whether a folder has a manifest of fxsplit's format. Other tools may use the same file name."""
     try:
         return bool(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -311,9 +314,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_other_name(path: Path) -> bool:
-    """Return whether a path is a link to a checkpoint in the same folder, which is listed anyway.
+    """Return whether a path is a link to a checkpoint in the same folder. The checkpoint itself is listed anyway.
 
-    A link to another folder is no second name: nothing else in this folder may lead to that checkpoint.
+    A link to another folder is not such a second name: nothing else in this folder may lead to that checkpoint.
     """
     target = path.resolve()
     return (
@@ -322,7 +325,7 @@ def _is_other_name(path: Path) -> bool:
 
 
 def _clear_left_over(folder: Path) -> None:
-    """Remove or restore leftovers of dead writers. The caller holds the folder's lock."""
+    """Remove or restore the folders that dead writers left over. The caller holds the folder's lock."""
     for path in sorted(folder.iterdir()):
         found = LEFT_OVER.fullmatch(path.name)
         if found is None or not path.is_dir():
@@ -340,7 +343,7 @@ def _clear_left_over(folder: Path) -> None:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Return whether another thread or process holds a checkpoint's lock."""
+    """Return whether another thread or process holds a checkpoint's lock, or the lock cannot be tried."""
     lock = FileLock(path / WRITER_LOCK)
     try:
         lock.acquire(timeout=0)
@@ -370,7 +373,7 @@ def _remove_older(new: Path, keep: int) -> None:
 
 
 def _get_time(path: Path) -> int:
-    """Return when a checkpoint was saved, in nanoseconds."""
+    """Return the time at which a checkpoint was saved, in nanoseconds."""
     return (path / MANIFEST).stat().st_mtime_ns
 
 
@@ -386,7 +389,7 @@ def _remove_moved(path: Path) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """Flush the names in a folder to disk, if the system supports it."""
+    """Flush the names in a folder to disk, if the operating system can."""
     if os.name == "nt":  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDONLY)

@@ -15,11 +15,11 @@ from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.leaves import list_gradient_hooks
 
 NAMED = 8
-"""The number of tensors that a warning lists."""
+"""The most tensors that a warning lists by name."""
 
 
 class Extra(Enum):
-    """How to treat a tensor of a checkpoint that the model does not have."""
+    """What to do about a tensor of a checkpoint that the model does not have: refuse it, warn, or ignore it."""
 
     REFUSE = "refuse"
     WARN = "warn"
@@ -27,9 +27,9 @@ class Extra(Enum):
 
 
 def name_weights(state: Mapping[str, Tensor]) -> dict[int, list[str]]:
-    """Return the names of each tensor of a state_dict, by id.
+    """Return the names of each tensor of a state_dict, by the id() of the tensor.
 
-    A tied weight is one object with several names; a file may use one or all of them.
+    A tied weight is one object with several names. A file may use one of them or all.
     """
     names: dict[int, list[str]] = {}
     for name, weight in state.items():
@@ -41,8 +41,8 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], held: Collection[
     """Raise InputError unless the files hold a tensor for each weight of the model.
 
     - `held`: the names of tensors in the files, as the model names them
-    - `state`: the model's state_dict; buffers that the model permits to be missing keep their values
-    - `extra`: for a tensor that the model neither has nor ignores, raise InputError, warn, or do nothing
+    - `state`: the model's state_dict. A buffer that the model permits to be missing keeps its value
+    - `extra`: what to do about a tensor that the model neither has nor ignores
     """
     # A state_dict() hook may add tensors that no file can be loaded into.
     held_by_model = {id(w) for w in (*model.parameters(), *model.buffers())}
@@ -73,7 +73,7 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], held: Collection[
 
 
 def _report_extra(model: nn.Module, names: Sequence[str], extra: Extra, path: Path) -> None:
-    """Raise InputError or warn, as `extra` says, about tensors `names` that the model lacks."""
+    """Raise InputError or warn, as `extra` says, if the checkpoint has tensors `names` that the model lacks."""
     kind = type(model).__name__
     if names and extra is Extra.REFUSE:
         raise InputError(
@@ -90,10 +90,10 @@ def _report_extra(model: nn.Module, names: Sequence[str], extra: Extra, path: Pa
 
 
 def _list_unasked(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the sorted names of extra tensors that the model does not ignore.
+    """Return the sorted names of extra tensors, without those that the model ignores.
 
-    A transformers model has patterns of names to ignore. Buffers that the model computes itself, and that earlier
-    versions saved, are ignored too.
+    A transformers model has patterns of names that it ignores. It also ignores buffers that it computes itself, which
+    earlier versions saved.
     """
     patterns = [re.compile(text) for text in _read_patterns(model, "_keys_to_ignore_on_load_unexpected")]
     saved = model.state_dict(keep_vars=True).keys()
@@ -108,14 +108,14 @@ def _list_unasked(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _may_lack(model: nn.Module, name: str, weight: Tensor) -> bool:
-    """Return whether a checkpoint may lack a weight: a buffer with values that the model marks as optional."""
+    """Return whether a checkpoint may lack a weight: it is a buffer with values that the model says is optional."""
     if weight.is_meta or isinstance(weight, nn.Parameter):
         return False
     return any(re.search(text, name) for text in _read_patterns(model, "_keys_to_ignore_on_load_missing"))
 
 
 def _read_patterns(model: nn.Module, attribute: str) -> list[str]:
-    """Return the regular expressions in an attribute of a transformers model; none for other models."""
+    """Return the regular expressions in an attribute of a transformers model; an empty list for other models."""
     found = getattr(model, attribute, None) if _is_of_transformers(model) else None
     return sorted(text for text in found or () if isinstance(text, str))
 
@@ -128,7 +128,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def check_free(name: str, weight: Tensor) -> None:
-    """Raise InputError for a weight without values that cannot receive values and stay the same object.
+    """Raise InputError for a weight without values if loading it could break something that refers to it.
 
     Loading exchanges the tensor behind the Python object, but an autograd graph would go on reading the old one.
     """

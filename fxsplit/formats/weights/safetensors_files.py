@@ -33,12 +33,11 @@ INDEX = ".index.json"
 
 
 class WeightFiles:
-    """The files of a checkpoint, and the file of each tensor.
+    """The files of a checkpoint, and the file in which each tensor lies.
 
     - `path`: a .safetensors file, an index (.safetensors.index.json), or a folder with one of them
     - `dtype`: convert tensors of other floating-point dtypes to this dtype of the model's weights
-
-    Raises InputError for a missing or different path, and for an invalid dtype.
+    Raises InputError for a path that is missing or something else, and for an invalid dtype.
     """
 
     def __init__(self, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -60,7 +59,7 @@ class WeightFiles:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Yield a function that opens a file. Each file is opened once, and closed after the block."""
+        """Yield a function that returns an open file. Each file is opened only once, and closed after the block."""
         with ExitStack() as stack:
             yield cache(lambda file: stack.enter_context(TensorFile(file)))
 
@@ -70,11 +69,10 @@ class WeightFiles:
 
         - `places`: pairs of a weight and its device. Other weights stay on their devices, or go to host memory if they
           have no values yet.
-        - `extra`: how to treat a tensor that the model neither has nor ignores
-
+        - `extra`: what to do about a tensor that the model neither has nor ignores
         Weights are found by the names of the model's state_dict (a tied weight has several), or by transformers' rules.
         Tied weights that the files hold several times are loaded first. Raises InputError before any weight changes:
-        for a weight that is missing or differs in shape or dtype, for an extra tensor if `extra` refuses it, and for a
+        for a weight that is missing or differs in shape or dtype, for an extra tensor that `extra` refuses, and for a
         `dtype` that no weight of the model has.
         """
         state = {k: w for k, w in model.state_dict(keep_vars=True).items() if isinstance(w, Tensor)}
@@ -104,11 +102,11 @@ class WeightFiles:
     def _find_recipes(
         self, files: Any, model: nn.Module, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Recipe], dict[str, dict[str, Parts]]]:
-        """Return how each weight is made from tensors in the files, by the weight's name.
+        """Return how to make each weight from tensors in the files, by the weight's name.
 
-        A recipe names the tensors and the conversion. A weight that is joined from several tensors also has its parts
-        in the second dict, so that each can be read straight into its place. There are recipes for tensors that the
-        model lacks, too. Raises InputError for a weight of another shape or dtype.
+        A recipe names the tensors and the conversion. Tensors that the model lacks have recipes too. The second dict
+        holds the parts of each weight that is joined from several tensors: each part can be read straight into its
+        place. Raises InputError for a weight of another shape or dtype.
         """
         recipe_of: dict[str, Recipe] = {}
         kind_of: dict[str, Tensor] = {}
@@ -137,7 +135,10 @@ class WeightFiles:
         waiting: dict[str, Tensor],
         homes: Mapping[str, torch.device],
     ) -> None:
-        """Run a recipe: load its waiting weights, and remove them from `waiting`."""
+        """Run a recipe: load the weights in `waiting` that it makes, and remove them from `waiting`.
+
+        `parts`: where each stored tensor goes in these weights, or None. `homes`: the device of each weight.
+        """
         if parts is None or recipe.whole:
             found = recipe.make(partial(self._read, files))
             for name in found.keys() & waiting.keys():
@@ -160,7 +161,7 @@ class WeightFiles:
         return tensor
 
     def _try(self, recipe: Recipe, kinds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Parts] | None]:
-        """Return the result of a recipe on meta tensors, and the parts of each weight if it is made of parts.
+        """Run a recipe on meta tensors. Return its result, and the parts of each weight if weights are made of parts.
 
         Raises InputError if the recipe fails.
         """
@@ -173,7 +174,7 @@ class WeightFiles:
             ) from error
 
     def _read_kind(self, files: Any, name: str) -> Tensor:
-        """Return a meta tensor with the stored shape and dtype. Raises InputError if the file lacks the tensor."""
+        """Return a meta tensor with the shape and dtype of a stored tensor. Raises InputError if the file lacks it."""
         file = self._file_of[name]
         try:
             kind: Tensor = files(file).read_kind(name)
@@ -186,7 +187,8 @@ class WeightFiles:
     ) -> dict[str, Tensor]:
         """Return the values of weights that the files hold under several names, by first name. Each is read once.
 
-        Raises InputError if the files hold different values for one weight.
+        `stored`: the names of each weight in the files. Raises InputError if the files hold different values for one
+            weight.
         """
         read = partial(self._read, files)
         held: dict[str, Tensor] = {}
@@ -211,9 +213,9 @@ class WeightFiles:
             )
 
     def _check_kind(self, recipe: Recipe, name: str, found: Tensor, weight: Tensor) -> None:
-        """Raise InputError unless the stored weight has the model's shape, and its dtype or one convertible to it.
+        """Raise InputError unless a stored weight has the model's shape, and the model's dtype or one to convert.
 
-        `found` is a meta tensor of the result.
+        `found` is a meta tensor like the stored weight.
         """
         file = self._file_of[recipe.sources[0]].name
         what = f"{name!r} is {found.dtype} {tuple(found.shape)} in {file} and {weight.dtype} {tuple(weight.shape)}"
@@ -267,28 +269,28 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _make_room(weight: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor to read a weight's values into: new memory on a device for a weight on the meta device."""
+    """Return a tensor to read a weight's values into: the weight, or new memory on `device` if it is on meta."""
     if not weight.is_meta:
         return weight
     return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=_choose_place(weight, device))
 
 
 def _fill(uses: Iterable[tuple[Tensor, CopiedPart]], value: Tensor) -> None:
-    """Copy a stored tensor to its places in weights."""
+    """Copy a stored tensor to its places in weights. `uses`: pairs of a weight and the part of it that is copied."""
     for weight, part in uses:
         part.place(weight).copy_(part.take(value))
 
 
 def _choose_place(weight: Tensor, device: torch.device) -> torch.device:
-    """Return the device for a weight; host memory if it has no values and belongs to no stage."""
+    """Return the device for a weight. A weight without values that belongs to no stage gets host memory."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def _give(weight: Tensor, value: Tensor, device: torch.device) -> None:
-    """Set a weight to `value`, which the weight may take over. The weight stays the same object, since optimizers may
-    hold it.
+    """Set a weight to `value`. The weight stays the same object, since optimizers may hold it.
 
-    The value's memory becomes the weight's if dtype, device and strides agree; otherwise the value is copied.
+    A weight without values takes over the value's memory if dtype, device and strides agree. Otherwise the value is
+    copied.
     """
     if not weight.is_meta:
         weight.copy_(value)

@@ -14,5 +14,5 @@ def name_file(kind: str, number: int, n: int) -> str:
 
 
 def render_index(sizes: Mapping[str, int], file_of: Mapping[str, str]) -> str:
-    """Return the text of an index: `sizes` of all tensors together, and the file of each tensor."""
+    """Return the text of an index. `sizes`: the totals over all tensors. `file_of`: the file of each tensor."""
     return json.dumps({"metadata": dict(sizes), "weight_map": dict(file_of)}, indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""Read one safetensors file, a tensor at a time, into memory of its own.
+"""Read one safetensors file, a tensor at a time, into newly allocated memory.
 
 The file is read instead of mapped: pages of a mapped file count as memory of the process until the mapping ends.
 """
@@ -21,7 +21,7 @@ MORE = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | MORE
-"""The dtype of each name in the format."""
+"""Name of a dtype in the safetensors format -> torch's dtype."""
 
 
 class TensorFile:
@@ -65,7 +65,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """Return a tensor of the file in newly allocated memory.
 
-        Raises like `read_kind`, and InputError if the file is too short.
+        Raises the errors of `read_kind`, and InputError if the file is too short.
         """
         tensor = self._make(name, "cpu")
         if tensor.numel():

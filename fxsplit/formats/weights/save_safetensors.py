@@ -31,20 +31,23 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 ONE_FILE = name_file("model", 0, 1)
 OF_A_CHECKPOINT = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5,}-of-\d{5,}\.safetensors")
-"""The files of a checkpoint. The next checkpoint in the same folder replaces them."""
+"""Matches the names of a checkpoint's files, which the next checkpoint in the same folder replaces."""
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
-"""The name of each dtype in the format."""
+"""torch's dtype -> its name in the safetensors format."""
 
 
 Fetch = Callable[[str, Tensor], Tensor]
-"""Returns the values of a named tensor, which may live in another process."""
+"""A function that returns the values of a named tensor, which may be in another process."""
 Together = Callable[[Mapping[str, Tensor], Callable[[Fetch], None]], None]
-"""Calls a function that writes tensors, in one of the processes that have the tensors."""
+"""A function that calls its second argument in one process, with access to the tensors of all processes.
+
+The second argument writes the tensors. It gets a Fetch, which returns the values of a tensor of any process.
+"""
 
 
 def save_checkpoint(
@@ -52,11 +55,10 @@ def save_checkpoint(
 ) -> None:
     """Write the tensors of a model's state_dict to a folder, in files of at most `max_shard_bytes` bytes of tensors.
 
-    together: writes from several processes that each have some of the tensors (default: this process has all).
-
+    together: how to write from several processes that each have some of the tensors (default: this process has all).
     A larger tensor gets its own file. A tied weight is written once, under its first name. Afterwards the folder
-    contains the whole checkpoint instead of an earlier one, or is unchanged after an error. Other files in the folder
-    stay. Raises InputError if the format cannot express the model's state, and FileError if writing fails.
+    contains the whole checkpoint instead of an earlier one. After an error the folder is unchanged. Other files in the
+    folder stay. Raises InputError if the format cannot express the model's state, and FileError if writing fails.
     """
     if not is_count(max_shard_bytes, least=1):
         raise InputError(f"max_shard_bytes={show(max_shard_bytes)}: give a number of bytes, such as 5_000_000_000")
@@ -83,7 +85,7 @@ def save_checkpoint(
 
 
 def _take(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of this process."""
+    """Return `tensor` itself: the Fetch for tensors of this process."""
     return tensor
 
 
@@ -108,7 +110,7 @@ def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _cut(state: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each file, in order, with Hugging Face's rule for shards."""
+    """Return the names of the tensors for each file, in order, by the rule that Hugging Face uses for shards."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, tensor in state.items():
@@ -153,7 +155,7 @@ def _write_all(folder: Path, state: Mapping[str, Tensor], shards: Sequence[Seque
 
 
 class _Change:
-    """Files to move, all or none, and the temporary folder that holds them."""
+    """Moves files, either all or none, and removes the temporary folder that held them."""
 
     def __init__(self, temporary: Path) -> None:
         self._temporary = temporary
@@ -161,7 +163,7 @@ class _Change:
         self._complete = False
 
     def make(self, moves: list[tuple[Path, Path]]) -> None:
-        """Move each file to its place, in order. No other file may be in the way when its turn comes."""
+        """Move each source to its target, in order. A target must be free when its turn comes."""
         self._moves = moves
         for source, target in moves:
             os.rename(source, target)
@@ -189,7 +191,10 @@ def _write_index(path: Path, state: Mapping[str, Tensor], shards: Mapping[str, S
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], tick: Callable[[], object] = lambda: None, fetch: Fetch = _take
 ) -> None:
-    """Write one safetensors file and flush it to disk. Calls `tick` before each tensor. Raises OSError."""
+    """Write one safetensors file and flush it to disk. Raises OSError.
+
+    tick: called before each tensor, to report progress. fetch: returns the values of a tensor.
+    """
     # Sort by item size, largest first, so that each tensor is aligned to its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -209,7 +214,7 @@ def write_tensors(
 
 
 def _read_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, row by row."""
+    """Return the bytes of a tensor, copied to host memory, row by row."""
     here = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     plain = torch.view_as_real(here) if here.is_complex() else here
     numbers: Any = plain.reshape(-1).view(torch.uint8).numpy()  # mypy does not accept an array as a buffer
@@ -217,7 +222,7 @@ def _read_bytes(tensor: Tensor) -> memoryview:
 
 
 def _flush(path: Path, parts: Sequence[Callable[[], bytes | memoryview]]) -> None:
-    """Write a new file from these parts, each computed in its turn, and flush it to disk."""
+    """Write a new file from `parts`, and flush it to disk. Each part is a function, called only when its turn comes."""
     with open(path, "xb") as file:
         for part in parts:
             file.write(part())

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's weights: by name, or by the rules of transformers.
+"""Find out how a model's weights are made from a checkpoint's tensors: by name, or by the rules of transformers.
 
 transformers 5 joins tensors that its checkpoints store separately: the weights of a layer's experts are one parameter
 of the model, but two or three tensors for each expert in the files. This module reads transformers' table of such
@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 Read = Callable[[str], Tensor]
-"""Reads the tensor of a name from the files."""
+"""A function that reads the tensor of a given name from the files."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe makes weights from stored tensors: `make` takes a function that reads a tensor, and returns weights by
-    name.
+    """How to make weights from stored tensors.
 
-    - target: the name of the weight, or of the first if a rule makes several
+    `make` takes a function that reads a tensor, and returns weights by name.
+    - target: the name of the weight; of the first weight if a rule makes several
     - sources: the names of the stored tensors
     - whole: the weight is one stored tensor, unchanged
     """
@@ -36,9 +36,9 @@ class Recipe:
 
 
 def list_recipes(model: nn.Module, stored: Collection[str], names: Collection[str]) -> list[Recipe]:
-    """Return recipes from the `stored` tensors to weights of the model; `names` are its state_dict keys.
+    """Return recipes that make weights of the model from the tensors `stored`; `names` are its state_dict keys.
 
-    A tensor without a rule keeps its name.
+    The weight of a tensor without a rule has the tensor's name.
     """
     other = [name for name in stored if name not in names]
     rules = _find_rules(model) if other else None
@@ -53,7 +53,7 @@ def _take(source: str, target: str) -> Recipe:
 
 
 def _find_rules(model: nn.Module) -> Any:
-    """Return transformers' conversion rules for the model, or None for other models and versions before 5."""
+    """Return transformers' conversion rules for the model; None for other models, and for versions before 5."""
     # If transformers is not imported, the model is not of transformers. Importing it takes seconds, and may fail
     # because of a broken dependency.
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
@@ -68,7 +68,7 @@ def _find_rules(model: nn.Module) -> Any:
 
 
 def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, bool]) -> list[Recipe]:
-    """Return the recipes of the stored tensors that a rule turns into weights of the model."""
+    """Return the recipes for the stored tensors that `rules` turn into weights of the model, which has `names`."""
     from transformers import core_model_loading as loading
 
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -91,7 +91,10 @@ def _apply(model: Any, rules: Any, stored: Collection[str], names: Mapping[str, 
 
 
 def _convert(model: Any, target: str, sources: list[tuple[str, str]], rule: Any) -> Recipe:
-    """Return the recipe for a rule of transformers. `sources` are stored names, each with its pattern."""
+    """Return the recipe that applies `rule` of transformers.
+
+    `sources`: pairs of a stored name and the pattern it matched.
+    """
 
     def make(read: Read) -> dict[str, Tensor]:
         converter = copy.deepcopy(rule)

@@ -25,10 +25,10 @@ from fxsplit.system.figures import show
 LARGEST = 1_000_000
 """The most numbers in a tensor: JSON takes about 20 bytes for each."""
 Notes = list[list[Any]]
-"""One pair for each value of another type: the path of keys to it in the tree, and the name of its type."""
+"""A pair for each value of a type that JSON lacks: the path of keys to the value in the tree, and its type's name."""
 PLAIN = (str, int, float, bool, type(None))
 PAIRS: dict[type, str] = {dict: "dict", Counter: "Counter", OrderedDict: "OrderedDict"}
-"""Dict types that are stored as lists of pairs. A dict with only text keys is a JSON object."""
+"""Dict types that are stored as lists of pairs, with their names. A dict with only text keys is a JSON object."""
 FACTORIES: dict[str, Any] = {"none": None} | {made.__name__: made for made in (int, float, str, list, dict, set, tuple)}
 """The factories of a defaultdict, by the word after "defaultdict" in a note."""
 NUMBERS = {f"numpy {name}": np.dtype(name).type for name in ("bool", "float16", "float32", "float64")} | {
@@ -39,11 +39,11 @@ TENSORS = {
     for dtype, name in NAMES.items()
     if not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
 }
-"""Dtypes that JSON reproduces bit for bit."""
+"""Name of a tensor's type in a note -> its dtype, for dtypes that JSON reproduces bit for bit."""
 
 
 def encode(value: Any, what: str) -> tuple[Any, Notes]:
-    """Return the tree and the notes of a value, independent of later changes to the value.
+    """Return the tree and the notes of a value. Later changes to the value do not change them.
 
     what: the value's name in errors. Raises InputError, with the name, for a part that JSON cannot reproduce.
     """
@@ -59,7 +59,7 @@ def encode(value: Any, what: str) -> tuple[Any, Notes]:
 
 
 def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
-    """Return the tree of the value at `path`."""
+    """Return the tree of the value at `path`, and add its notes to `notes`. `what` names the value in errors."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -97,7 +97,7 @@ def _encode(value: Any, path: list[Any], notes: Notes, what: str) -> Any:
 
 
 def _name_factory(value: defaultdict[Any, Any], what: str) -> str:
-    """Return the word for a defaultdict's factory."""
+    """Return the word that stands for a defaultdict's factory in a note. Raises InputError if there is no such word."""
     name = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
     if name is None:
         raise InputError(
@@ -108,12 +108,12 @@ def _name_factory(value: defaultdict[Any, Any], what: str) -> str:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return whether a tensor consists of its numbers only: strided, with values, without gradients."""
+    """Return whether a tensor is nothing but its numbers: strided, with values, and without gradients."""
     return value.layout == torch.strided and not value.is_meta and not value.requires_grad
 
 
 def decode(tree: Any, notes: Iterable[Any]) -> Any:
-    """Return the value of a tree and its notes, without changing them. Raises ValueError if the notes do not fit."""
+    """Return the value of a tree and its notes; neither is changed. Raises ValueError if the notes do not fit."""
     box = [copy.deepcopy(tree)]
     try:
         # Convert inner values first, since a tuple cannot change later.
@@ -130,7 +130,7 @@ def decode(tree: Any, notes: Iterable[Any]) -> Any:
 
 
 def _check_key(parent: Any, key: Any) -> Any:
-    """Return a key of a list or dict. Raises ValueError if the key is missing or invalid."""
+    """Return `key` if the list or dict `parent` can have such a key. Raises ValueError otherwise."""
     fits = isinstance(parent, dict) if type(key) is str else isinstance(parent, list) and type(key) is int
     if not fits or (type(key) is int and key < 0):
         raise ValueError(f"a note of a type refers to {show(key)}, which does not exist")

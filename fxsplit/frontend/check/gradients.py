@@ -1,4 +1,4 @@
-"""Check the gradients of a graph: it may compute the right outputs, and still have lost a backward.
+"""Check the gradients of a graph: it may compute the right outputs and still have lost a backward.
 
 Model and graph compute the gradients of the sum of squares of all outputs, with respect to parameters and inputs. If a
 gradient differs, the graph has lost a backward, for example that of an autograd.Function that was traced through.
@@ -26,7 +26,7 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.words import is_out_of_memory
 
 PARTS = 8
-"""The number of parts of the parameters if memory is too small for all their gradients."""
+"""If memory is too small for the gradients of all parameters, they are compared in this number of parts."""
 
 LOST = (
     "the graph of {} has another gradient for {!r} than the model: tracing lost a backward, such as "
@@ -35,14 +35,14 @@ LOST = (
 )
 
 Gradients = Sequence[Tensor | None]
-"""One gradient for each parameter, then one for each input; None if no output depends on it."""
+"""One gradient for each parameter, then one for each input. None: no output depends on that parameter or input."""
 
 
 class GradientComparison(NamedTuple):
-    """Side results of a comparison of gradients.
+    """Further results of a comparison of gradients.
 
-    - `sets_hooks`: the graph puts hooks on activations
-    - `by_code`: the graph ran as its generated code
+    - `sets_hooks`: whether the graph puts hooks on activations
+    - `by_code`: whether the graph ran as its generated code
     """
 
     sets_hooks: bool = False
@@ -50,16 +50,14 @@ class GradientComparison(NamedTuple):
 
 
 def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientComparison:
-    """Compare gradients and return the side results; raises TraceError unless the graph has the model's gradients.
+    """Raise TraceError unless the graph has the model's gradients. Returns what else the runs have shown.
 
-    Frozen parameters and inputs are compared too, as they may need gradients later. If model or graph have no backward
-    for all of these, only tensors that need a gradient now are compared; if the model has no backward for these either,
+    Frozen parameters and inputs are compared too, as they may need gradients later. If model or graph has no backward
+    for all of these, only tensors that need a gradient now are compared. If the model has no backward for these either,
     nothing is compared.
-
-    The gradients of the model and of the graph exist at once. If they do not fit in memory, parts of the parameters are
-    compared one after the other; raises torch's error if these do not fit either.
-
-    `by_code`: run the graph as its code, and node by node if the code fails.
+    The gradients of the model and of the graph are in memory at the same time. If they do not fit, parts of the
+    parameters are compared one after the other. Raises torch's error if these do not fit either.
+    by_code: run the graph as its code, and node by node if the code fails.
     """
     named = find_parameters(here)
     if here.asks_for_gradients and not torch.is_grad_enabled():
@@ -76,9 +74,9 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
 def _compare_trained(
     here: Runnable, trained: Mapping[str, Tensor], *, thawed: bool, by_code: bool
 ) -> GradientComparison | None:
-    """Return the side results of comparing the gradients of `trained`, and with `thawed` of the inputs.
+    """Compare the gradients of `trained`, and with `thawed` also those of the inputs. Raises TraceError if one differs.
 
-    Returns None if the model or its graph has no such backward.
+    Returns what else the runs have shown, or None if the model or its graph has no such backward.
     """
     try:
         return _compare_at_once(here, trained, thawed=thawed, by_code=by_code)
@@ -96,7 +94,7 @@ def _compare_trained(
 def _compare_at_once(
     here: Runnable, trained: Mapping[str, Tensor], *, thawed: bool, by_code: bool
 ) -> GradientComparison | None:
-    """Return the same as `_compare_trained`, from one run of the model and one of the graph."""
+    """Do the same as `_compare_trained`, with one run of the model and one run of the graph."""
     parameters = list(trained.values())
     hooked: list[Tensor] = []
 
@@ -110,7 +108,7 @@ def _compare_at_once(
         # Watch the hooks of the graph and not of the model, since the graph runs in stages.
         with watch_hooks(hooked.append):
             found, ran = _compute_of_graph(here, parameters, thawed=thawed, by_code=by_code)
-        if found is None:  # a gradient that nobody needs now, and that the graph lacks, is no reason to refuse it
+        if found is None:  # the graph lacks only gradients that nobody needs now: that is no reason to refuse the graph
             return None
         noise = Noise(lambda: name_gradients(here, list(trained), derive() or ()))
         compare_gradients(here, list(trained), wanted, found, noise)
@@ -120,7 +118,7 @@ def _compare_at_once(
 def _compute_of_graph(
     here: Runnable, parameters: Sequence[Tensor], *, thawed: bool, by_code: bool
 ) -> tuple[Gradients | None, bool]:
-    """Return the graph's gradients, or None, and whether they were computed by its code."""
+    """Return the graph's gradients, or None if it has none, and whether the graph ran as its code."""
     # If the code fails, the nodes usually fail too, and their error names the node. Otherwise only the code is at
     # fault.
     if by_code:
@@ -143,19 +141,19 @@ def _compute_of_graph(
 
 
 def find_parameters(here: Runnable) -> dict[str, Tensor]:
-    """Return the parameters that may get gradients, by name."""
+    """Return the parameters that can have gradients, by name: those of a floating-point dtype."""
     return {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
 
 
 def split_parameters(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return at most `PARTS` parts of the parameters, by name, with about as many parameters each."""
+    """Return the parameters in at most `PARTS` parts with about as many parameters each."""
     return [dict(islice(named.items(), start, None, PARTS)) for start in range(min(PARTS, len(named)))] or [{}]
 
 
 def name_gradients(here: Runnable, parameters: Sequence[str], gradients: Gradients) -> dict[str, Tensor]:
-    """Return the gradients that exist by the names under which they are compared, dense.
+    """Return the gradients that exist, dense, by the names that errors use.
 
-    `gradients` are those of `parameters`, given by name, and then of the inputs.
+    gradients: those of `parameters`, which are given by name, and then those of the inputs.
     """
     names = [*parameters, *(f"argument {spec.name}" for spec in here.inputs.specs)]
     named = zip(names, gradients, strict=False)
@@ -167,7 +165,9 @@ def compare_gradients(
 ) -> None:
     """Raise TraceError for the first gradient of the graph (`found`) that differs from the model's (`wanted`).
 
-    Both are in the order of `Gradients`; `parameters` are their names.
+    Both lists have a gradient for each parameter, then one for each input.
+    parameters: the names of the parameters.
+    noise: tells rounding apart from a real difference.
     """
     of_model, of_graph = (name_gradients(here, parameters, each) for each in (wanted, found))
     # Fake tensors have no values to compare: a gradient exists or not.
@@ -190,12 +190,11 @@ def compare_gradients(
 
 
 def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether autograd's records prove that the graph has every gradient that the model has.
+    """Return whether autograd's graph proves that the graph has every gradient that the model has.
 
-    `outputs` are the outputs of the model and of the graph, for `leaves` as inputs, computed while all parameters
-    required gradients.
-
-    If the records prove nothing, as with a backward written in Python, the gradients have to be computed.
+    Computing the gradients is then not necessary. Autograd's graph shows only which inputs and parameters an output
+    depends on. It proves nothing if, for example, a backward is written in Python.
+    outputs: the outputs of the model and of the graph, computed for `leaves` while all parameters required gradients.
     """
     parameters = find_parameters(here).values()
     reached = []
@@ -210,7 +209,7 @@ def check_paths(here: Runnable, outputs: tuple[Any, Any], leaves: Sequence[Seque
 
 
 def make_leaves(here: Runnable, *, of_inputs: bool) -> list[Tensor]:
-    """Return copies of the rows; with `of_inputs`, floating copies require gradients."""
+    """Return copies of the call's tensors. With `of_inputs`, copies of floating-point tensors require gradients."""
     return [t.detach().clone().requires_grad_(of_inputs and t.is_floating_point()) for t in here.tensors]
 
 
@@ -239,9 +238,9 @@ def _thaw(parameters: Sequence[Tensor]) -> Iterator[None]:
 def _compute_gradients(
     run: Callable[..., Any], here: Runnable, parameters: Sequence[Tensor], *, of_inputs: bool, or_none: bool
 ) -> Gradients | None:
-    """Return the gradients of `parameters`, and with `of_inputs` of the inputs, for one call of `run`.
+    """Return the gradients of `parameters`, and with `of_inputs` also those of the inputs, for one call of `run`.
 
-    `or_none`: return None if no output requires a gradient, or if backward fails for another reason than memory.
+    or_none: return None if no output requires a gradient, or if backward fails for another reason than memory.
     """
     with preserve(here.modules), torch.enable_grad():
         leaves = make_leaves(here, of_inputs=of_inputs)
@@ -269,5 +268,5 @@ def differentiate(outputs: Any, parameters: Sequence[Tensor], leaves: Sequence[T
 
 
 def _is_trained(value: Any) -> bool:
-    """Return whether an output gets a gradient."""
+    """Return whether an output is a tensor of which the gradients of a check are computed."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad

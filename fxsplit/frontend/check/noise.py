@@ -1,7 +1,7 @@
-"""Allow for kernels that add in the order in which their threads arrive: with them, no run of a model repeats another.
+"""Allow for kernels that add in the order in which their threads arrive: no two runs of such a model are equal.
 
 Many kernels of accelerators do so, such as the backward of attention. The model then runs again, and its graph may
-differ from it as far as the model differs from itself.
+differ from the model about as much as two runs of the model differ.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from torch import Tensor
 from fxsplit.torch_internals.tensors.accelerators import is_accelerator
 
 TOLERANCE = 1e-5
-"""Relative to the largest value. The same operators in the same order most often give the same bits."""
+"""The allowed rounding, relative to the largest value. The same operators in the same order mostly give equal bits."""
 RUNS = 2
-"""How often the model runs again."""
+"""How often the model runs again to see how much its runs differ."""
 AMPLE = 8.0
-"""The allowed difference over the largest that was seen in a tensor: a few runs need not show the largest there is."""
+"""The allowed difference, as a multiple of the largest seen between runs: a few runs need not show the largest."""
 MOST = 0.1
-"""The most that is allowed for this, relative to the largest value: runs that differ by more compute something else."""
+"""The most that noise may allow, relative to the largest value: runs that differ by more compute something else."""
 
 
 class Noise:
-    """The differences between runs of a model, measured only if its graph differs from it.
+    """The differences between runs of the same model. They are measured only if the graph differs from the model.
 
-    `run_again` runs the model on the same rows, and returns its values by name.
+    run_again: runs the model on the same rows, and returns its values by name.
     """
 
     def __init__(self, run_again: Callable[[], Mapping[str, Tensor]]) -> None:
         self._run_again = run_again
 
     def covers(self, name: str, wanted: Tensor, found: Tensor, largest: float | None = None) -> bool:
-        """Return whether a value of the graph (`found`) equals the model's, up to rounding and noise.
+        """Return whether a value of the graph (`found`) equals the model's value (`wanted`), up to rounding and noise.
 
-        `largest` is the largest magnitude among values of its kind, if a small one may be a difference of large ones.
+        largest: the largest magnitude of all values of this kind (default: that of `wanted`). Give it if a small value
+            may be the difference of large values.
         """
         # Most often the bits are the same, and comparing them takes no memory.
         if torch.equal(wanted, found) or not _is_rounded(wanted) or wanted.numel() == 0:
@@ -56,7 +57,7 @@ class Noise:
 
     @cached_property
     def _runs(self) -> list[Mapping[str, Tensor]]:
-        """The values of more runs of the model."""
+        """The values of further runs of the model."""
         return [self._run_again() for _ in range(RUNS)]
 
     @cached_property
@@ -72,7 +73,7 @@ def find_largest(tensor: Tensor) -> float:
 
 
 def _is_near(a: Tensor, b: Tensor, allowed: float) -> bool:
-    """Return whether two tensors differ nowhere by more than `allowed`, or by more than rounding; NaN equals NaN."""
+    """Return whether two tensors differ by at most `allowed`, or by rounding, in every entry. NaN equals NaN."""
     return torch.allclose(a, b, rtol=TOLERANCE, atol=allowed, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""The outputs of a graph: tensors and constants in plain containers."""
+"""Bring the output of a graph into the form that stages need: tensors and constants in plain containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fxsplit.torch_internals.fx.interpret import describe_tensor
 
 
 def refuse_objects(here: Runnable, outputs: Sequence[Any]) -> None:
-    """Raise InputError for an output that is neither a tensor nor a constant; `outputs` are the model's, flat."""
+    """Raise InputError for an output of the model that is neither a tensor nor a constant.
+
+    outputs: the model's outputs, without their containers.
+    """
     for i, value in enumerate(outputs):
         if value is not None and not isinstance(value, (Tensor, str, bool, int, float)):
             raise InputError(
@@ -26,9 +29,9 @@ def refuse_objects(here: Runnable, outputs: Sequence[Any]) -> None:
 def unpack_output(gm: fx.GraphModule, value: Any) -> None:
     """Change the graph's output so that it holds tensors in plain containers.
 
-    `value` is the value that the graph returns. A node with a container as its value, for example the named tuple of
-    torch.sort, becomes a container of nodes: `(getitem(sort, 0), getitem(sort, 1))`. Stages hand on nothing but
-    tensors.
+    value: the value that the graph returns.
+    If a node's value is a container, for example the named tuple of torch.sort, the node becomes a container of nodes:
+    `(getitem(sort, 0), getitem(sort, 1))`. Stages can hand on only tensors.
     """
     output = gm.graph.output_node()
 

@@ -29,7 +29,7 @@ from fxsplit.torch_internals.random.seeded_calls import isolate_draws, take_turn
 from fxsplit.torch_internals.tensors.differences import Difference, measure_difference
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
-"""The allowed rounding, as a share of a tensor's largest value: sums in another order, amplified by layers."""
+"""The allowed rounding, as a share of a tensor's largest value. Sums may be in another order; layers amplify that."""
 COARSE = 3e-2
 """The same for types of fewer digits, such as bfloat16. Whole numbers are not rounded."""
 SCALE = 1e-2
@@ -43,15 +43,14 @@ Cut = tuple[fx.GraphModule, Stages | None]
 
 
 def compare_graphs(before: IR, after: IR) -> list[Difference]:
-    """Return the difference of every output, argument, buffer and gradient between two graphs.
+    """Return the difference of every output, argument, buffer and gradient between two graphs of one model.
 
-    Each comes with the rounding that is allowed for it. Both graphs run on the example, and on twice as many rows
-    if the graph before allows it, since a number of rows may have become a constant. A graph that draws random
-    numbers draws them in the order of its nodes. If that causes a difference, both run again with a generator state
-    for each node, by its name.
-
-    Raises BrokenFact if the outputs have other shapes or other containers. If weights have no values, only these are
-    compared.
+    Each difference comes with the rounding that is allowed for it. Both graphs run on the example. They also run on
+    twice as many rows, if the graph before can: a number of rows may have become a constant. A graph that draws random
+    numbers draws them in the order of its nodes. If that alone may cause a difference, both run again with random
+    numbers that depend on the names of the nodes.
+    Raises BrokenFact if the outputs have other shapes or other containers. If weights have no values, only shapes and
+    containers are compared.
     """
     example = before[Example]
     pair = nn.ModuleList([before.gm, after.gm])
@@ -90,7 +89,10 @@ def _compare_runs(here: nn.Module, old: Cut, new: Cut, tensors: Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
-    """The results of one run of a graph: its outputs with their structure, and tensors by kind and name."""
+    """The results of one run of a graph: its outputs with their structure, and tensors by kind and name.
+
+    drew: whether the run has drawn random numbers.
+    """
 
     outputs: tuple[list[Any], Any]
     tensors: Mapping[tuple[str, str], Tensor]
@@ -99,9 +101,10 @@ class _Outcome:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One way to run both graphs: on copies of `tensors`, with the weights of `old`; `here` holds both graphs.
+    """One way to run both graphs: on copies of `tensors`, with the weights of `old`.
 
-    `by_name`: each node that draws has a generator state of its own, as in stages.
+    here: a module that holds both graphs.
+    by_name: each node that draws has its own random numbers, which follow from its name, as in stages.
     """
 
     here: nn.Module
@@ -110,7 +113,10 @@ class _Run:
     by_name: bool
 
     def __call__(self, gm: fx.GraphModule, stages: Stages | None) -> _Outcome:
-        """Run one graph forward and backward; its `stages`, if it has been cut, seed draws themselves."""
+        """Run one graph forward and backward.
+
+        `stages`: the graph's stages, if it has been cut, which draw by name themselves.
+        """
         weights = {name: p for name, p in self.old.named_parameters() if p.requires_grad}
         # Numbers have defaults, and the graph runs with these here.
         names = [str(n.target) for n in self.old.graph.find_nodes(op="placeholder") if not n.args]
@@ -134,10 +140,10 @@ class _Run:
 
 
 class _DrawingByName(Interpreter):
-    """Interprets an uncut graph with the random draws that it has in a pipeline."""
+    """Interprets an uncut graph with the random numbers that its nodes would draw in a pipeline."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node, with a generator state that follows from its name."""
+        """Run one node, with random numbers that follow from its name."""
         if not n.op.startswith("call"):
             return super().run_node(n)
         with isolate_draws(0, 0, n.name, *self.fetch_args_kwargs_from_env(n)):
@@ -153,7 +159,7 @@ def _flatten(value: Any) -> tuple[list[Any], Any]:
 def _compute_gradients(outputs: Sequence[Any], ends: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the sum of squares of all outputs; empty if the graph has no backward.
 
-    If no output depends on a tensor, its gradient is zeros, since both train the same.
+    If no output depends on a tensor, its gradient is zeros: for training, this is the same as no gradient.
     """
     trained = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(ends)

@@ -1,7 +1,7 @@
 """Rewrites: compare a graph before and after each of the user's passes.
 
-The graph must compute the same up to rounding, or up to the tolerance that a pass states. In evaluation it may lose
-gradients: it is then `Detached`, and right as long as nobody trains.
+The graph must compute the same up to rounding, or up to the tolerance that a pass states. A graph for evaluation may
+lose gradients. It then gets the fact `Detached`, and cannot be trained.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from fxsplit.ir.graph import IR, Pass, is_own, name_pass
 
 @dataclass(frozen=True, eq=False)
 class Rewrites:
-    """Checks that each pass of a chain keeps what the graph computes. The chain began with the graph in `captured`."""
+    """Checks that each pass of a chain keeps what the graph computes.
+
+    `captured`: the graph at the begin of the chain.
+    """
 
     captured: IR
 
     def check(self, step: Pass, before: IR, after: IR) -> IR:
-        """Return `after`, marked as Detached if it is; raises BrokenFact for a graph that computes something else.
+        """Return `after`, with the fact Detached if it has lost gradients.
 
+        Raises BrokenFact if it computes something else.
         Nothing is run for fxsplit's own passes, and for passes that leave the graph as it is.
         """
         if is_own(step) or after.gm is before.gm:
@@ -45,13 +49,16 @@ class Rewrites:
         return _detach(step, after, lost)
 
     def mark(self, step: Pass, before: IR, after: IR) -> IR:
-        """Return `after`, marked as Detached if it has other weights than the model; nothing is run or compared."""
+        """Return `after`, with the fact Detached if it has weights that are not the model's.
+
+        Runs and compares nothing.
+        """
         if is_own(step) or after.gm is before.gm:
             return after
         return _detach(step, after, self._find_foreign(before, after))
 
     def _find_foreign(self, before: IR, after: IR) -> str | None:
-        """Return the path of a weight of the new graph that is not one of the model's, or None."""
+        """Return the path of a weight of the new graph that is not a weight of the model, or None."""
         known = {id(weight) for gm in (self.captured.gm, before.gm) for weight in list_weights(gm)}
         named = (*after.gm.named_parameters(), *after.gm.named_buffers())
         return next((path for path, weight in named if id(weight) not in known), None)
@@ -72,7 +79,11 @@ def _read_tolerance(step: Pass) -> float | None:
 
 
 def _detach(step: Pass, after: IR, weight: str | None) -> IR:
-    """Return an IR with the fact Detached if `weight` is given; raises BrokenFact for a graph that is to be trained."""
+    """Return an IR with the fact Detached, or `after` itself if `weight` is None.
+
+    weight: the path of a weight that is not the model's, or of a tensor with another gradient than before.
+    Raises BrokenFact for a graph of a model in training mode.
+    """
     # If the IR was detached before, the fact names the first pass that did it.
     if weight is None or after.get(Detached):
         return after

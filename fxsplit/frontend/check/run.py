@@ -1,4 +1,7 @@
-"""Run a graph after its model has run: an error here is a fault of the capture. Shapes are noted on the way."""
+"""Run a graph after its model has run: an error here is a fault of the capture.
+
+The run also notes shapes in the nodes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, p
 class Runner(Interpreter):
     """Runs the graph of a model that has run without errors: if the graph fails, the capture has lost something.
 
-    The nodes of `noted` get dtype and shape of their values, for dumps; `gm` may be a copy of that graph.
+    noted: a graph whose nodes get the dtype and shape of their values, for dumps. `gm` may be a copy of it.
     """
 
     def __init__(self, gm: fx.GraphModule, noted: fx.GraphModule | None = None) -> None:
@@ -29,7 +32,7 @@ class Runner(Interpreter):
         self._noted = {} if noted is None else {n.name: n for n in noted.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; raises TraceError with its name."""
+        """Run one node. Raises TraceError, with the node's name, if the node fails."""
         try:
             value = super().run_node(n)
         except FxsplitError:  # says more than a TraceError would
@@ -108,7 +111,7 @@ def _is_odd(name: str) -> bool:
 
 
 def _refuse_sparse(node: fx.Node, value: Any) -> None:
-    """Raise TraceError for a node that makes or fetches a sparse tensor, since stages cannot hand it on."""
+    """Raise TraceError for a node that makes or fetches a sparse tensor: stages cannot hand on sparse tensors."""
     sparse = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.layout is not torch.strided)
     if (found := next(sparse, None)) is not None:
         raise TraceError(

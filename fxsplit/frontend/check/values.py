@@ -3,9 +3,9 @@
 Model and graph run on the same rows. The graph must return the same values, write the same values to buffers and
 arguments, and have the same gradients. Both runs leave the model unchanged.
 
-One run of each gives all of them: the gradients of parameters and inputs are taken from the run that makes the outputs.
-Fake tensors only have shapes, and autograd's records of the run show which gradients exist. If anything is in the way,
-model and graph run again: first without gradients, and then with them. These runs name the fault, or find none: a model
+Usually one run of each is enough: the gradients of parameters and inputs are taken from the run that makes the outputs.
+Fake tensors have only shapes, so autograd's graph shows which gradients exist. If this finds any fault, model and graph
+run again: first without gradients, and then with them. These runs name the fault, or find that there is none: a model
 may run only without gradients, and gradients that nobody needs may be missing.
 
 A graph runs in two ways: node by node, so that errors name the node, and as the code that stages run.
@@ -66,11 +66,12 @@ By = Literal["nodes", "code", "both"]
 
 
 def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "both") -> CallEffects:
-    """Return the effects of one call; raises TraceError if model and graph differ on the first `rows` rows.
+    """Return the effects of one call. Raises TraceError if model and graph differ on the first `rows` rows.
 
-    Raises InputError for an output that is neither a tensor nor a constant. The output of `gm` becomes plain containers
-    of tensors, and its nodes get the shapes of their values for dumps if it runs by nodes. `by`: the code is the same
-    for any number of rows, so one check by code is enough.
+    Raises InputError for an output that is neither a tensor nor a constant.
+    This changes `gm`: its output becomes plain containers of tensors. If it runs node by node, its nodes get the shapes
+    of their values for dumps.
+    by: how to run the graph. The code is the same for any number of rows, so one check by code is enough.
     """
     with refuse_assignments(subject.model), subject.make_runnable(rows, gm) as here:
         try:
@@ -90,18 +91,18 @@ def check_graph(subject: Subject, gm: fx.GraphModule, rows: int, *, by: By = "bo
 
 
 def check_other_sizes(subject: Subject, gm: fx.GraphModule, scope: Scope) -> None:
-    """Raise TraceError unless a graph is right for all sizes of microbatches besides the largest.
+    """Raise TraceError unless a graph is right for all other sizes of microbatches than the largest.
 
-    Only a graph with a constant number of rows is run: it has its own constants for each size.
+    Only a graph with a constant number of rows is run, since it has other constants for each size.
     """
     for size in subject.sizes[1:] if scope.rows_fixed else ():
         check_graph(subject, gm, size)
 
 
 def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
-    """Compare model and graph as they run in `here`, perhaps as copies; return the effects of a call.
+    """Compare model and graph as they are in `here`, perhaps as copies, and return the effects of a call.
 
-    `gm` is the graph that the IR will hold: it gets the shapes, and the plain containers of the output.
+    gm: the graph that the IR will hold. It gets the shapes, and the plain containers of the output.
     """
     # A graph may equal the first call of a model that changes from call to call, but not the second one. A model that
     # takes gradients by itself may run with gradients, but not without them.
@@ -114,12 +115,12 @@ def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
 
 
 def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) -> CallEffects:
-    """Compare one run of the model with one of the graph, and their gradients; return the effects of a call.
+    """Compare one run of the model with one run of the graph, and their gradients. Returns the effects of a call.
 
-    `at_once`: take the gradients from the same runs.
+    at_once: take the gradients from the same runs.
     """
     parameters = find_parameters(here)
-    # Inputs for each side, since forward() may write to its arguments.
+    # Model and graph get their own inputs, since forward() may write to its arguments.
     leaves = [make_leaves(here, of_inputs=at_once) for _ in range(2)]
     given, copies = ([leaf.clone() for leaf in each] for each in leaves)
     versions = [t._version for t in copies]
@@ -168,7 +169,13 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
 
 
 class _RunOfModel(NamedTuple):
-    """The model's outputs, the values that it leaves in its buffers, the arguments it changes, and its gradients."""
+    """The results of a run of the model.
+
+    - `outputs`: its outputs
+    - `buffers`: the values that it leaves in its buffers
+    - `rewritten`: the names of arguments, other than tensors, that it changes
+    - `gradients`: its gradients (None: not computed in this run)
+    """
 
     outputs: Any
     buffers: list[Tensor]
@@ -177,9 +184,12 @@ class _RunOfModel(NamedTuple):
 
 
 class _RunOfGraph(NamedTuple):
-    """The graph's outputs in plain containers, its gradients, and the values that it leaves in the model's buffers.
+    """The results of a run of the graph.
 
-    - `hooked`: it puts hooks on activations
+    - `outputs`: its outputs in plain containers
+    - `gradients`: its gradients (None: not computed in this run)
+    - `buffers`: the values that it leaves in the model's buffers
+    - `hooked`: whether it puts hooks on activations
     - `written`: the buffers that it has written to, by path, without the statistics of batch norms
     - `saved`: the paths of written buffers that something may save for backward
     """
@@ -193,7 +203,7 @@ class _RunOfGraph(NamedTuple):
 
 
 def _name_values(here: Runnable, ran: _RunOfModel, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return all values of a run of the model by the names under which they are compared."""
+    """Return all values of a run of the model, by the names that errors use."""
     named = {_name_buffer(name): b for (name, _), b in zip(here.model.named_buffers(), ran.buffers, strict=True)}
     outputs = pytree.tree_leaves(to_plain_outputs(drop_foreign_fields(ran.outputs)[0]))
     named |= {_name_output(i): value for i, value in enumerate(outputs) if isinstance(value, Tensor)}
@@ -217,28 +227,31 @@ def _name_argument(name: str) -> str:
 
 
 def _choose_run(here: Runnable, gm: fx.GraphModule, by: By, *, by_code: bool) -> Callable[..., Any]:
-    """Return the function that runs the graph, and notes shapes in the nodes of `gm` unless only code is asked for."""
+    """Return the function that runs the graph. It notes shapes in the nodes of `gm`, unless `by` is "code"."""
     if not by_code:
         return Runner(here.graph, gm).run
     return here.graph.forward if by == "code" else make_noting(here.graph, gm)
 
 
 def _derive(parameters: Sequence[Tensor] | None, leaves: Sequence[Tensor], outputs: Any) -> Gradients | None:
-    """Return the gradients of outputs; None without `parameters`, if they are not to be taken from this run."""
+    """Return the gradients of outputs, or None if `parameters` is None: this run then takes no gradients."""
     return None if parameters is None else differentiate(outputs, parameters, leaves)
 
 
 def _run_graph(
     here: Runnable, run: Callable[..., Any], tensors: Sequence[Tensor], derive: Callable[[Any], Gradients | None]
 ) -> _RunOfGraph:
-    """Run the graph by `run`, and take gradients of its outputs; the model's buffers are restored."""
+    """Run the graph by calling `run`, and take gradients of its outputs.
+
+    Afterwards the model's buffers are as before.
+    """
     hooked: list[Tensor] = []
     # The run of the model has restored its buffers, so both start from the same values.
     before = Snapshot(here.modules.buffers())
     with preserve(here.modules), watch_hooks(hooked.append):
         # A graph returns fx's own containers, and their structure is not that of plain ones.
         outputs = rebuild(run(*tensors), lambda leaf: leaf)
-        # Inside of the block, since its end restores buffers that a backward reads.
+        # Take gradients inside the block: its end restores buffers, and a backward may read them.
         gradients = derive(outputs)
         buffers = [b.clone() for b in here.model.buffers()]
         # By memory, since a write may go through a view, or through another name of a buffer.
@@ -266,10 +279,10 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
 
 
 def _run_model(here: Runnable, tensors: Sequence[Tensor], derive: Callable[[Any], Gradients | None]) -> _RunOfModel:
-    """Run the model on `tensors`, and take gradients of its outputs.
+    """Run the model on `tensors`, and take gradients of its outputs. Afterwards its buffers are as before.
 
-    The buffers are restored. Raises TraceError, with the parameter's name, if forward() has written to a parameter, and
-    InputError for a buffer that it has resized.
+    Raises TraceError, with the parameter's name, if forward() has written to a parameter, and InputError for a buffer
+    that it has resized.
     """
     shapes = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
     # Parameters too, since preserve() only restores buffers.
@@ -319,8 +332,8 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
     """Return the paths of buffers that each call writes and that something may save for backward.
 
     These are the buffers that the graph fetches, and those of modules from outside torch; torch's modules save no state
-    of their own. `changed` are the storages that a call has written. Raises TraceError for a write to a tensor that is
-    no buffer: a graph would keep it from call to call.
+    of their own. `changed`: the storages that a call has written.
+    Raises TraceError for a write to a tensor that is not a buffer: a graph would keep it from call to call.
     """
     held = {get_storage_id(b) for b in here.model.buffers()}
     fetched = {path: t for path, t in list_fetched(here.graph).items() if isinstance(t, Tensor)}
@@ -341,7 +354,10 @@ def _find_saved_buffers(here: Runnable, changed: set[int]) -> tuple[str, ...]:
 
 
 def _compare_outputs(here: Runnable, expected: Any, got: Any, noise: Noise) -> list[Any]:
-    """Return the model's flat outputs; raises TraceError unless the graph returns the same in the same containers."""
+    """Return the model's outputs as a list.
+
+    Raises TraceError unless the graph returns the same in the same containers.
+    """
     wanted, structure = pytree.tree_flatten(to_plain_outputs(expected))
     found, found_structure = pytree.tree_flatten(got)
     if structure != found_structure:
@@ -370,7 +386,10 @@ def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.Tree
 
 
 def _compare_values(here: Runnable, what: str, wanted: Any, found: Any, noise: Noise) -> None:
-    """Raise TraceError unless the value of the graph (`found`) equals the model's (`wanted`)."""
+    """Raise TraceError unless the graph's value (`found`) equals the model's value (`wanted`).
+
+    `what` names it in the error.
+    """
     # Constants are part of the structure of the graph's output.
     if not isinstance(wanted, Tensor):
         return
@@ -392,7 +411,10 @@ def _compare_values(here: Runnable, what: str, wanted: Any, found: Any, noise: N
 
 
 def _is_close(what: str, a: Tensor, b: Tensor, noise: Noise) -> bool:
-    """Return whether two tensors are equal up to non-deterministic kernels; always true without values."""
+    """Return whether two tensors are equal, up to kernels that give other results in each run.
+
+    True for fake tensors.
+    """
     if not has_values(a):
         return True
     if a.layout is torch.strided:

@@ -1,7 +1,7 @@
-"""Keep the calls of autograd.Functions in a graph: a front end would record their forward, but not their backward.
+"""Keep the calls of autograd.Functions in a graph. A front end would record their forward, and lose their backward.
 
-Symbolic tracing records the call itself as a node. torch.export looks into the call, so operators mark each input and
-output tensor, and the call is put back between the marks (`fxsplit.frontend.front_ends.export.inline`):
+Symbolic tracing records the call itself as a node. torch.export looks into the call. So two operators, enter and leave,
+mark each input and output tensor, and later the call is put back between the marks (`front_ends/export/inline.py`):
 
     enter = fxsplit::enter(x, 0)            the first input tensor of call 0
     mul = aten.mul(enter, 0.5)              the operators of the function's forward
@@ -30,7 +30,7 @@ TORCHS = ("torch._library.", "torch._functorch.")
 """Modules with torch's own autograd.Functions, for operators that a graph may hold."""
 
 Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Makes a node for a call."""
+"""From (function, args, kwargs): makes a node that calls the function."""
 Call = Callable[..., Any]
 
 one_trace = CallerLock(lend_draws)
@@ -46,7 +46,7 @@ enter, leave = torch.ops.fxsplit.enter.default, torch.ops.fxsplit.leave.default
 
 @contextmanager
 def record_functions(record: Record) -> Iterator[None]:
-    """Record calls of autograd.Functions on proxies, in this thread, as nodes."""
+    """Inside the block, record this thread's calls of autograd.Functions on proxies as nodes."""
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch itself, or another library, may call a function on plain tensors while a model is traced.
@@ -59,7 +59,11 @@ def record_functions(record: Record) -> Iterator[None]:
 
 @contextmanager
 def mark_functions() -> Iterator[list[Call]]:
-    """Mark this thread's calls of autograd.Functions; yields them as functions of their input tensors."""
+    """Inside the block, surround this thread's calls of autograd.Functions with marks, operators that a graph records.
+
+    A graph's writer can then find the operators of each call and put the call in their place. Yields a list that gets,
+    for each call, a function of only the call's input tensors.
+    """
     calls: list[Call] = []
 
     def replace(cls: Any, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +86,7 @@ def mark_functions() -> Iterator[list[Call]]:
 
 @contextmanager
 def _replace_calls(replace: Callable[[Any, Call, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Redirect this thread's calls of the user's autograd.Functions to `replace`."""
+    """Inside the block, call `replace` in place of this thread's calls of the user's autograd.Functions."""
 
     def call(apply: Method, cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(TORCHS):
@@ -108,7 +112,7 @@ def _make_call(cls: Any) -> Call:
 def _make_call_of_tensors(cls: Any, leaves: list[Any], structure: pytree.TreeSpec) -> Call:
     """Return a function of only the tensors of a call of an autograd.Function; all other arguments are constants.
 
-    It returns its outputs as a flat tuple, since a mark knows an output by its number.
+    The function returns its outputs as a flat tuple, since a mark names an output by its number.
     """
     # The tensors of this call are not kept: they belong to an exported program that is gone by the next call.
     held = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Refuse random draws that a graph would keep from call to call, unless the graph does not depend on them."""
+"""Refuse random numbers that a graph would keep as constants, unless the graph does not depend on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fxsplit.frontend.graph import Graph, same_graph
 from fxsplit.torch_internals.random.generators import keep_generators, read_python_generators, set_next_draws
 
 TRIED = (0, 2**31, 2**32 - 1)
-"""Words for the draws of further captures: shares of 0, a half and nearly 1; the first index and later ones."""
+"""The 32-bit words that generators return in further captures: as random shares, these are 0, a half and nearly 1."""
 
 
 @contextmanager
 def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
     """Raise TraceError if the block draws random numbers, since they would be constants of the graph.
 
-    `states` reads the states of the relevant generators; a draw changes one of them.
+    states: reads the states of the relevant generators; a draw changes a state.
     """
     before = states()
     yield
@@ -29,11 +29,12 @@ def refuse_draws(model: nn.Module, states: Callable[[], Any]) -> Iterator[None]:
 
 
 def capture_alike(model: nn.Module, capture: Callable[[Callable[[], None]], Graph]) -> Graph:
-    """Return the graph of `capture`; raises TraceError if it depends on a draw of Python's or numpy's generators.
+    """Return the graph of `capture`.
 
+    Raises TraceError if the graph depends on a draw of Python's or numpy's generators.
     Code may draw for its own purposes, like a library that checks the types of a few items of a list. So if the model
-    draws, it is captured again with draws from all over the range. `capture` gets a function to call after forward()
-    has run, before generators are restored.
+    draws, it is captured again with very different random numbers, and the graphs are compared.
+    capture: makes the graph. It gets a function to call after forward() has run, before generators are restored.
     """
     before, drew = read_python_generators(), list[bool]()
     found = capture(lambda: drew.append(read_python_generators() != before))

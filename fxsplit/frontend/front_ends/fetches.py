@@ -19,7 +19,10 @@ from fxsplit.torch_internals.fx.interpret import find_target
 
 
 def fetch_apart(gm: fx.GraphModule) -> fx.GraphModule:
-    """Give every reader of a parameter but the first a fetch of its own, just before it; return the same module."""
+    """Give every reader of a parameter except the first its own fetch, just before the reader.
+
+    Returns the same module.
+    """
     changed = False
     for fetch in gm.graph.find_nodes(op="get_attr"):
         if not isinstance(find_target(gm, fetch), nn.Parameter):

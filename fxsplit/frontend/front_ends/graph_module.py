@@ -18,7 +18,7 @@ from fxsplit.ir.facts.capture.scope import Scope
 
 @dataclass(frozen=True)
 class GivenGraph:
-    """Takes a model that is a graph already, from any tracer."""
+    """The front end for a model that is already a graph, from any tracer."""
 
     name: str = "graph_module"
 
@@ -26,18 +26,18 @@ class GivenGraph:
     def takes(model: nn.Module) -> bool:
         """Return whether the model is a graph that is called like a module.
 
-        The module of an exported program is not, since its code generator flattens the arguments. It is traced like any
-        model.
+        The module of an exported program is not such a graph, since its code generator flattens the arguments. It is
+        traced like any other model.
         """
         return isinstance(model, fx.GraphModule) and type(model.graph._codegen) is fx.graph.CodeGen
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return the same nodes, with one placeholder for each tensor argument and constants for all other arguments.
+        """Return a graph with the same nodes.
 
-        Each reader of a parameter gets its own fetch (see `fetch_apart`).
-
-        A graph with placeholders `x` and `extra`, called with `extra={"gain": 2.0, "bias": tensor}`, gets the
-        placeholders `x` and `extra_bias`. Raises TraceError if graph and forward() have different arguments.
+        Each tensor argument has a placeholder, and all other arguments are constants.
+        Each reader of a parameter gets its own fetch (see `fetch_apart`). A graph with placeholders `x` and `extra`,
+        called with `extra={"gain": 2.0, "bias": tensor}`, gets the placeholders `x` and `extra_bias`. Raises TraceError
+        if graph and forward() have different arguments.
         """
         model, inputs = subject.model, subject.inputs
         assert isinstance(model, fx.GraphModule)

@@ -1,7 +1,7 @@
 """The first front end: torch.fx's symbolic tracing, which runs forward() on proxies and records their operations.
 
 For `def forward(self, x): return self.head(x.relu())` the graph is a placeholder `x`, a call of the method `relu` and a
-call of the module `head`. Python itself leaves nothing in a graph: an `if` or a loop on a traced value fails.
+call of the module `head`. A graph cannot hold Python's own control flow: an `if` or a loop on a traced value fails.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class SymbolicTrace:
         return capture_alike(subject.model, partial(self._trace, subject))
 
     def _trace(self, subject: Subject, end: Callable[[], None]) -> Graph:
-        """Return the traced graph; calls `end` after forward() has run."""
+        """Return the traced graph. Calls `end` after forward() has run, before anything is restored."""
         model = subject.model
         tracer = Tracer(subject.inputs, subject.whole, subject.numbers)
-        # Otherwise a cache that forward() fills during the trace would keep proxies.
+        # Restore the model: otherwise a cache that forward() fills during the trace would keep proxies.
         with restore_model(model), refuse_assignments(model), refuse_draws(model, read_generators):
             try:
                 with (
@@ -106,8 +106,8 @@ STACKS = (
 class Tracer(fx.Tracer):
     """fx's tracer for a model called as `inputs` describes.
 
-    Tensor arguments and `numbers` become placeholders and everything else becomes part of the graph. Normalisation and
-    dropout modules stay whole wherever they come from: traced into, they would be fixed to the present mode.
+    Tensor arguments and `numbers` become placeholders, and everything else becomes part of the graph. Normalisation and
+    dropout modules always stay whole. If they were traced, the graph would be fixed to their present mode.
     """
 
     proxy_buffer_attributes = True  # otherwise a write to a buffer would happen once, during the trace
@@ -127,13 +127,16 @@ class Tracer(fx.Tracer):
         return InPlaceProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a node; raises TraceError inside a block that changes modes, which a graph does not record."""
+        """Add a node.
+
+        Raises TraceError inside a block that changes modes, such as no_grad: a graph does not record modes.
+        """
         if _read_modes() != self._modes:
             raise TraceError(MODES)
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
-        """Return an argument of a node, with Python's own numbers in place of numbers of other types.
+        """Return an argument of a node. Numbers of other types, such as numpy's, become Python's own numbers.
 
         Code is generated from the repr of an argument, and numpy's `np.float64(2.0)` is unknown in that code.
         """
@@ -143,7 +146,7 @@ class Tracer(fx.Tracer):
         return super().create_arg(kind(value) if kind is not None and derived else value)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module stays one call: torch's own, modules that depend on the mode, and `whole` ones.
+        """Return whether a module stays one call: torch's own, modules that depend on the mode, and `whole` modules.
 
         torch's transformers and recurrent modules of several layers are still taken apart: otherwise a whole model
         would be one node.
@@ -155,7 +158,7 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Trace a call, and remember the innermost module in which tracing fails."""
+        """Trace a call of a module. If tracing fails, remember the innermost module in which it failed."""
         # fx patches nn.Module for every thread, and another pipeline's worker may run a module at this moment.
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
@@ -176,10 +179,10 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return a function of only the root, which calls it with one placeholder for each tensor argument.
+        """Return a function that calls the root module with placeholders, and the function's only argument, the root.
 
-        Numbers have placeholders after the tensors, and forward() reads these placeholders in place of the numbers. The
-        function returns plain containers, since fx would make a dataclass a node.
+        Each tensor argument has a placeholder. Numbers have placeholders after the tensors, and forward() reads these
+        in place of the numbers. The function returns plain containers, since fx would make a dataclass a node.
         """
         names = [spec.name for spec in self._inputs.specs]
         tensors = [self.create_proxy("placeholder", name, (), {}) for name in names]
@@ -205,7 +208,7 @@ MODES = (
 
 @contextmanager
 def _refuse_modes() -> Iterator[None]:
-    """Raise TraceError if this thread enters a block with a mode, even a mode that is already active.
+    """Raise TraceError if this thread enters a block with a mode, even if the mode is already active.
 
     autocast(enabled=False) changes nothing during the trace, but matters for a caller that runs under autocast.
     """
@@ -234,7 +237,7 @@ ADVICE = {
     "__len__": "Use x.shape[0] in place of len(x)",
     "iter": "Loop over a number that the module knows, or use torch.unbind with a fixed length",
 }
-"""Advice about a failure, by the method of a tracer or proxy that raised it; torch's messages may change."""
+"""Advice for an error, by the method of a tracer or proxy that raised it. torch's messages may change, names do not."""
 
 OBJECT = "Return the tensors in it, and make such an object of them outside of forward()"
 DISTRIBUTIONS = f"{TORCH}distributions{os.sep}"
@@ -262,7 +265,7 @@ def _explain(model: nn.Module, tracer: Tracer, error: Exception) -> TraceError:
         )
     # The last frame of the user's own code is the place to change.
     own = [f for f in frames if is_users(f.filename)]
-    # Otherwise it is in one of torch's own modules, but not in the tracer or the code that disables compilation.
+    # If there is none, take torch's own modules, but not the tracer or the code that disables compilation.
     own = own or [f for f in frames if not f.filename.startswith((f"{TORCH}fx", f"{TORCH}_dynamo", FXSPLIT, "<"))]
     place = f"{own[-1].filename}:{own[-1].lineno}, {(own[-1].line or '').strip()!r}" if own else "an unknown line"
     module = f"submodule {tracer.failed_in!r}" if tracer.failed_in else "its own forward()"

@@ -1,7 +1,7 @@
-"""Carried state: find a buffer through which one microbatch changes the outputs of a later one.
+"""Carried state: find a buffer through which one microbatch changes the outputs of a later microbatch.
 
-A pipeline runs microbatches one after another, and the model runs the batch at once. A counter of calls in a buffer
-then counts microbatches, and an output that depends on it, such as a temperature, differs.
+A pipeline runs microbatches one after another, while the model runs the batch at once. So a buffer that counts calls
+counts microbatches, and an output that depends on that buffer, such as a temperature, differs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 
 
 def find_carried_buffer(here: Runnable, rows: tuple[int, int]) -> str | None:
-    """Return a buffer that the first of two pieces writes, if the second piece then has other outputs; or None.
+    """Return a buffer that the first of two pieces writes, if the second piece then has other outputs, else None.
 
+    rows: the sizes of the pieces.
     The statistics of batch norms do not count: in training no output depends on them.
     """
     statistics = {id(b) for m in here.model.modules() if is_batch_norm(m) for b in m.buffers(recurse=False)}

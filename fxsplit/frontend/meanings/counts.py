@@ -1,4 +1,7 @@
-"""Find the divisor of a number in a graph, as a graph of its own that only needs the inputs."""
+"""Find the count that a number in a graph is divided by, as a graph of its own that needs only the inputs.
+
+For example, a masked loss `(losses * mask).sum() / mask.sum()` is divided by the count `mask.sum()`.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ PASSED = {
     *("mul", "mul_", "imul", "neg", "sum", "mean", "view", "reshape", "flatten", "squeeze", "clone", "contiguous"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy", "alias"),
 }
-"""Names of functions that scale, add up or reshape: if an operand is divided by a count, so is the result."""
+"""Functions that scale, add up or reshape, by name. If an operand is divided by a count, so is the result."""
 ADDITIONS = {"add", "add_", "iadd", "sub", "sub_", "isub"}
 SELECTIONS = {"getitem", "masked_select", "index", "index_select"}
 """Names of functions that take some entries of a tensor, by a mask or by indices."""
 
 
 class Operands(NamedTuple):
-    """The operands of a count, and the function that computes it; without one the operand is the count itself.
+    """The operands of a count, and the function that computes the count (None: the only operand is the count itself).
 
     An operand may be the path of a buffer.
     """
@@ -47,23 +50,26 @@ class Operands(NamedTuple):
 
 
 def find_count(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Return a graph that computes the divisor of `node`, a number, from the inputs of `gm`; None if there is none.
+    """Return a graph that computes the divisor of `node`, a number, from the inputs of `gm`, or None.
 
-    Returns None too if the count needs more than inputs and buffers, or if there are several counts.
+    Returns None if there is no divisor, or several, or if a divisor needs more than inputs and buffers.
     """
     found = _find_counts(gm, node, set(list_number_nodes(gm.graph)))
     return next(iter(found.values())) if len(found) == 1 else None
 
 
 def is_safe(count: fx.GraphModule) -> bool:
-    """Return whether a number divided by this count, of a graph that `find_count` returned, is safe (see `Count`)."""
+    """Return whether dividing a number by this count is safe for gradients, see `Count`.
+
+    count: a graph that `find_count` has returned.
+    """
     made = count.graph.output_node().args[0]
     # torch gives ignored labels a gradient of zero, but divides by zero for classes of weight zero.
     return isinstance(made, fx.Node) and made.target is count_labels and made.args[1] is None
 
 
 def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Yield such a graph for every division on the way to `node`."""
+    """Yield a graph, as `find_count` returns it, for every division on the way from the inputs to `node`."""
     for inner in list_ancestors([node]):
         count = _extract(gm, _find_operands(gm, inner))
         if count is not None:
@@ -73,8 +79,8 @@ def find_inner_counts(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMod
 def _find_counts(gm: fx.GraphModule, node: fx.Node, numbers: set[fx.Node]) -> dict[str, fx.GraphModule]:
     """Return the divisors of a number, if only sums and products lie between the division and the number.
 
-    The key is a text that is equal for counts that are computed alike. `numbers` are the inputs that are Python
-    numbers: they change no weight of a microbatch.
+    The key is a text that is equal for counts that are computed alike.
+    numbers: the inputs that are Python numbers. They cannot change the weight of a microbatch.
     """
     found: dict[str, fx.GraphModule] = {}
     seen, waiting = set[fx.Node](), [node]
@@ -114,10 +120,10 @@ def _list_terms(node: fx.Node) -> list[fx.Node]:
 
 
 def _extract(gm: fx.GraphModule, operands: Operands) -> fx.GraphModule | None:
-    """Return a graph that computes a count of operands from the inputs of `gm`; None if that needs more."""
+    """Return a graph that computes a count from the inputs of `gm`; None if the count needs more than inputs."""
     nodes = [operand for operand in operands.given if isinstance(operand, fx.Node)]
     reads = ValueReads(gm)
-    # Most nodes are divided by nothing, and most divisors depend on weights. Few nodes show either.
+    # Return early for most nodes: they have no divisor, or a divisor that depends on weights.
     if not nodes or any(map(reads.uses_weights, nodes)):
         return None
     needed = _add_writes(gm, reads, reads.list_ancestors(nodes))
@@ -155,9 +161,10 @@ def _describe(operands: Operands) -> str:
 
 
 def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return the operands of a number's count: a divisor, or labels, weight and ignore_index, or a mask.
+    """Return the operands of the count that a node divides by.
 
-    The result is empty for a number without a divisor.
+    The operands are a divisor, or labels, weight and ignore_index, or a mask. They are empty for a node without a
+    divisor.
     """
     name = read_name(node)
     if node.op == "call_module":
@@ -175,7 +182,7 @@ def _find_operands(gm: fx.GraphModule, node: fx.Node) -> Operands:
 
 
 def _find_selection(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return the mask, or the indices, of the entries of a mean; empty for a mean over all entries."""
+    """Return the mask, or the indices, that select the entries of a mean; empty for a mean over all entries."""
     masks: dict[str, Operands] = {}
     waiting, seen = node.all_input_nodes, set[fx.Node]()
     while waiting:
@@ -196,13 +203,13 @@ def _list_places(node: fx.Node) -> list[fx.Node]:
     """Return the masks and indices by which a node selects entries of a tensor; empty for any other node."""
     if read_name(node) not in SELECTIONS:
         return []
-    # A slice does not count: the number of entries that it takes of a row is no count of rows.
+    # Leave slices out: the number of entries that a slice takes from a row does not depend on the row's values.
     given = pytree.tree_leaves([*node.args[1:], *node.kwargs.values()])
     return [place for place in given if isinstance(place, fx.Node)]
 
 
 def _read_module(gm: fx.GraphModule, node: fx.Node) -> Operands:
-    """Return labels, weight and ignore_index of a call of a loss's module; empty for any other module."""
+    """Return labels, weight and ignore_index of a call of a loss module; empty for any other module."""
     loss = gm.get_submodule(str(node.target))
     is_loss = type(loss).__module__ == nn.L1Loss.__module__
     if not is_loss or loss.reduction != "mean" or len(node.args) != 2:
@@ -214,7 +221,7 @@ def _read_module(gm: fx.GraphModule, node: fx.Node) -> Operands:
 
 
 def _read_call(node: fx.Node) -> Operands:
-    """Return labels, weight and ignore_index of a call of a loss's function; empty if it is no mean."""
+    """Return labels, weight and ignore_index of a call of a loss function; empty if the loss is not a mean."""
     if node.target in LABEL_OPERATORS:
         # They have their reduction, a number, before `ignore_index`, and none of the older options.
         names = ("input", "target", "weight", "reduction", "ignore_index")
@@ -226,7 +233,7 @@ def _read_call(node: fx.Node) -> Operands:
 
 
 def _add_writes(gm: fx.GraphModule, reads: ValueReads, needed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes in `needed`, the nodes that write to any of them, and everything these are computed from."""
+    """Return `needed` with all nodes that write to a needed node, and the nodes from which these are computed."""
     writes = {node: list_ancestors([node.all_input_nodes[0]]) for node in gm.graph.nodes if _writes(node)}
     while True:
         # The target of a write may be a view of a needed node. It is then computed from nodes of the same type.
@@ -237,7 +244,7 @@ def _add_writes(gm: fx.GraphModule, reads: ValueReads, needed: set[fx.Node]) -> 
 
 
 def _may_be_view(write: fx.Node, nodes: set[fx.Node]) -> bool:
-    """Return whether the target of a write may share memory with some nodes that it is computed from."""
+    """Return whether a write may change one of `nodes`, from which the target of the write is computed."""
     kind = read_dtype(write.all_input_nodes[0])
     return any(read_dtype(node) == kind for node in nodes)
 

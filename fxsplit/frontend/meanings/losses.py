@@ -1,7 +1,8 @@
-"""Find the divisor of a loss in the calls of its function, as a graph that only needs the target.
+"""Find the count that a loss is divided by, from the torch calls of its function.
 
-A masked mean written by hand, such as `(losses * mask).sum() / mask.sum()`, equals that of the whole batch if
-microbatches are weighted by their counts. The function is called once, and each call of torch in it becomes a node.
+The result is a graph that needs only the target. A masked mean written by hand, such as
+`(losses * mask).sum() / mask.sum()`, equals that of the whole batch if microbatches are weighted by their counts. The
+function is called once, and each call of torch in it becomes a node.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ REFLECTED = {
     "__rsub__": operator.sub,
     "__rpow__": operator.pow,
 }
-"""Methods of tensors that take the left operand second."""
+"""Methods of tensors that get the left operand as their second argument, with the functions that they stand for."""
 EQUALITIES = {"eq", "ne", "isin", "__eq__", "__ne__"}
 ORDERS = {"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "bucketize", "clamp", "clip"}
 TABLES = {"getitem", "index_select", "take", "embedding"}
 """Names of functions that look up entries of a tensor, which may be a table of weights by class."""
 LEAVING = {"numpy", "tolist", "item", "__array__", "__int__", "__float__", "__index__"}
-"""Names of functions with a result that is no tensor, so that later comparisons are not seen."""
+"""Functions whose result is not a tensor, by name. Later comparisons with the result are not recorded."""
 USUAL_MARKS = (-100, -1, 0)
 NAN_ASKED = {"isnan", "isfinite", "nan_to_num", "nansum", "nanmean"}
 MOST_MARKS = 16
-"""The most numbers compared with the target that are tried as its entries."""
+"""How many of the numbers with which the target is compared are tried as its entries, at most."""
 
 
 class LossCounts(NamedTuple):
-    """The possible divisors of a loss, and the `marks`: numbers that decide whether an entry of the target counts.
+    """The possible divisors of a loss, not tried out yet, and the *marks*: numbers that may decide what counts.
 
-    The counts have not been tried yet. Each is the divisor of a sum, or of a mean over rows.
+    counts: each is the divisor of a sum, or of a mean over rows.
+    marks: numbers with which the loss compares entries of the target, such as an ignored label.
     """
 
     counts: Sequence[Count] = ()
@@ -67,7 +69,7 @@ def find_loss_counts(loss_fn: Callable[..., Any], outputs: Any, target: tuple[An
 
 
 def _make_counts(graph: fx.GraphModule) -> Iterator[Count]:
-    """Yield the counts that a graph may compute: the divisor of a sum, and that of a mean over rows."""
+    """Yield the two counts that a graph may compute: the divisor of a sum, and the divisor of a mean over rows."""
     reads = tuple(tensor for tensor in graph.buffers() if tensor.numel())
 
     def compute(target: Any) -> Any:
@@ -81,8 +83,8 @@ def _make_counts(graph: fx.GraphModule) -> Iterator[Count]:
 class Record(TorchFunctionMode):
     """Records each call of torch as a node of a graph, with the tensors of a target as inputs.
 
-    Outputs of the model are parameters in this graph: no count may depend on them, since it must be known before them.
-    All other tensors are buffers.
+    Outputs of the model become parameters of this graph, since a count must not depend on them: it must be known before
+    the outputs are. All other tensors become buffers.
     """
 
     def __init__(self, outputs: Sequence[Any], target: Sequence[Any]) -> None:
@@ -118,7 +120,11 @@ class Record(TorchFunctionMode):
         return find_count(fx.GraphModule(self._root, self._graph), node)
 
     def list_marks(self) -> Iterator[float]:
-        """Yield the numbers that the target is compared with, and the classes with extreme entries in tables."""
+        """Yield numbers that may decide whether an entry of the target counts.
+
+        These are numbers with which the target is compared, and the classes with the smallest and largest entries in
+        tables.
+        """
         for node in list(self._graph.nodes):
             name = read_name(node).strip("_")
             if not self._follows_from_target(node):
@@ -211,5 +217,5 @@ class Record(TorchFunctionMode):
 
 
 def _find_extremes(table: Tensor) -> tuple[int, int]:
-    """Return the positions of a smallest and of a largest entry."""
+    """Return the positions of the smallest and of the largest entry."""
     return int(table.argmin()), int(table.argmax())

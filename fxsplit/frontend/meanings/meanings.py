@@ -1,7 +1,8 @@
 """Find the kind of each output over microbatches: rows, a mean, a sum, or a value that only the whole batch has.
 
-A relation between a batch and pieces of different sizes is taken to hold for microbatches too. If the example leaves
-the kind open, as a loss of zero does, other rows of the same sort are tried, with other weights.
+The model runs on a batch and on pieces of different sizes. A relation between the batch's output and the outputs of the
+pieces is taken to hold for microbatches too. If several relations hold on the example, as for a loss of zero, other
+rows of the same sort are tried, with other weights.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.fake.values import has_values
 
 TRIES = 3
-"""The number of batches made from the example if it leaves the kind of an output open."""
+"""How many other batches are made from the example if several kinds fit an output."""
 ALONE = "compile with n_microbatches=1, or return one row for each row of the input and reduce outside of the model"
 WHOLE = OutputKind(
     "unjoined", why="the pipeline was compiled for one microbatch a batch: compile with n_microbatches=1"
 )
-"""The kind of all outputs of a model with whole batches."""
+"""The kind of all outputs of a model whose batches are not cut."""
 
 
 def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined: bool = True) -> tuple[OutputKind, ...]:
-    """Return the kind of each output tensor of the subject's model over microbatches; `gm` is its graph, if known.
+    """Return the kind of each output tensor of the subject's model over microbatches.
 
-    `joined`: outputs of microbatches are to be joined; otherwise every output has the kind WHOLE.
-
-    A model without weights runs on made-up ones. Warns of rows that depend on each other. Raises InputError for a
+    gm: the model's graph, if it is known.
+    joined: whether outputs of microbatches are to be joined; otherwise every output has the kind WHOLE.
+    A model without weights runs on made-up weights. Warns of rows that depend on each other. Raises InputError for a
     Python value that depends on the number of rows, and for an argument that is cut by mistake.
     """
     if not subject.from_shapes or not joined:
@@ -67,7 +68,7 @@ def find_meanings(subject: Subject, gm: fx.GraphModule | None = None, *, joined:
 def _find(
     subject: Subject, gm: fx.GraphModule | None, *, joined: bool = True, failed: Exception | None = None
 ) -> tuple[OutputKind, ...]:
-    """Return the kinds; `failed` is the error on made-up weights, if the model only runs on shapes."""
+    """Return the kind of each output. `failed`: the error on made-up weights, if the model runs only on shapes."""
     with subject.make_runnable(subject.batch) as here:
         trial = _Trial(subject, here, gm, failed)
         if not joined:
@@ -88,11 +89,12 @@ def _find(
 
 
 class _Trial:
-    """One trial of a subject; `here` is its model with the whole example.
+    """One trial of a subject: it runs the model on the example and on pieces of it, and judges each output.
 
-    - `failed`: the reason for running only on shapes
+    - `here`: the model with the whole example
+    - `failed`: why the model runs only on shapes
     - `said`: texts of warnings
-    - `doubtful`: some output cannot be made from the microbatches' outputs
+    - `doubtful`: whether some output cannot be made from the microbatches' outputs
     """
 
     def __init__(
@@ -108,9 +110,9 @@ class _Trial:
         self._early: EarlyGradients | None = None
 
     def run(self) -> TrialRun | None:
-        """Return the first run in which the model does not fail.
+        """Return the first run in which the model does not fail. Runs differ in the sizes of the pieces.
 
-        Returns None if the model only takes the example's number of rows, and no batch is cut. Otherwise raises the
+        Returns None if the model takes only the example's number of rows, and no batch is cut. Otherwise raises the
         last error.
         """
         failed: list[Exception] = []
@@ -173,7 +175,7 @@ class _Trial:
             )
 
     def look_at_gradients(self, run: TrialRun, found: Sequence[OutputKind]) -> None:
-        """Add a warning about a weight if its gradient is not the sum over microbatches, although outputs are right."""
+        """Warn of a weight whose gradient is not the sum over microbatches, although the outputs are right."""
         # Gradients of made-up weights would take memory for all weights.
         if not self._may_compare or self._subject.made_up:
             return
@@ -221,7 +223,7 @@ class _Trial:
         return OutputKind("rows", dim)
 
     def _judge_number(self, name: str, run: TrialRun) -> OutputKind:
-        """Return the kind of an output with the same shape for any number of rows, such as a loss."""
+        """Return the kind of an output whose shape does not depend on the number of rows, such as a loss."""
         whole, pieces = run.take(name)
         if self._subject.from_shapes:
             return self._refuse(name, run, f"it may be a mean or a sum{self._say_failed}")
@@ -247,7 +249,7 @@ class _Trial:
         return OutputKind(kind, count=found)
 
     def _refuse(self, name: str, run: TrialRun, reason: str) -> OutputKind:
-        """Return the kind "unjoined" for an output, with a sentence about the reason."""
+        """Return the kind "unjoined" for an output, with a sentence that gives the reason."""
         whole, pieces = run.take(name)
         self.doubtful = True
         shown = list(dict.fromkeys(f"{_describe(p)} for {n}" for p, n in zip(pieces, run.rows, strict=True)))
@@ -267,21 +269,21 @@ class _Trial:
 
     @property
     def _few(self) -> tuple[int, int]:
-        """The sizes of two pieces, with the second size different from the first."""
+        """The sizes of two pieces of a few rows. The second size differs from the first."""
         rows = self._subject.rows
         # The check of the graph has run the model on one row already, so that run is free.
         return (rows, 1) if rows > 1 and 1 in self._subject.outputs else (rows, rows // 2 or 2)
 
     @property
     def _may_compare(self) -> bool:
-        """Whether values can show more: batches are cut, and no output is doubtful."""
+        """Whether it is useful to compare values of pieces: batches are cut, and no output is doubtful so far."""
         return self._subject.is_cut and not self._subject.from_shapes and not self.doubtful
 
     def _list_sizes(self) -> Iterator[tuple[int, ...]]:
-        """Yield the sizes of pieces to try, one tuple after another."""
+        """Yield the sizes of pieces to try, as a tuple for each run."""
         batch, rows = self._subject.batch, self._subject.rows
         cut = [spec for spec in self._here.inputs.specs if spec.cut.dim is not None]
-        # Several arguments have to stay together: one may be no batch at all, and only be right at its full length.
+        # With several cut arguments, try the whole example first: an argument may have no rows after all.
         without_weights = self._subject.from_shapes or self._subject.made_up
         if without_weights or (sum(self._few) < batch and len(cut) == 1):
             yield self._few
@@ -291,7 +293,7 @@ class _Trial:
             yield self._few  # memory may not suffice for the whole example
 
     def _is_shown(self, name: str, run: TrialRun) -> bool:
-        """Return whether a run on a few rows has shown that a number, such as a loss, is a mean or that it is a sum."""
+        """Return whether a run on a few rows has shown whether a number, such as a loss, is a mean or a sum."""
         # If a model has no weights, the whole example may need more memory than there is.
         whole, pieces = run.take(name)
         is_number = self._subject.made_up and isinstance(whole, Tensor) and whole.is_floating_point()
@@ -302,7 +304,7 @@ class _Trial:
         return alike and "same" not in list_kinds(whole, pieces, run.rows, loose=True)
 
     def _find_unjoined(self, here: Runnable, meanings: Mapping[str, OutputKind]) -> str | None:
-        """Return a weight with a gradient for a few rows that is not the sum over pieces of them."""
+        """Return a weight whose gradient for a few rows is not the sum of the gradients for pieces of them, or None."""
         return find_unjoined_gradient(here, self._few, meanings)
 
     def _run(self, here: Runnable, rows: tuple[int, ...]) -> TrialRun:
@@ -323,7 +325,10 @@ class _Trial:
         return copy_in_double(self._here, jitter=False)
 
     def _look_closer(self, run: TrialRun) -> tuple[TrialRun, bool]:
-        """Return the same run in double precision; if that is impossible, the run itself, to be compared loosely."""
+        """Return the same run in double precision, and False.
+
+        If double precision is impossible, return the run itself and True: its values must then be compared loosely.
+        """
         if self._double is not None and run.rows not in self._closer:
             with suppress(Exception):  # for example if a model only works in float32
                 self._closer[run.rows] = self._run(self._double, run.rows)
@@ -341,7 +346,7 @@ class _Trial:
         return found
 
     def _try_others(self, name: str, kinds: set[Kind]) -> set[Kind]:
-        """Return the kinds in `kinds` that still fit an output on other rows."""
+        """Return those of `kinds` that also fit an output on other rows."""
         for run in self._others:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
@@ -349,7 +354,7 @@ class _Trial:
     def _find_node(self, name: str, run: TrialRun) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
         """Yield the captured graph, and the node in it that computes the output called `name`.
 
-        Yields nothing if there is no graph, or if that output of the graph is a constant.
+        Yields nothing if there is no graph, or if that output is a constant of the graph.
         """
         leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
         node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
@@ -357,7 +362,7 @@ class _Trial:
             yield self._gm, node
 
     def _find_count(self, name: str, run: TrialRun) -> Count | None:
-        """Return the count that a number is divided by, if the number then follows from its pieces."""
+        """Return the count that a number is divided by, if pieces weighted by this count make the number, else None."""
         graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
         if graph is None:
             return None
@@ -373,7 +378,11 @@ class _Trial:
         return None
 
     def _find_watch(self, name: str, run: TrialRun) -> CountWatch | None:
-        """Return a watch for further counts on the way to a number that is a mean by rows on the example."""
+        """Return a watch for the divisions that lead to a number, if the number is a mean over rows on the example.
+
+        On another batch, the number may not be a mean over rows. The watch compares the counts of each batch. Returns
+        None if there is no division to watch.
+        """
         found = []
         for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
             for by_rows in (False, True):
@@ -391,7 +400,7 @@ class _Trial:
         return count.weigh(cut_pieces(self._here.inputs, tensors, run.rows), run.rows, tensors)
 
     def _is_counted(self, name: str, whole: Tensor) -> bool:
-        """Return whether a number is a mean of microbatches, but with weights other than their rows."""
+        """Return whether a number is a weighted mean over microbatches whose weights are not their numbers of rows."""
         batch = self._subject.batch
         is_number = whole.ndim == 0 and whole.is_floating_point()
         if self._double is None or not is_number or batch < 3 or self._subject.made_up:
@@ -413,7 +422,7 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def _is_batch(name: str, run: TrialRun) -> bool:
-    """Return whether an output needs no further look: it has the rows of the batch, or is no tensor or number."""
+    """Return whether an output needs no further run: it has the batch's rows, or is neither tensor nor number."""
     whole, pieces = run.take(name)
     if not isinstance(whole, Tensor):
         return not isinstance(whole, (int, float)) or isinstance(whole, bool)
@@ -421,5 +430,5 @@ def _is_batch(name: str, run: TrialRun) -> bool:
 
 
 def _describe(value: Tensor) -> str:
-    """Return a number itself, and the shape of any other tensor."""
+    """Return the text of a scalar's value, or of any other tensor's shape."""
     return f"{value.item():.4g}" if value.ndim == 0 and has_values(value) else f"of shape {tuple(value.shape)}"

@@ -1,6 +1,7 @@
-"""Row gradients: check that gradients of a batch are sums over its pieces, like its outputs.
+"""Row gradients: check that the gradients for a batch are the sums of the gradients for its pieces.
 
-A user's own backward may compare rows that the forward keeps apart, for example by dividing by a norm.
+This may fail although the outputs are right: a user's own backward may compare rows that the forward keeps apart, for
+example by dividing by a norm.
 
 The function to differentiate depends on the kinds of the outputs, which are known only after the batch and all pieces
 have run. So the kinds are guessed first, and one run gives both outputs and gradients: an output with dimensions has
@@ -33,6 +34,7 @@ Meanings = Mapping[str, OutputKind]
 class EarlyGradients:
     """Gradients of weights, computed with guessed kinds of the outputs.
 
+    - `guess`: the guessed kinds
     - `whole`: the gradients for a batch, by the weights' names
     - `joined`: the sums of the gradients for its pieces, in the same order
     """
@@ -49,14 +51,14 @@ class EarlyGradients:
         )
 
     def find_unjoined(self) -> str | None:
-        """Return the same as `find_unjoined_gradient`."""
+        """Return the name of a weight whose gradient for the batch is not the sum over the pieces, or None."""
         return _find_other(self.whole, self.joined)
 
 
 def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGradients | None]:
-    """Run the model on a batch and its pieces, of sizes `rows`, and return the outputs and gradients of the same runs.
+    """Run the model on a batch and its pieces, of sizes `rows`. Returns the outputs and gradients of these runs.
 
-    There are no gradients if no weight is trained, or if the guesses differ between runs. Raises the model's own
+    The gradients are None if no weight is trained, or if the guesses differ between runs. Raises the model's own
     errors.
     """
     batch, trained = take_batch(here, sum(rows)), _list_trained(here)
@@ -81,12 +83,11 @@ def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGra
 
 
 def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Meanings) -> str | None:
-    """Return a parameter with a gradient that is not the sum over pieces of sizes `rows`; None if there is none.
+    """Return the name of a parameter whose gradient for a batch is not the sum over pieces of sizes `rows`, or None.
 
-    `meanings` are the kinds of the outputs. Returns None too if no output that can be joined has a gradient.
-
-    Two sets of gradients exist at once, and smaller parts of them one after the other if these do not fit in memory;
-    raises torch's error if the parts do not fit either.
+    meanings: the kinds of the outputs. Returns None too if no output that can be joined has a gradient.
+    Two sets of gradients are in memory at once. If they do not fit, parts of them are compared one after the other;
+    raises torch's error if a part does not fit either.
     """
     trained = _list_trained(here)
     if not trained:
@@ -103,7 +104,7 @@ def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Mean
 def _find_unjoined(
     here: Runnable, rows: tuple[int, ...], meanings: Meanings, trained: Mapping[str, Tensor]
 ) -> str | None:
-    """Return the same as `find_unjoined_gradient` for some of the weights."""
+    """Return the first weight in `trained` whose gradient for a batch is not the sum over its pieces, or None."""
     batch, weights = take_batch(here, sum(rows)), list(trained.values())
     whole = _compute_gradients(here, batch, meanings, weights)
     first, *others = cut_pieces(here.inputs, batch, rows)
@@ -124,19 +125,22 @@ def _find_other(whole: Mapping[str, Tensor], joined: Sequence[Tensor]) -> str | 
 
 
 def _list_trained(here: Runnable) -> dict[str, Tensor]:
-    """Return the weights to compare gradients of; empty for a model that behaves differently with gradients."""
+    """Return the weights whose gradients are compared; none for a model that behaves differently with gradients."""
     if here.asks_for_gradients and not torch.is_grad_enabled():
         return {}
     return {name: p for name, p in here.model.named_parameters() if p.requires_grad}
 
 
 def _add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of gradients of the same weights, in the memory of the first ones."""
+    """Return the sums of gradients of the same weights. They take the memory of the first gradients."""
     return [a.add_(b) for a, b in zip(gradients, more, strict=True)]
 
 
 def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
-    """Return the guessed kinds of the outputs with gradients, for `rows` rows; empty if an output fits no guess."""
+    """Return the guessed kinds of the outputs that have gradients; empty if some output fits no guess.
+
+    rows: the number of rows for which the outputs were computed.
+    """
     guesses: dict[str, OutputKind] = {}
     for name, value in outputs.items():
         if _has_gradient(value):
@@ -154,7 +158,7 @@ def _has_gradient(value: Any) -> bool:
 def _compute_gradients(
     here: Runnable, tensors: Sequence[Tensor], meanings: Meanings, weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the gradients of `weights` for one number that is a sum over the rows of `tensors`."""
+    """Return the gradients of `weights` for a number that adds up over the rows of `tensors`."""
     with torch.enable_grad(), try_out(here):
         rows = here.inputs.count_rows(tensors)
         return _differentiate(list_outputs(here, tensors), meanings, tensors, rows, weights)
@@ -163,7 +167,10 @@ def _compute_gradients(
 def _differentiate(
     outputs: Mapping[str, Any], meanings: Meanings, tensors: Sequence[Tensor], rows: int, weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return such gradients for `outputs`, which the model has computed from `rows` rows of `tensors`."""
+    """Return the gradients of `weights` for a number that adds up over the rows of `outputs`.
+
+    The model has computed the outputs from `rows` rows of `tensors`.
+    """
     terms = [_sum_rows(outputs[name], meaning, rows, tensors) for name, meaning in meanings.items()]
     ends = [term for term in terms if term is not None]
     if not ends:
@@ -175,7 +182,10 @@ def _differentiate(
 
 
 def _sum_rows(output: Tensor, meaning: OutputKind, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a sum over the rows of an output; None if it has no gradient, or is no sum over rows."""
+    """Return a number that adds up over the rows of an output.
+
+    Returns None if the output has no gradient, or if no such number can be computed from it.
+    """
     if not _has_gradient(output):
         return None
     if isinstance(meaning.count, Count):

@@ -35,13 +35,13 @@ def add_rows(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tenso
 
 
 def mix_batch(inputs: Inputs, tensors: Sequence[Tensor], shift: int) -> list[Tensor]:
-    """Return other rows of the same sort, as many; see `mix_rows`."""
+    """Return the same number of other rows of the same sort; see `mix_rows`."""
     pairs = zip(inputs.specs, tensors, strict=True)
     return [t if s.cut.dim is None else mix_rows(t, s.cut.dim, s.cut.each, shift) for s, t in pairs]
 
 
 def tell_rows_apart(inputs: Inputs, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, with different rows if all floats of a tensor are the same number, as from torch.ones.
+    """Return the tensors, with changed rows for a tensor whose floats are all the same number, as from torch.ones.
 
     With equal rows, a mean over rows could not be told from a maximum. The new rows lie between half the number and the
     number, or between 0.5 and 1 if the number is zero.

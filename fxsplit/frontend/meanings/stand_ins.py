@@ -1,8 +1,9 @@
-"""Stand-ins for a dtype or a shape that a count reads from a tensor computed with weights.
+"""Stand-ins: replace a dtype or a shape that a count reads from a tensor which was computed with weights.
 
-`mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count only needs its
-dtype. The dtype is known before anything runs, and replaces the loss. `logits.size(1)` is replaced by the size of an
-input that has the same length there, so that it follows from later inputs, or otherwise by the number that it was.
+`mask.to(loss.dtype).sum()` counts entries of the mask. The loss is computed with weights, but the count needs only its
+dtype, which is known before anything runs. So the dtype replaces the loss. `logits.size(1)` is replaced by the size of
+an input that has the same length there, so that the count is also right for inputs of other lengths. If there is no
+such input, the number itself replaces it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import fx, nn
 from fxsplit.ir.facts.costs.compress import parse_tensor
 
 FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
-"""Names of functions that fill a tensor of another tensor's shape, and the number that they fill it with."""
+"""Functions that make a tensor of another tensor's shape, by name, and the number that they fill it with."""
 SHAPED = {"expand_as", "view_as", "reshape_as", "expand", "view", "reshape", "broadcast_to"}
-"""Names of functions that give a tensor another shape. The count grows by the same factor in all microbatches."""
+"""Functions that give a tensor another shape, by name. A count grows by the same factor in all microbatches."""
 CONVERTED = {"to", "type_as"}
-"""Names of functions that may convert a tensor to the dtype of another one."""
+"""Functions that may convert a tensor to the dtype of another tensor, by name."""
 KNOWN = {"torch", "_operator", "builtins"}
-"""Packages with functions that are known by their names."""
+"""Packages whose functions are recognised by name."""
 
 
 class ValueReads:
-    """The values that the nodes of a graph are computed from.
+    """Tells, for the nodes of a graph, from which other nodes their values are computed.
 
-    Dtypes and shapes that a node reads do not count as values.
+    A node that reads only the dtype or shape of another node does not depend on the other node's values.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -37,7 +38,7 @@ class ValueReads:
         self._using: dict[fx.Node, bool] = {}
 
     def list_ancestors(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return nodes, and all nodes that their values are computed from."""
+        """Return the given nodes, and all nodes from which their values are computed."""
         nodes = list(nodes)
         for node in nodes:
             self.uses_weights(node)
@@ -45,7 +46,7 @@ class ValueReads:
 
     def uses_weights(self, node: fx.Node) -> bool:
         """Return whether the values of a node are computed with parameters, or by a module, which may have some."""
-        # Without recursion, as a graph may be longer than Python's stack.
+        # A loop, not a recursion: a graph may be deeper than Python's stack.
         waiting = [node]
         while waiting:
             last = waiting[-1]
@@ -61,7 +62,10 @@ class ValueReads:
         return self._using[node]
 
     def copy(self, graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) -> Any:
-        """Copy a node to another graph; return the copy, or the node's stand-in. `copied`: the nodes before it."""
+        """Copy a node to another graph. Returns the copy, or the stand-in for the node.
+
+        copied: the copies of the nodes before it.
+        """
         read, name, given = self._list_read(node), read_name(node), node.all_input_nodes
         if len(read) == len(given):
             return graph.node_copy(node, copied.__getitem__)
@@ -76,7 +80,7 @@ class ValueReads:
         return graph.call_method("to", (copied[given[0]], _find_dtype(node)))
 
     def _list_read(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Return the nodes whose values a node reads; for all its inputs it must be known whether they use weights."""
+        """Return the nodes whose values a node reads. Call `uses_weights` for all its inputs first."""
         given, name = node.all_input_nodes, read_name(node)
         if name == "getattr" and node.args[1] == "dtype":
             return []
@@ -88,7 +92,7 @@ class ValueReads:
 
 
 def read_name(node: fx.Node) -> str:
-    """Return the name of the function of torch or Python that a node calls, such as "add"; otherwise an empty text."""
+    """Return the name of the function of torch or Python that a node calls, such as "add". Empty for other nodes."""
     if node.op == "call_method":
         return str(node.target)
     packet = getattr(node.target, "overloadpacket", None)
@@ -100,7 +104,7 @@ def read_name(node: fx.Node) -> str:
 
 
 def read_dtype(node: fx.Node) -> str:
-    """Return the dtype of a node as the check has noted it, such as "int64"; empty if it has not."""
+    """Return the dtype of a node, such as "int64", as a check has written it into the node; empty if it has not."""
     return str(node.meta.get("fxsplit_shape", "")).split("[")[0]
 
 
@@ -114,7 +118,10 @@ def is_weight(gm: fx.GraphModule, node: fx.Node) -> bool:
 def list_ancestors(
     nodes: Iterable[fx.Node], list_read: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[fx.Node]:
-    """Return nodes, and all nodes that they are computed from; `list_read` returns the nodes that one node reads."""
+    """Return the given nodes, and all nodes that they are computed from.
+
+    list_read: returns the nodes that a node reads (default: all its inputs).
+    """
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -133,7 +140,10 @@ def _reads_shape(node: fx.Node) -> bool:
 
 
 def _find_size(graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) -> Any:
-    """Return the stand-in for a shape, or for one size, that a node reads; add nodes to `graph` that read inputs."""
+    """Return the stand-in for a shape, or for one size, that a node reads.
+
+    It may be a new node that reads an input's size.
+    """
     sizes = _list_sizes(node.all_input_nodes[0])
     inputs = [n for n in copied if n.op == "placeholder"]
 
@@ -147,12 +157,12 @@ def _find_size(graph: fx.Graph, node: fx.Node, copied: Mapping[fx.Node, Any]) ->
 
 
 def _list_sizes(node: fx.Node) -> list[int]:
-    """Return the shape of a node as the check has noted it, such as [8, 64]; empty if it has not, or for a number."""
+    """Return the shape of a node, such as [8, 64], as a check has written it into the node; empty if unknown."""
     found = parse_tensor(str(node.meta.get("fxsplit_shape", "")))
     return [] if found is None else found[1]
 
 
 def _find_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of a node; if it is unknown, float64, which is large enough for any count."""
+    """Return the dtype of a node. If it is unknown, return float64, which can hold any count."""
     found = getattr(torch, read_dtype(node), None)
     return found if isinstance(found, torch.dtype) else torch.float64

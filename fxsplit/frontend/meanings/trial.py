@@ -1,4 +1,4 @@
-"""Trial: run the model itself, without its graph, on a batch and on pieces of it.
+"""Trial: run the model itself, without its graph, on a batch and on pieces of the batch.
 
 Random draws are replaced by their averages, and batch norms normalise each row by itself. Any remaining difference
 between a batch and its pieces is due to the model.
@@ -27,7 +27,7 @@ from fxsplit.torch_internals.nn.expectations import expect_averages, normalise_r
 from fxsplit.torch_internals.thread_modes import disable_compilers
 
 JITTER = 0.1
-"""The change of weights, as a share of their size, that separates true equality from coincidence."""
+"""The change of weights, as a share of their size. Outputs that are equal only by chance differ after the change."""
 
 
 MOST_PIECES = 8
@@ -35,7 +35,7 @@ MOST_PIECES = 8
 
 
 class TrialRun(NamedTuple):
-    """The flat outputs of a batch by name, and those of its pieces, with the pieces' numbers of rows."""
+    """The outputs of the model for a batch and for its pieces, by name, and the number of rows of each piece."""
 
     whole: dict[str, Any]
     pieces: list[dict[str, Any]]
@@ -47,9 +47,10 @@ class TrialRun(NamedTuple):
 
 
 def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = False) -> dict[str, Any]:
-    """Return the flat outputs of the model for `tensors` in place of the call's; leaves the model unchanged.
+    """Return the outputs of the model, by name, for `tensors` in place of the call's tensors.
 
-    Their names are for messages, for example "output 1 ('loss')".
+    The model does not change.
+    The names are for messages, for example "output 1 ('loss')".
     """
     rows = here.inputs.count_rows(tensors)
     if from_shapes and rows in here.outputs:
@@ -60,7 +61,7 @@ def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = 
 
 @contextmanager
 def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[None]:
-    """Let the model run inside the block so that no draw and no batch norm makes rows depend on each other."""
+    """Let the model run inside the block so that no random draw and no batch norm makes rows depend on each other."""
     with ExitStack() as around, preserve(here.modules), refuse_assignments(here.modules):
         if not from_shapes:  # fake tensors draw nothing, and have no values to average
             around.enter_context(restore_model(here.modules))
@@ -77,7 +78,7 @@ def list_outputs(here: Runnable, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def name_outputs(returned: Any) -> dict[str, Any]:
-    """Return the flat outputs in the result of a call, by name."""
+    """Return the outputs in the result of a call, taken out of their containers, by name."""
     leaves, _ = pytree.tree_flatten_with_path(returned)
     return {f"output {i}{_name_key(path)}": value for i, (path, value) in enumerate(leaves)}
 
@@ -108,7 +109,7 @@ def join_runs(here: Runnable, whole: dict[str, Any], pieces: list[dict[str, Any]
 
 
 def choose_pieces(batch: int, rows: int) -> tuple[int, ...]:
-    """Return sizes of pieces, similar to the sizes of microbatches, but not all the same.
+    """Return sizes of pieces that are similar to the sizes of microbatches, but not all the same.
 
     Pieces of one size would not show whether their mean is weighted by rows. The sum may exceed the batch by one row.
     """
@@ -131,7 +132,7 @@ def divide_evenly(batch: int, rows: int) -> tuple[int, ...]:
 
 
 def take_batch(here: Runnable, rows: int, *, from_shapes: bool = False) -> list[Tensor]:
-    """Return `rows` rows of the example, with additional mixed rows if it has fewer.
+    """Return `rows` rows of the example. If it has fewer rows, rows that are mixed from them are added.
 
     Identical rows are made different.
     """
@@ -144,7 +145,7 @@ def take_batch(here: Runnable, rows: int, *, from_shapes: bool = False) -> list[
 def copy_in_double(here: Runnable, *, jitter: bool) -> Runnable | None:
     """Return a copy of a model and its rows in double precision; None for a model that cannot be copied.
 
-    `jitter`: change all weights a little, so that layers that start at zero differ from layers that compute nothing.
+    jitter: change all weights a little, so that layers whose weights start at zero compute something.
     """
     try:
         model = copy_module(here.model).double()

@@ -31,7 +31,10 @@ from fxsplit.torch_internals.fx.interpret import preserve
 
 
 def describe_wrong_cuts(subject: Subject, here: Runnable) -> str | None:
-    """Return advice about arguments that must be cut in another way for microbatches to give the batch's outputs."""
+    """Return advice about arguments that must be cut in another way, so that microbatches give the batch's outputs.
+
+    Returns None if no other way of cutting helps.
+    """
     cuts = _find_cuts(subject, here)
     if not cuts:
         return None
@@ -85,7 +88,7 @@ def explain_failure(subject: Subject, error: Exception) -> InputError | None:
 def describe_counting(here: Runnable) -> str:
     """Return advice about an argument that counts entries of another argument, such as offsets or sizes of pieces.
 
-    Empty if no argument looks like that.
+    The text is empty if no argument looks like that.
     """
     tensors = {spec.name: t for spec, t in zip(here.inputs.specs, here.tensors, strict=True)}
     for name, t in tensors.items():
@@ -119,7 +122,11 @@ def _runs(here: Runnable, tensors: Sequence[Tensor]) -> bool:
 
 
 def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Tensor]) -> str | None:
-    """Return the argument for which the first microbatch's values make the model run on a failing microbatch."""
+    """Return the argument that makes the model fail on a microbatch, or None.
+
+    first, failing: the tensors of the first microbatch, and of a microbatch on which the model fails. The model runs on
+        the latter if it gets the first microbatch's values for this argument.
+    """
     rows = here.inputs.count_rows(failing)
     for i, spec in enumerate(here.inputs.specs):
         if spec.cut.dim is not None:
@@ -131,7 +138,7 @@ def _find_counting(here: Runnable, first: Sequence[Tensor], failing: Sequence[Te
 
 
 def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
-    """Return other batch dimensions of arguments for which microbatches give the batch's outputs; empty if none do."""
+    """Return another way to cut arguments, for which microbatches give the batch's outputs; empty if there is none."""
     count = -(-subject.batch // subject.rows)
     for cuts in _list_guesses(subject):
         other = replace(here, inputs=here.inputs.cut_otherwise(cuts))
@@ -145,10 +152,11 @@ def _find_cuts(subject: Subject, here: Runnable) -> dict[str, ChunkSpec]:
 
 
 def _list_guesses(subject: Subject) -> Iterator[dict[str, ChunkSpec]]:
-    """Yield other cuts of arguments to try.
+    """Yield other ways to cut arguments, to try.
 
-    First come cuts that leave one argument whole, the last argument first, then all arguments but one. Then come
-    multiples: if one argument is several times as long as another, each row may have several entries.
+    First come cuts that leave one argument whole, beginning with the last argument, then a cut that leaves all
+    arguments but the first whole. Then come multiples: if one argument is several times as long as another, each row
+    may have several entries.
     """
     inputs = subject.inputs
     if not subject.is_cut:

@@ -1,8 +1,8 @@
 """Asides: code that runs in the middle of a call, but whose changes do not belong to the call, such as an import.
 
-Python runs a module's body once in a process, and torch.compile compiles a function once. Their names would not be
-defined a second time, so they must not be removed. The notes of a call treat the changes of an aside as made before the
-call.
+Python runs a module's body once in a process, and torch.compile compiles a function once. What they define would not be
+defined a second time, so it must not be removed after the call. So the objects that restore the state before a call
+(`Notes`) treat the changes of an aside as made before the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 
 class Notes(Protocol):
-    """Knows the state before a call."""
+    """Knows the state before a call, to restore it."""
 
     def read(self) -> Any:
         """Return the present state."""
@@ -25,12 +25,12 @@ class Notes(Protocol):
     def accept(self, begun: Any, *, new_only: bool) -> None:
         """Treat the changes since `read` returned `begun` as made before the call.
 
-        `new_only`: only entries and attributes that did not exist.
+        new_only: accept only entries and attributes that did not exist before.
         """
 
 
 class _Kept(threading.local):
-    """The notes of the calls that one thread is making."""
+    """The Notes objects of the calls that one thread is making."""
 
     def __init__(self) -> None:
         self.notes: list[Notes] = []
@@ -41,7 +41,7 @@ _kept = _Kept()
 
 @contextmanager
 def keep_notes(notes: Notes) -> Iterator[None]:
-    """Let `notes` accept the changes of asides inside the block."""
+    """Inside the block, let `notes` accept the changes of asides in this thread."""
     with restore_after(partial(_drop, notes)):
         _kept.notes.append(notes)
         yield
@@ -53,7 +53,7 @@ def _drop(notes: Notes) -> None:
 
 
 def begin_aside(*, new_only: bool = False) -> Callable[[], None]:
-    """Begin an aside, and return the function that ends it; with `new_only`, only its new entries are accepted."""
+    """Begin an aside, and return the function that ends it. `new_only`: accept only new entries and attributes."""
     begun = [(notes, notes.read()) for notes in _kept.notes]
 
     def end() -> None:

@@ -1,7 +1,7 @@
 """Items of containers: copy them, compare them, and restore them entry by entry.
 
 A container is never emptied and filled again, since another thread, or an interrupt, could find it empty. Only the
-entries that differ are written, and all of them in C, without a chance for either in between.
+entries that differ are written. All of them are written in C code, which neither threads nor interrupts can break into.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ CONTAINERS = (list, dict, set, deque)
 """The types of containers whose content can be restored."""
 
 KINDS = (OrderedDict, *CONTAINERS, tuple, frozenset)
-"""The classes of Python's own containers; an OrderedDict has an order that the methods of dict do not know."""
+"""The classes of Python's own containers. OrderedDict comes before dict, whose methods do not know its order."""
 
 OF_PYTHON = "__builtins__"
 """The entry that Python itself adds to a dict in which it evaluates a text."""
 
 Stays = Callable[[Any, Any], bool]
-"""Decides from the value of an entry before a call and its present value whether it keeps the present one."""
+"""From an entry's value before a call and its present value: whether the entry keeps its present value."""
 
 
 def find_kind(container: Any) -> Any:
-    """Return the built-in class whose methods read a container, or its own class for a user's Mapping.
+    """Return the built-in class whose methods read a container. For a user's Mapping, return the Mapping's own class.
 
     Methods of a subclass may do more than read, or refuse to.
     """
@@ -75,7 +75,7 @@ def has_items(container: Any, before: tuple[Any, ...]) -> bool:
 def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambda then, now: False) -> None:
     """Restore the contents of a container from `before`, a result of `copy_items`.
 
-    `stays` exempts entries of a dict.
+    stays: decides which entries of a dict keep their present value.
     """
     if isinstance(container, dict):
         call_all(_plan_entries(container, before, stays))
@@ -86,7 +86,7 @@ def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambd
         there = set(map(id, held))
         more = frozenset(held) - items
         writes = [partial(set.update, container, items), partial(set.difference_update, container, more)]
-        # Another object that equals an item may have taken its place.
+        # An equal, but different, object may have taken the place of an item.
         other = [item for item in items if item in frozenset(held) and id(item) not in there]
         call_all([*writes, *(partial(write, container, item) for item in other for write in (set.discard, set.add))])
     elif isinstance(container, deque):
@@ -102,7 +102,7 @@ def put_items_back(container: Any, before: tuple[Any, ...], stays: Stays = lambd
 
 
 def _plan_entries(held: dict[Any, Any], before: tuple[Any, ...], stays: Stays) -> list[Callable[[], Any]]:
-    """Return the writes after which a dict has its contents of `before` again, in that order."""
+    """Return the writes that give a dict the entries of `before` again, in that order."""
     # The methods of a user's class may do more than write, and the methods of dict ignore an OrderedDict's order.
     kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     now, wanted = dict(kind.items(held)), dict(before)
@@ -126,7 +126,7 @@ def _plan_entries(held: dict[Any, Any], before: tuple[Any, ...], stays: Stays) -
 def merge_items(
     container: Any, before: tuple[Any, ...], begin: tuple[Any, ...], end: tuple[Any, ...], *, new_only: bool
 ) -> tuple[Any, ...]:
-    """Return the items of `before` with the changes from `begin` to `end`, or only with the new entries."""
+    """Return the items of `before` with the changes from `begin` to `end`. `new_only`: take only new entries over."""
     if same(begin, end):
         return before
     if isinstance(container, Mapping):

@@ -1,4 +1,4 @@
-"""Leave no trace on the model: capture and checks run its forward(), which may change anything in its reach.
+"""Leave no trace on the model: capture and checks run its forward(), which may change any object that it can reach.
 
 Changes that can be undone are undone. Changes that a graph would lose, or keep from call to call, are refused.
 """
@@ -40,7 +40,7 @@ class _Attributes:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         own = [m.__dict__ for m in modules]
-        # Among the attributes of nn.Module itself only the hooks: parameters and buffers are restored by other code.
+        # Of the attributes of nn.Module itself, restore only hooks: other code restores parameters and buffers.
         values = [v for held in own for name, v in held.items() if not name.startswith("_") or "_hooks" in name]
         self._modules = frozenset(sys.modules)
         # A list stays the same list, and gets its items back.
@@ -55,7 +55,7 @@ class _Attributes:
         return [copy_items(container) for container in self._containers]
 
     def accept(self, begun: list[tuple[Any, ...]], *, new_only: bool) -> None:
-        """Treat the changes since `read` returned `begun`, or only new entries, as made before the block."""
+        """Treat the changes since `read` returned `begun` as made before the block. `new_only`: only new entries."""
         held = zip(self._containers, self._before, begun, self.read(), strict=True)
         self._before = [merge_items(container, *values, new_only=new_only) for container, *values in held]
 
@@ -81,7 +81,7 @@ class _Attributes:
 
 
 def _list_collections(values: Iterable[Any]) -> list[Any]:
-    """Return the lists, dicts, sets and deques among values, and inside of them, but no module's dict."""
+    """Return the lists, dicts, sets and deques among `values` and inside of them, except dicts of Python modules."""
     found: dict[int, Any] = {}
     left = list(values)
     while left:
@@ -98,7 +98,7 @@ def _list_collections(values: Iterable[Any]) -> list[Any]:
 def refuse_assignments(model: nn.Module) -> Iterator[None]:
     """Raise TraceError if code in the block assigns a new tensor to a parameter or buffer, and undo the assignment.
 
-    In `self.count = self.count + 1` the assignment is no operator of torch, so a graph would lose the new value, and
+    The assignment in `self.count = self.count + 1` is not an operator of torch. A graph would lose the new value, and
     tracing would leave a proxy in the model. The error names the parameter or buffer.
     """
     with restore_assigned(model) as assigned:

@@ -36,13 +36,13 @@ def is_of_library(module: str) -> bool:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module belongs to torch, Python or an installed package."""
+    """Return whether a module of this name belongs to torch, Python or an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return is_of_library(module) or (isinstance(file, str) and "site-packages" in file)
 
 
 def is_namespace(value: Any) -> bool:
-    """Return whether a value is the dict of a module, or of all modules."""
+    """Return whether a value is the dict of a Python module's globals, or `sys.modules`."""
     # Python gives each module both names, and nothing else has them.
     if not is_a(value, dict) or value is sys.modules:
         return value is sys.modules
@@ -57,15 +57,17 @@ def find_foreign() -> frozenset[int]:
     """
     named = list(sys.modules.items())
     libraries = [m for name, m in named if issubclass(type(m), types.ModuleType) and is_installed(name)]
-    # By its type, since an object may run any code when asked for its class, such as a warning.
+    # Use type(), since reading `__class__` of an object may run any code, for example show a warning.
     held = (value for module in libraries for value in list(vars(module).values()))
     return frozenset(id(value) for value in held if issubclass(type(value), CONTAINERS))
 
 
 def is_imported(then: Any, now: Any, modules: Collection[str]) -> bool:
-    """Return whether an empty place now holds a module, or a definition from a module that is not in `modules`.
+    """Return whether a place that was empty before (`then`) now holds an imported module, or a definition from one.
 
-    A submodule of a model counts as well, for example one under torch.compile: a call may create and register it once.
+    modules: the modules that were loaded before.
+    A submodule of a model counts as well, for example a submodule under torch.compile: a call may create and register
+    it once.
     """
     if not (then is None or then is ABSENT) or not is_a(now, (*DEFINITIONS, nn.Module)):
         return False
@@ -74,10 +76,10 @@ def is_imported(then: Any, now: Any, modules: Collection[str]) -> bool:
 
 
 def is_definition(then: Any, now: Any) -> bool:
-    """Return whether an empty place now holds a function or a class, which was generated at run time."""
+    """Return whether a place that was empty before (`then`) now holds a function or a class, generated at run time."""
     return (then is None or then is ABSENT) and is_a(now, DEFINITIONS)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether a value holds tensors, or the proxies and symbols of a model that is traced."""
+    """Return whether a value holds tensors, or the proxies and symbols that stand for them during a trace."""
     return any(is_a(leaf, (Tensor, fx.Proxy, SymInt, SymFloat, SymBool)) for leaf in pytree.tree_leaves(value))

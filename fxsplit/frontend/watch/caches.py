@@ -1,8 +1,8 @@
-"""Caches: values that one call makes, and later calls use.
+"""Caches: Python values that one call makes, and later calls use.
 
-A graph is made with empty caches, and each of its calls makes the values again. So it must not matter whether a cache
-is empty or filled by another call. `check_caches` comes after a call that has filled the caches. It compares the
-outputs of calls on other inputs, with these caches and with empty ones.
+A graph is made with empty caches, and each call of the graph computes the values again. So it must not matter whether a
+cache is empty or was filled by another call. `check_caches` comes after a call that has filled the caches. It compares
+the outputs of calls on other inputs, with these caches and with empty ones.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.random.generators import keep_generators
 
 OTHER = 1.25
-"""The factor on weights for a call with other weights."""
+"""The factor by which weights are changed for a call with other weights."""
 
 
 def check_caches(here: Runnable, watch: Watch, restore: Callable[[], None], caches: dict[SeenPlace, Cached]) -> None:
     """Check that the caches which a first call has filled hold for calls with other inputs and weights too.
 
-    caches: the caches, each with what the first call has put in. They are recorded in their places if other calls put
-        in the same. watch: empties the caches. restore: removes hooks that the first call has put on modules.
-
-    Raises InputError if another call returns other outputs with the filled caches than with empty ones.
+    watch: empties the caches.
+    restore: removes hooks that the first call has put on modules.
+    caches: the caches, each with the values that the first call has put in. If other calls put in the same values,
+        these are noted in the cache's SeenPlace.
+    Raises InputError if another call returns other outputs with the filled caches than with empty caches.
     """
     # Weights change between steps of a training; an evaluation may keep values computed from them.
     with _change_weights(here) if here.model.training else nullcontext():

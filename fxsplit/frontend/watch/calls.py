@@ -15,7 +15,10 @@ from fxsplit.torch_internals.fake.snapshot import Snapshot
 
 
 class CallWatch:
-    """Records what the first two calls of a function change: its buffers, and Python values that it reads or writes."""
+    """Records what the first two calls of a function change: its buffers, and Python values that it reads or writes.
+
+    A change that both calls make is a side effect. A change that only the first call makes is a cache.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         while isinstance(function, partial):
@@ -38,13 +41,13 @@ class CallWatch:
         self._rounds.append(self._watch.find_changes())
 
     def list_changes(self) -> list[str]:
-        """Return in words what each call changes; call this before `put_back`."""
+        """Return a text for each change that every call makes. Call this before `put_back`."""
         first, again = self._rounds
         changed = {id(b) for b in self._before.changed()}
         words = [f"its buffer {name!r}" for name, b in self._buffers.items() if id(b) in changed]
         return words + [seen.describe_change(first[seen]) for seen in list_lasting(first, again)]
 
     def put_back(self) -> None:
-        """Restore every value from before the first call."""
+        """Restore all values to what they were before the first call."""
         self._watch.put_back()
         self._before.restore()

@@ -17,10 +17,11 @@ from fxsplit.torch_internals.fx.interpret import preserve
 
 
 def list_changes(subject: Subject, watch: Watch) -> list[str]:
-    """Run the model on one microbatch; return in words what each call changes that other code may read afterwards.
+    """Run the model on one microbatch.
 
-    `watch` records what the code reads, and can undo its changes. Raises InputError for a cache with values that depend
-    on a call's inputs or on weights, if later calls use them.
+    Returns texts about changes that each call makes and that other code may read later.
+    watch: records what the code reads, and can undo its changes.
+    Raises InputError for a cache with values that depend on a call's inputs or on weights, if later calls use them.
     """
     with restore_model(subject.model) as restore, subject.make_runnable(subject.rows) as here:
         first = _run(here, watch)
@@ -30,24 +31,24 @@ def list_changes(subject: Subject, watch: Watch) -> list[str]:
         caches = [seen for seen in filled if seen not in found and not seen.library]
         if caches:
             for seen in found:
-                seen.put_back((), lambda then, now: False)  # no entry stays
+                seen.put_back((), lambda then, now: False)  # restore all entries
             check_caches(here, watch, restore, {seen: filled[seen] for seen in caches})
     watch.put_back()
-    # Made once and used from then on, like a function under torch.compile: otherwise the next call would make another
-    # one.
+    # Keep functions that a call makes once and later calls use, as under torch.compile. The next call would make them
+    # again.
     keep = begin_aside()
     for seen in first.keys() - set(found):
         seen.keep_definitions(first[seen])
     keep()
     for seen in found:
-        # A graph depends on the other contents of a container that forward() fills.
+        # If forward() fills a container, compare only its other contents before each call.
         if seen.container is not None:
             seen.leave_out(first[seen])
     return words
 
 
 def list_lasting(first: dict[SeenPlace, Any], again: dict[SeenPlace, Any]) -> list[SeenPlace]:
-    """Return the attributes, globals and items that every call of the model changes, and not only its first call.
+    """Return the attributes, globals and items that every call of the model changes, not only the first call.
 
     first, again: the places that the first call and then the second call have changed, with their new values.
     """
@@ -56,7 +57,10 @@ def list_lasting(first: dict[SeenPlace, Any], again: dict[SeenPlace, Any]) -> li
 
 
 def _run(here: Runnable, watch: Watch) -> dict[SeenPlace, Any]:
-    """Call the model and restore its weights; return the present values of other places that differ from the start."""
+    """Call the model and restore its weights.
+
+    Returns the other places whose values differ from the start, with these values.
+    """
     with (
         keep_values(here.model.parameters()),
         preserve(here.modules),

@@ -1,4 +1,4 @@
-"""Results of a search in an object: a value, the name of its place for messages, and the place, if it is writable."""
+"""Results of a search in an object: a value, a name for the place that holds it, and the place, if writable."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 from fxsplit.ir.facts.capture.python_state import Place, is_plain
 
 ITEMS, VARIABLE, CONTENTS, STATE = "[items]", "[variable]", "[contents]", "[state]"
-"""Special names: for the items of a container, a variable of a closure, the values of an array, an iterator's state.
+"""Names for places without a name: a container's items, a closure's variable, an array's values, an iterator's state.
 
-Code that holds the object reads the first three, and changes the last by reading it.
+Code that holds the object reads the first three. Reading an iterator changes its state.
 """
 
 
 class Label(NamedTuple):
-    """The kind of place that something was reached from, such as "attribute" of the model, and the path from there.
+    """A name for a place: the kind of object at which the search began, and the path from that object.
 
-    `library`: the place belongs to Python, torch or an installed package.
+    kind: for example "attribute", for attributes of the model.
+    library: whether the place belongs to Python, torch or an installed package.
     """
 
     kind: str
@@ -24,11 +25,11 @@ class Label(NamedTuple):
     library: bool = False
 
     def of(self, name: str) -> Label:
-        """Return the label of an attribute of this object."""
+        """Return the label of an attribute of the object that has this label."""
         return self._replace(path=f"{self.path}.{name}" if self.path else name)
 
     def at(self, key: Any) -> Label:
-        """Return the label of an item of this object."""
+        """Return the label of an item of the object that has this label."""
         return self._replace(path=f"{self.path}[{key!r}]" if is_plain(key) else f"{self.path}[...]")
 
     def __str__(self) -> str:
@@ -38,11 +39,11 @@ class Label(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A value in a place of an object, with the label of the place.
+    """A value that a search has found, with the label of its place.
 
     - `name`: the place's name in code, or one of ITEMS, VARIABLE, CONTENTS and STATE
     - `key`: identifies the place
-    - `place`: None if the value is only reached, and cannot be replaced there
+    - `place`: None if the value cannot be replaced there
     """
 
     value: Any

@@ -1,4 +1,4 @@
-"""State of objects that no attribute shows: arrays, iterators, random generators, context variables, queues."""
+"""State of objects that no attribute holds: of arrays, iterators, random generators, context variables and queues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 
 
 def list_inside(value: Any, label: Label) -> Iterator[Finding]:
-    """Yield the internal state of an object, for known kinds of objects."""
+    """Yield the internal state of an object, if it is an array, an iterator or another known kind of object."""
     if has_contents(value):
         place = Place(str(label), partial(Contents, value), Contents.put_back)
         yield Finding(value, label, CONTENTS, place, (id(value), CONTENTS))
@@ -57,13 +57,16 @@ def list_of_thread(value: threading.local, names: Names, label: Label) -> Iterat
 
 
 def _set_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
-    """Set a context variable; if it had no value, it cannot lose its value again."""
+    """Set a context variable.
+
+    If it had no value before (ABSENT), it keeps its present value: Python cannot remove it.
+    """
     if value is not ABSENT:
         variable.set(value)
 
 
 def _set_attribute(value: Any, name: str, held: Any) -> None:
-    """Set an attribute, or delete it."""
+    """Set an attribute, or delete it if `held` is ABSENT."""
     if held is not ABSENT:
         setattr(value, name, held)
     elif hasattr(value, name):

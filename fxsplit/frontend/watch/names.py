@@ -1,4 +1,7 @@
-"""The names that a piece of code reads and writes, from its bytecode; the objects are found as it runs."""
+"""The names that a piece of code reads and writes, from its bytecode.
+
+The objects behind them are found as the code runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 _ASK = ("hasattr", "getattr", "setattr", "delattr")
-"""The functions that find an attribute by a text."""
+"""The functions that look up an attribute by its name as a text."""
 _TEXTS = ("LOAD_CONST", "BUILD_STRING")
 """The instructions that make a text with at least a part of it in the code."""
 _IDLE = ("PRECALL", "KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP")
@@ -25,10 +28,10 @@ class Names:
     - `stores`: attributes and globals that are set or deleted, with the line of the first time
     - `globals`: globals that are set or read, and whether they are read
     - `texts`: strings in the code, since `getattr(x, "scale")` and `config["scale"]` read by a string
-    - `asks`: the code looks up which attributes exist, like hasattr()
-    - `installed`: the code belongs to an installed package
-    - `computes`: the code computes names of attributes, as in `getattr(x, name)`
-    - `imports`: the modules that the code imports, with the number of packages up
+    - `asks`: whether the code looks up which attributes exist, like hasattr()
+    - `installed`: whether the code belongs to an installed package
+    - `computes`: whether the code computes names of attributes, as in `getattr(x, name)`
+    - `imports`: the modules that the code imports, with the level of a relative import
     """
 
     loads: tuple[str, ...]
@@ -47,7 +50,7 @@ class Names:
         return [name for name in named if not (name.startswith("__") and name.endswith("__"))]
 
     def reads(self, name: str) -> bool:
-        """Return whether the code reads anything by this name."""
+        """Return whether the code reads anything that has this name."""
         return name in self.loads or name in self.texts or self.globals.get(name, False) or self.may_build(name)
 
     def may_build(self, name: str) -> bool:
@@ -91,9 +94,9 @@ def read_names(code: CodeType) -> Names:
 
 
 def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
-    """Return whether the second argument of a call is a text, or begins or ends with one.
+    """Return whether the second argument of a call is a text, or begins or ends with a text.
 
-    `instructions` begin after the load of the called function.
+    instructions: the instructions after the load of the called function.
     """
     # The instruction that has made each value on Python's stack.
     made: list[str] = []
@@ -104,7 +107,7 @@ def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
         if kind in ("PRECALL", "CALL") and len(made) == instruction.arg:
             return len(made) > 1 and made[1] in _TEXTS
         if "JUMP" in kind or kind.startswith(("RETURN", "FOR_")):
-            # If a third value is on the stack, the branch is not about the second argument.
+            # A third value is on the stack, so the second argument is complete before the branch.
             return len(made) > 2 and made[1] in _TEXTS
         count = len(made) + dis.stack_effect(instruction.opcode, instruction.arg)
         if count < 0:
@@ -116,7 +119,7 @@ def _gets_text(instructions: Sequence[dis.Instruction]) -> bool:
 
 
 def _only_counts(instructions: Sequence[dis.Instruction], begin: int) -> bool:
-    """Return whether a loaded value only becomes the next value of the same variable, as in `self.calls += 1`."""
+    """Return whether a value is loaded only to compute the next value of the same variable, as in `self.calls += 1`."""
     load, owner = instructions[begin], instructions[begin - 1]
     of_object = load.opname == "LOAD_ATTR"
     # The load of a method leaves one more value, since the method is called next.

@@ -30,7 +30,7 @@ from fxsplit.ir.facts.capture.python_state import ABSENT, Place, is_plain, same
 from fxsplit.torch_internals.nn.objects import is_a
 
 MOST_ITEMS = 1000
-"""If a container has more items, only its entries under texts of the code are compared before every call."""
+"""If a container has more items, only the entries whose keys are texts in the code are compared before every call."""
 
 CACHED = (type(lru_cache(len)),)
 """The types of functions that run once for each set of arguments, and then return the cached result."""
@@ -40,7 +40,7 @@ OF_TORCH = vars(nn.Module()).keys() - {"training"}
 
 
 def list_places(value: Any, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the places of an object that code with these names may read or write, and the values in them."""
+    """Yield the places of an object that code with these names may read or write, and the values in the places."""
     # The handling of log lines does not concern the code that logs.
     if is_a(value, (logging.Handler, logging.Manager)):
         return
@@ -76,7 +76,7 @@ def list_globals(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
 
 
 def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
-    """Yield the modules that code imports as it runs, if they are loaded."""
+    """Yield the modules that code imports as it runs, if these modules are loaded already."""
     asked = "import_module" in names.loads or "import_module" in names.globals
     named = ((text, 0) for text in names.texts if asked and text in sys.modules)
     for name, level in (*names.imports, *named):
@@ -89,7 +89,10 @@ def _list_imports(namespace: dict[str, Any], names: Names) -> Iterator[Finding]:
 
 
 def keep_entries(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> Callable[[], Any]:
-    """Return a reader for the part of a container that is equal `before` a call of forward() and after it (`now`)."""
+    """Return a function that reads the part of a container which forward() does not change.
+
+    before, now: the contents before a call of forward(), and after it.
+    """
     if isinstance(container, Mapping):
         changed = dict(now)
         keys = tuple(key for key, value in before if key in changed and same(value, changed[key]))
@@ -106,12 +109,12 @@ def _copy_entries(container: Mapping[Any, Any], keys: tuple[Any, ...]) -> tuple[
 
 
 def find_entry(mapping: Any, key: str, label: Label) -> Finding:
-    """Return the place of an entry in a dictionary, or a similar object, with the label `label`."""
+    """Return the place of an entry in a dictionary, or in a similar object. `label`: the label of the dictionary."""
     return _slot(mapping, key, label.at(key))
 
 
 def _slot(mapping: Any, name: str, label: Label) -> Finding:
-    """Return the place of a key in a dictionary, such as that of an object's attributes."""
+    """Return the place of a key in a dictionary, such as the dictionary of an object's attributes."""
 
     def put(value: Any) -> None:
         if value is ABSENT:
@@ -125,21 +128,21 @@ def _slot(mapping: Any, name: str, label: Label) -> Finding:
 
 
 def _member(value: Any, name: str, label: Label) -> Finding:
-    """Return the place of an attribute that every object of a type has, such as the code of a function."""
+    """Return the place of an attribute that every object of a type has, such as `__code__` of a function."""
     place = Place(str(label.of(name)), partial(getattr, value, name), partial(setattr, value, name))
     return Finding(ABSENT, label.of(name), VARIABLE, place, (id(value), name))
 
 
 def _inherited(kind: type, base: type, name: str) -> Finding:
-    """Return the place of an attribute that instances of `kind` inherit from `base`: `kind` itself or a base class."""
+    """Return the place of an attribute that instances of `kind` inherit from `base`, a base class or `kind` itself."""
     label = Label("class attribute", f"{base.__qualname__}.{name}", is_installed(base.__module__))
-    # Looked up in the class itself, since it may get an attribute that hides the one of its base.
+    # Look the name up in `kind`, since it may get an attribute of its own that hides the attribute of its base.
     place = Place(str(label), partial(_look_up, kind, name), partial(setattr, base, name))
     return Finding(vars(base)[name], label, name, place, (id(kind), name))
 
 
 def _look_up(kind: type, name: str) -> Any:
-    """Return an attribute of a class as stored, since a property of its metaclass may make a new object each time."""
+    """Return an attribute of a class as it is stored. A property of its metaclass may make a new object each time."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
@@ -168,7 +171,7 @@ def _list_items(value: Any, names: Names, label: Label) -> Iterator[Finding]:
 
 
 def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the entries that code finds by a text in the dict of a module, or of all modules."""
+    """Yield the entries of a module's globals, or of `sys.modules`, that code looks up by a text."""
     home = label._replace(library=value is sys.modules or is_installed(str(value.get("__name__"))))
     for key in names.texts:
         if value is not sys.modules:
@@ -178,7 +181,7 @@ def _list_namespace(value: dict[str, Any], names: Names, label: Label) -> Iterat
 
 
 def _list_bound(value: Any, label: Label) -> Iterator[Finding]:
-    """Yield the objects that a function carries with it: variables of its closure, its defaults, bound arguments."""
+    """Yield the objects that a function refers to: variables of its closure, its defaults, bound arguments."""
     if is_a(value, types.MethodType):
         parts = [value.__func__, value.__self__]
     elif is_a(value, partial):
@@ -229,7 +232,7 @@ def _list_class(value: type, names: Names) -> Iterator[Finding]:
 
 
 def _list_attributes(value: Any, names: Names, label: Label) -> Iterator[Finding]:
-    """Yield the attributes of an object, inherited ones from its class, and missing ones that may be set later."""
+    """Yield the attributes of an object, inherited attributes, and missing attributes that may be set later."""
     if is_a(value, threading.local):
         yield from list_of_thread(value, names, label)
         return
@@ -280,7 +283,7 @@ def _read_attribute(held: Mapping[str, Any], submodules: Mapping[str, Any], name
 
 
 def _list_computed(value: Any, name: str, label: Label) -> Iterator[Finding]:
-    """Yield an attribute that exists only when it is looked up, such as one from __getattr__."""
+    """Yield an attribute that exists only when it is looked up, such as an attribute from __getattr__."""
     with suppress(Exception):
         place = Place(str(label), partial(getattr, value, name, ABSENT))
         found = place.read()
@@ -309,6 +312,6 @@ def _get_dict(value: Any) -> dict[str, Any] | None:
 
 
 def _ask_presence(registry: Mapping[str, Tensor | None], name: str) -> Callable[[], str | None]:
-    """Return a function for the presence of a parameter or buffer in a module: a text if it exists, else None."""
+    """Return a function that says whether a module has a parameter or buffer: it returns a text if so, else None."""
     # A closure, since hundreds of these run before every call.
     return lambda: None if registry.get(name) is None else "registered"

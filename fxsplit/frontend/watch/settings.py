@@ -25,7 +25,7 @@ _KINDS = ("cpu", "cuda", "xpu", "mps")
 def is_question(value: Any) -> bool:
     """Return whether a value is a function of torch that reads a setting, by torch's rule for names.
 
-    Functions that make tensors read the default dtype.
+    Functions that make tensors count too, since they read the default dtype.
     """
     if any(value is maker for maker in MAKERS):
         return True
@@ -39,7 +39,10 @@ def is_question(value: Any) -> bool:
 
 
 def list_answers(question: Callable[..., Any], name: str, names: Names) -> Iterator[Place]:
-    """Yield the place of torch's answer: without an argument, or for each kind of device that the code may mean."""
+    """Yield places for a function of torch that reads a setting, such as `torch.is_autocast_enabled`.
+
+    The value of each place is the function's answer: without an argument, or for a device type that the code may mean.
+    """
     if any(question is maker for maker in MAKERS):
         yield Place("torch.get_default_dtype()", torch.get_default_dtype)
         return

@@ -66,11 +66,11 @@ _FORWARD_MODE = torch.autograd.forward_ad.make_dual.__code__
 _DIFFERENTIATE = (torch.autograd.grad.__code__, torch.autograd.backward.__code__, _FORWARD_MODE)
 """The functions that take derivatives, also for torch.func.grad and Tensor.backward()."""
 _ASIDES = ("_find_and_load", "_call_with_frames_removed")
-"""The functions in which Python runs the bodies of modules."""
+"""The functions in which Python runs the bodies of modules that it imports."""
 
 
 class Home(NamedTuple):
-    """The context of a running piece of code: the path of the submodule, and the functions that have called it."""
+    """Where a running piece of code belongs: the path of the submodule, and the functions that have called the code."""
 
     path: str
     codes: frozenset[CodeType]
@@ -78,9 +78,9 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    """A running piece of the user's code: its names, its file, its context, and whether it is part of a hook.
+    """A running piece of the user's code: its names, its file, where it belongs, and whether it is part of a hook.
 
-    `caller`: the piece that called it, perhaps through other code; None for forward() itself.
+    `caller`: the user's code that called it, perhaps through other code; None for forward() itself.
     """
 
     names: Names
@@ -156,7 +156,7 @@ class SeenPlace:
             self.place.write(now)
 
     def settle(self, key: tuple[int, str]) -> tuple[Place, Any]:
-        """Return the place to compare before each call of a graph, with its key, and its value during the capture."""
+        """Return the place under `key`, as it is compared before each call of a graph, and its value in the capture."""
         if self.lasting is not None:
             return self.lasting, self.lasting.read()
         # If the value has changed by now, the capture has changed it and not the user: a cache of a library, for
@@ -169,11 +169,11 @@ class SeenPlace:
         return isinstance(holder, Tensor) and get_storage_id(holder) in fetched
 
     def leave_out(self, now: Any) -> None:
-        """Exclude the part of a container's content that a call has changed; `now` is its present content."""
+        """Compare only the part of a container that a call has not changed; `now` is the present content."""
         self.lasting = Place(self.place.name, keep_entries(self.container, self.before, now))
 
     def describe_change(self, now: Any) -> str:
-        """Return in words the earlier and the present value of the place."""
+        """Return a text with the earlier and the present value of the place."""
         before, after = describe_change(self.before, now)
         if self.container is not None and len(self.before) != len(now):
             before, after = f"{len(self.before)} items", str(len(now))
@@ -182,7 +182,7 @@ class SeenPlace:
 
 
 class Watch:
-    """Records the places that the code of a model reads and writes; `kind` names its attributes in messages."""
+    """Records the places that the code of a model reads and writes; `kind` is a word for its attributes in messages."""
 
     def __init__(self, model: nn.Module, kind: str = "attribute") -> None:
         self._kind = kind
@@ -216,7 +216,7 @@ class Watch:
                 self._visit(module, Label(kind, path), _Frame(names, "", Home(path, frozenset()), in_hook=False))
 
     def begin_at(self, function: Any) -> None:
-        """Treat a function that is called from outside, or an object with __call__, as held by the code."""
+        """Record the places that a function, or an object with __call__, refers to, as if the model's code held it."""
         names = Names((), {}, {}, (), asks=False)
         self._take(Finding(function, Label(self._kind, "")), _Frame(names, "", Home("", frozenset()), in_hook=False))
 
@@ -230,8 +230,8 @@ class Watch:
 
     @contextmanager
     def note(self) -> Iterator[None]:
-        """Record what code of this thread reads and writes inside the block."""
-        # Again, since the model may now hold fake tensors as its weights.
+        """Record what this thread's code reads and writes inside the block."""
+        # Look at the weights again: the model may now hold fake tensors in their place.
         self._note_weights()
         before, collects = sys.gettrace(), gc.isenabled()
 
@@ -254,7 +254,7 @@ class Watch:
                 seen.before = _read(seen.place)
 
     def read(self) -> dict[tuple[int, str], Any]:
-        """Return the present values of the places."""
+        """Return the present values of all recorded places, by key."""
         return {key: _read(seen.place) for key, seen in self._seen.items()}
 
     def accept(self, begun: dict[tuple[int, str], Any], *, new_only: bool) -> None:
@@ -263,7 +263,7 @@ class Watch:
             self._seen[key].accept(held, new_only=new_only)
 
     def find_changes(self) -> dict[SeenPlace, Any]:
-        """Return the places whose value has changed since it was recorded, with the present value."""
+        """Return the places whose value has changed since it was recorded, each with the present value."""
         now = [(seen, _read(seen.place)) for seen in self._seen.values()]
         found = {seen: value for seen, value in now if not same(seen.before, value) and not self._has_imported(seen)}
         for seen in found:
@@ -271,7 +271,7 @@ class Watch:
         return found
 
     def _has_imported(self, seen: SeenPlace) -> bool:
-        """Return whether a place only differs by modules that the code has imported, and by their definitions."""
+        """Return whether only modules that the code has imported, and their definitions, have changed a place."""
         if not isinstance(seen.container, dict):
             return self._is_imported(seen.before, seen.place.read())
         then, now = dict(seen.before), seen.container
@@ -297,7 +297,7 @@ class Watch:
         return any(key.endswith((".requires_grad", "is_grad_enabled()")) for _, key in self._seen)
 
     def list_reads(self, graph: Graph) -> PythonState:
-        """Return the values that a graph depends on, without the reads of modules and functions that it calls whole."""
+        """Return the values that a graph depends on, except those that only modules and functions called whole read."""
         gm = graph.gm
         # A tensor that the graph fetches keeps its values, unless tracing has computed with it.
         fetched = {get_storage_id(t) for t in list_fetched(gm).values() if isinstance(t, Tensor)} - graph.computed
@@ -313,7 +313,7 @@ class Watch:
         return PythonState(reads, cached=cached)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Record the start of a call; return its trace function, or None if the code is not the user's."""
+        """Record the start of a call, and return its trace function, or None if the code is not the user's."""
         if self._in_aside:
             return None
         code = frame.f_code
@@ -358,7 +358,7 @@ class Watch:
         return self._trace_to_end(begin_aside(new_only=True)) if defines else self._trace
 
     def _begin_aside(self, frame: FrameType) -> Callable[..., Any]:
-        """Return the trace function of a frame whose changes do not belong to the call; nothing inside is recorded."""
+        """Return the trace function for code whose changes do not belong to the call. Nothing inside is recorded."""
         self._in_aside, end = True, begin_aside()
         frame.f_trace_lines = False
 
@@ -371,7 +371,7 @@ class Watch:
         return trace
 
     def _trace_to_end(self, end: Callable[[], None]) -> Callable[..., Any]:
-        """Return the trace function of user's code that is an aside; the aside ends when the code returns."""
+        """Return the trace function for user's code that is an aside. The aside ends when the code returns."""
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             self._trace(frame, event, arg)
@@ -382,7 +382,7 @@ class Watch:
         return trace
 
     def _is_made_by_library(self, frame: FrameType) -> bool:
-        """Return whether code without a file is a library's: a method of its dataclass, or a text that it evaluates."""
+        """Return whether a library wrote code that has no file, as for a dataclass's methods or an evaluated text."""
         home = frame.f_globals.get("__name__")
         if home is not None and is_of_library(str(home)):
             return True
@@ -411,7 +411,7 @@ class Watch:
             self._take_globals(frame, _Frame(names, "", home, in_hook=False))
 
     def _note_gradient(self, frame: FrameType) -> None:
-        """Record the place where the user's code takes a gradient."""
+        """Record the submodule and the line in which the user's code takes a gradient."""
         caller: FrameType | None = frame
         while caller is not None and caller not in self._frames:
             caller = caller.f_back
@@ -421,7 +421,7 @@ class Watch:
             found.setdefault(self._frames[caller].home.path, line)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
-        """Visit the objects that the code holds by now, and the one that it returns to its caller."""
+        """Visit the objects that the code holds at this line, and the object that the code returns to its caller."""
         own = self._frames.get(frame)
         if own is not None:
             self._look(frame, own)
@@ -460,7 +460,7 @@ class Watch:
                     self._take_method(value, find_original(frame.f_code), own)
 
     def _take_method(self, value: Any, code: CodeType, own: _Frame) -> None:
-        """Record the running method of an object, with the variables of its closure."""
+        """Record the place of an object's running method, and the variables of the method's closure."""
         # Once for each object, since a method may be replaced in a single object.
         key = (id(value), own.names, "a method's")
         if key in self._looked:
@@ -494,14 +494,14 @@ class Watch:
             end()
 
     def _is_aside(self, value: Any) -> bool:
-        """Return whether a value is a function whose changes do not belong to the call, as a collector's callback."""
+        """Return whether a value is a function whose changes do not belong to the call, such as a gc callback."""
         return is_a(value, FunctionType) and self._codes.get(value.__code__) is True
 
     def _begin_question(self, value: Any, names: Names) -> Callable[[], None] | None:
-        """Return the function that ends an aside, if a module will be asked for names that it lacks."""
+        """Begin an aside and return its end, if reading `names` of a Python module may import others; else None."""
         if not is_a(value, ModuleType) or "__getattr__" not in vars(value):
             return None
-        # A module may import another one to answer, once. An aside compares all places, and each layer asks again.
+        # The look-up may make the module import another one. An aside takes long, so begin one only for new names.
         asked = {(id(value), name) for name in names.attributes if name not in vars(value)} - self._asked
         self._asked |= asked
         return begin_aside() if asked else None
@@ -529,7 +529,7 @@ class Watch:
             self._visit(value, label, own)
 
     def _begin(self, found: Finding) -> SeenPlace:
-        """Return a new record of a place, with its present value."""
+        """Begin to record the place of a finding: return a new record with the place's present value."""
         assert found.place is not None
         container = found.value if found.name == ITEMS else None
         # Only torch's settings are places without a value that nobody can write to.
@@ -541,7 +541,7 @@ class Watch:
 
 
 def _read(place: Place) -> Any:
-    """Return the present value of a place: for a tensor or an array a copy, which later writes do not change."""
+    """Return the present value of a place. For a tensor or an array, return a copy that later writes do not change."""
     value = place.read()
     return value.keep() if is_a(value, Contents) else value
 
@@ -580,7 +580,7 @@ def _is_hook(frame: FrameType, module: nn.Module | None) -> bool:
 
 
 def _find_method(kind: type, code: CodeType) -> Names:
-    """Return the names of the running method in its class, under which it may be replaced."""
+    """Return the names that the running method has in its class. Under such a name, the method may be replaced."""
     # The method may have another name than in its definition, if it was put into the class or an object later.
     held = (item for base in kind.__mro__ if not is_library(base) for item in vars(base).items())
     found = [name for name, method in held if code in _list_codes(method)]

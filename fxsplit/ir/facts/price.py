@@ -1,6 +1,6 @@
-"""Price: the cost of a split of the graph into stages, by definition.
+"""Price: the cost of a split of the graph into stages, computed directly from the definition.
 
-All sums that the search makes over its lattice are computed here again, directly on the graph.
+The search computes the same sums on its lattice of states. Here they are computed again on the graph, as a check.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class StagePlan:
     - `recompute`: the stage keeps no activations, and runs its forward again before its backward. `backward_ms`
       includes this
     - `weight_ms` is the part of `backward_ms` that can be left for later: only the gradients of weights
-    - `forward_launch_ms` and `backward_launch_ms` are the times in which the stage's host launches work. It launches
-      while the device computes earlier work, so `load_ms` is the larger of the two
+    - `forward_launch_ms` and `backward_launch_ms` are the times in which the stage's host launches work. The host
+      launches while the device computes earlier work, so `load_ms` is the larger of the two
     - `begins_at` and `ends_at` are the places in the user's model of its first and its last node, in graph order
 
     Bytes that cross cuts:
@@ -128,7 +128,7 @@ class StagePlan:
 
     @property
     def transfer_ms(self) -> float:
-        """The time of all that the stage sends and receives: over its boundaries, and among its replicas."""
+        """The time in which the stage sends and receives: over its boundaries, and gradients among its replicas."""
         return self.receive_ms + self.send_ms + self.reduce_ms
 
     @property
@@ -150,7 +150,7 @@ class StagePlan:
 
     @property
     def place(self) -> str:
-        """The places in the model where the stage begins and ends, for people."""
+        """The places in the model at which the stage begins and ends, as a text."""
         if not self.nodes:
             return "(passes values on)"
         # Plans in files of earlier versions only have the names of nodes.
@@ -185,7 +185,7 @@ Split = Sequence[tuple[Sequence[str], Sequence[int], bool]]
 def price_split(
     costs: Costs, machine: Machine, workload: Workload, split: Split, model: CostModel
 ) -> tuple[StagePlan, ...]:
-    """Return the costs of each stage of a split, by definition, on the graph and not on its lattice.
+    """Return the costs of each stage of a split, computed from the definition on the graph.
 
     - If stages hand values on, a value crosses boundary b, after stage b, if it is made (or given) at or before stage b
       and read after it, or if it is an output made before the last stage. Under `direct` a stage pays for every value
@@ -208,7 +208,7 @@ def price_split(
 
 
 def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split, i: int, edges: Edges) -> StagePlan:
-    """Return stage `i` of a split with its costs, without its memory."""
+    """Return stage `i` of a split with all its costs except memory."""
     names, devices, recompute = split[i]
     nodes = [costs.by_name[n] for n in names]
     # Replicas share the microbatches, and all wait for the slowest.
@@ -249,14 +249,17 @@ def _price_stage(costs: Costs, machine: Machine, model: CostModel, split: Split,
 
 
 def find_ends(nodes: Sequence[NodeCost]) -> tuple[str, str]:
-    """Return the places in the model of the first and last node of a stage that are inside a module."""
+    """Return the places in the model of a stage's first and last node.
+
+    Only nodes inside a module count, if there are any.
+    """
     # Nodes outside of modules, and nodes that fetch weights, have no place that a user would look for.
     inside = [n for n in nodes if n.module and not n.op.startswith("get_attr")] or nodes
     return (inside[0].place, inside[-1].place) if inside else ("", "")
 
 
 def name_span(first: str, last: str) -> str:
-    """Return the place of a stage in the model for people, from its two ends."""
+    """Return the place of a stage in the model, for messages, from the places of its first and last node."""
     return first if first == last else f"{first} .. {last}"
 
 
@@ -289,10 +292,7 @@ def _add_memory(stage: StagePlan, memory: StageMemory) -> StagePlan:
 
 
 def _price_launches(nodes: Sequence[NodeCost], replicas: int, *, host: bool, recompute: bool) -> tuple[float, float]:
-    """Return the times in which a stage's host launches one microbatch, forward and backward, in ms.
-
-    0 on a host device.
-    """
+    """Return how long a stage's host launches one microbatch, forward and backward, in ms (0 on a host device)."""
     if host:
         return 0.0, 0.0
     forward = sum(n.forward_launch_ms for n in nodes)
@@ -317,10 +317,10 @@ def _price_transfers(machine: Machine, model: CostModel, split: Split, i: int, e
 
 
 def _price_messages(machine: Machine, model: CostModel, sent: tuple[float, float], own: int, other: int) -> float:
-    """Return how long a value and a gradient of these bytes keep device `own` busy, in ms.
+    """Return how long sending a value and its gradient keeps device `own` busy, in ms.
 
-    A message costs its bytes over the bandwidth, and its latency unless the device computes meanwhile. No bytes are no
-    message.
+    sent: their bytes. A message costs its bytes over the bandwidth, and its latency unless the device computes
+    meanwhile. If there are no bytes, there is no message.
     """
     late = 0.0 if model.name == "overlapped" else count_messages(*sent) * machine.latency_ms(own, other)
     return sum(sent) / machine.bytes_per_ms(own, other) + late
@@ -335,7 +335,10 @@ def _find_latency(machine: Machine, model: CostModel, split: Split, i: int, edge
 
 
 def count_messages(value_bytes: float, gradient_bytes: float) -> int:
-    """Return how many messages cross a boundary for a microbatch: values forward, gradients back, both or neither."""
+    """Return how many messages cross a boundary for a microbatch: one with values forward and one with gradients back.
+
+    Without bytes there is no message, so the number is 0, 1 or 2.
+    """
     return (value_bytes > 0) + (gradient_bytes > 0)
 
 

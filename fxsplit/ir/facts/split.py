@@ -1,4 +1,4 @@
-"""Splits by hand: which nodes are in which stage, as a person says it."""
+"""Splits that the user states: which nodes are in which stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.system.figures import format_count, show
 
 @dataclass(frozen=True)
 class CutBefore:
-    """A stage begins before each of these submodules or nodes, in the order of the graph."""
+    """A split in which a stage begins before each of these submodules or nodes, in the order of the graph."""
 
     names: tuple[str, ...]
 
@@ -36,9 +36,9 @@ def cut_before(*names: str) -> CutBefore:
 def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
     """Return the nodes of each stage, in the order of the graph.
 
-    A node that nobody names is in the stage of the latest of its inputs, or of the nodes that it must stay together
-    with. Raises PlanError for unknown names, for a name in two stages, for more stages than devices, and for a stage
-    without nodes.
+    A node that the split does not name is in the stage of the latest of its inputs, or of the nodes that it must stay
+    together with. Raises PlanError for unknown names, for a name in two stages, for more stages than devices, and for a
+    stage without nodes.
     """
     if not costs.nodes:
         raise PlanError("a graph without nodes has no stages")
@@ -58,7 +58,7 @@ def find_split(costs: Costs, split: Split, n_devices: int) -> list[list[str]]:
 
 
 def _find_stages(costs: Costs, split: Split) -> dict[str, int]:
-    """Return the stage of each node that the split names; raises PlanError."""
+    """Return the stage of each node that the split names. Raises PlanError for a wrong split."""
     several = (list, tuple, set, frozenset)
     lists = isinstance(split, several) and all(isinstance(names, several) for names in split)
     if not (lists or isinstance(split, (CutBefore, Mapping))):
@@ -100,7 +100,10 @@ def _count_cuts(costs: Costs, split: CutBefore) -> dict[str, int]:
 
 
 def spread_split(costs: Costs, named: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of every node: that of a named one, or else the latest of its inputs or companions."""
+    """Return the stage of every node. A node without a named stage is in the latest stage of its inputs or companions.
+
+    Companions are nodes that must stay together with the node.
+    """
     companions = {name: names for names in costs.together for name in names}
     stage_of: dict[str, int] = {}
     for node in costs.nodes:

@@ -1,4 +1,4 @@
-"""Stages: the emitted GraphModules, one for each stage, with named values in and out.
+"""Stages: the GraphModules into which the model is cut, one for each stage, with named values in and out.
 
 The passes end with Stages, and the runtime begins with them. A *stage* is a part of the graph that runs on one device,
 or on each of several replicas. A pipeline runs several stages at a time, on different microbatches.
@@ -26,10 +26,10 @@ from fxsplit.torch_internals.random.seeded_calls import SeededCall
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stage(Shown):
-    """One stage: `module(*inputs)` returns the tuple of `outputs`; both name values of the original graph.
+    """One stage: `module(*inputs)` returns the tuple of `outputs`. Both are names of values in the original graph.
 
-    `device_name` and `torch_device` are the stage's device, as the user and as torch name it. `compiled` is the same
-    function compiled by torch.compile, if that was asked for.
+    device_name, torch_device: the stage's device, as the user and as torch name it.
+    compiled: the same function compiled by torch.compile (None: not compiled).
     """
 
     index: int
@@ -57,7 +57,7 @@ class Stage(Shown):
         return f"{self.index} on {self.device_name}: ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})"
 
     def show(self) -> Parts:
-        """Yield the summary, the code, and what each call that draws random numbers calls."""
+        """Yield the summary, the code, and a line for each call that draws random numbers."""
         yield f"stage {self.summarise()}"
         yield "\n".join(f"  {line}" for line in self.code.strip().splitlines())
         for path, call in self.module.named_children():
@@ -66,7 +66,7 @@ class Stage(Shown):
 
 
 def _describe(call: Any) -> str:
-    """Return a module, function or method in a line, such as `torch.nn.functional.dropout`."""
+    """Return a module, function or method as one line of text, such as `torch.nn.functional.dropout`."""
     if isinstance(call, nn.Module):
         return " ".join(str(call).split())
     return f"torch.Tensor.{call}" if isinstance(call, str) else name_function(call)
@@ -74,16 +74,17 @@ def _describe(call: Any) -> str:
 
 @dataclass(frozen=True)
 class Ref:
-    """A place in the result that holds output number `position` of the last stage."""
+    """Stands, in the model's result, for output number `position` of the last stage."""
 
     position: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stages(Shown, Fact):
-    """All stages in pipeline order; `result` is the model's output with a Ref in place of each tensor.
+    """All stages in pipeline order, and the structure of the model's output.
 
-    For a model that returns `{"loss": tensor, "kind": "mean"}` the result is `{"loss": Ref(0), "kind": "mean"}`.
+    result: the model's output with a Ref in place of each tensor. For a model that returns
+        `{"loss": tensor, "kind": "mean"}` this is `{"loss": Ref(0), "kind": "mean"}`.
     """
 
     stages: tuple[Stage, ...]
@@ -98,14 +99,17 @@ class Stages(Shown, Fact):
         return self.stages[index]
 
     def fill(self, outputs: Sequence[Any]) -> Any:
-        """Return the last stage's outputs in the structure the model returns."""
+        """Return the last stage's outputs in the structure in which the model returns them."""
         # Most models return one tensor.
         if isinstance(self.result, Ref):
             return outputs[self.result.position]
         return rebuild(self.result, lambda leaf: outputs[leaf.position] if isinstance(leaf, Ref) else leaf)
 
     def call_in_turn(self, class_name: str) -> fx.GraphModule:
-        """Return the graph that calls the stages one after another, `stage_0` first: the model, rewritten."""
+        """Return a graph that calls the stages one after another, `stage_0` first.
+
+        It computes the same as the model.
+        """
         # The root is a plain module, which holds the stages themselves and copies none of them.
         graph, root = fx.Graph(), nn.Module()
         # Copied with their arguments, since a number that is an input has a default.
@@ -163,7 +167,7 @@ class Stages(Shown, Fact):
 
 
 def _verify_ends(stage: Stage, number: int) -> None:
-    """Raise BrokenFact unless a stage's module takes the stage's inputs by name, and gives all its outputs."""
+    """Raise BrokenFact unless a stage's module takes the stage's inputs by name and returns all its outputs."""
     if stage.index != number:
         raise BrokenFact(f"stage {number} says that it is stage {stage.index}")
     if stage.compiled is not None:
@@ -184,10 +188,11 @@ def list_weights(module: nn.Module) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Detached(GivenFact):
-    """The pass called `step` has computed its own weights from the model's `weight`, which the graph no longer reads.
+    """A pass has computed new weights from the model's weights, and the graph reads only the new weights.
 
     Folding a batch norm into a convolution does this. The model's weight then gets no gradient. If it is trained or
     loaded, the graph changes only after the chain has run again.
+    step: the name of the pass. weight: the path of such a weight.
     """
 
     step: str

@@ -1,1 +1,1 @@
-"""The IR as text that reads back: its tokens, its values, the graph, the facts, and how they become an IR."""
+"""Write an IR as text and read it back: tokens, values, the graph and the facts."""

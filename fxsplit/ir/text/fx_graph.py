@@ -1,4 +1,4 @@
-"""From torch.fx's graphs to plain ones, which are written as text, and back."""
+"""Convert graphs of torch.fx to plain graphs, which are written as text, and back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_
 from fxsplit.torch_internals.fx.names import UnknownFunction, find_function, name_function
 
 ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "T", "mT", "H", "mH", "data", "real", "imag", "itemsize")
-"""The attributes of a tensor that a graph from a file may read."""
+"""The attributes of a tensor that a graph from a file may read; other attributes could reach more than its values."""
 SHAPE, COMMENT = "fxsplit_shape", "fxsplit_comment"
 """The entries of a node's `meta`: dtype and shape of the result as text, and the comment that was read from text."""
 
 
 def to_plain(gm: fx.GraphModule) -> PlainGraph:
-    """Return a graph without torch, which has all that the text of the graph needs."""
+    """Return a graph without torch that has all that the text of the graph needs."""
     plain = PlainGraph(type(gm).__name__)
     made: dict[fx.Node, PlainNode] = {}
     for node in gm.graph.nodes:
@@ -40,12 +40,12 @@ def to_plain(gm: fx.GraphModule) -> PlainGraph:
 
 
 def _guess_module(op: str, target: str | FunctionName) -> str:
-    """Return the innermost submodule of a node as its kind suggests: a call of a submodule is in that submodule."""
+    """Return the path of the innermost submodule of a node, as far as its kind tells: a call of `a.b` is in `a.b`."""
     return target if op == "call_module" and isinstance(target, str) else ""
 
 
 def _describe(gm: fx.GraphModule, node: fx.Node) -> str:
-    """Return the comment of a node: the class of its module with the settings, and the user's line."""
+    """Return the comment of a node: the class of its module with the settings, and the user's line that made it."""
     if COMMENT in node.meta:
         return str(node.meta[COMMENT])
     line = find_user_line(node)
@@ -72,7 +72,7 @@ def describe_module(module: nn.Module) -> str:
 
 
 def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
-    """Return an argument without torch."""
+    """Return an argument with plain nodes and names in place of torch's objects."""
     if isinstance(value, fx.Node):
         return made[value]
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -85,8 +85,8 @@ def _to_plain_value(value: Any, made: dict[fx.Node, PlainNode]) -> Any:
 def to_fx(plain: PlainGraph, model: nn.Module | None = None) -> fx.GraphModule:
     """Return the graph as a GraphModule that calls the submodules of `model`.
 
-    Without a model its modules and weights are placeholders, and so is a function that is none of torch's: the graph
-    can be planned, and does not run. If the model is a captured graph itself, its functions are known too. Raises
+    Without a model, placeholders stand for its modules, its weights and all functions that are not torch's: the graph
+    can be planned, but does not run. If `model` is a captured graph itself, its functions are known too. Raises
     IRSyntaxError, with the node, if the graph does not fit the model, or if torch.fx cannot hold it.
     """
     try:
@@ -128,7 +128,10 @@ def _to_fx(plain: PlainGraph, model: nn.Module | None) -> fx.GraphModule:
 def _find_arguments(
     node: PlainNode, captured: fx.Node | None, made: dict[PlainNode, fx.Node]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the node of the same name in the captured graph; raises IRSyntaxError if they differ."""
+    """Return the arguments of the node of the same name in the captured graph; raises IRSyntaxError if it reads others.
+
+    The text cannot say every value, so it gives only the repr of some. The captured graph has the values themselves.
+    """
     known = {created.name: created for created in made.values()}
     reads = [] if captured is None else [read.name for read in captured.all_input_nodes]
     if captured is None or reads != [read.name for read in node.all_input_nodes]:
@@ -141,12 +144,12 @@ def _find_arguments(
 
 
 def _note(created: fx.Node, node: PlainNode, *, alone: bool) -> None:
-    """Keep the shape, the submodule and the comment of a node that was read; `alone` means without a model."""
+    """Store the shape, the submodule and the comment of a node from a text; `alone`: it is read without a model."""
     if node.made:
         created.meta[SHAPE] = node.made
     if alone:
         created.meta[COMMENT] = node.comment
-    # With a model the comment is made again, but for the user's line.
+    # With a model the comment is made again from it, except for the user's line, which only the text has.
     line = re.search(r"@ (.+):(\d+)$", node.comment)
     if line is not None and not alone:
         created.meta["stack_trace"] = 'File "{}", line {}, in forward'.format(*line.groups())
@@ -158,7 +161,7 @@ def _note(created: fx.Node, node: PlainNode, *, alone: bool) -> None:
 
 
 def _find_target(name: FunctionName, arguments: tuple[Any, ...]) -> Any:
-    """Return a function of torch by its name, or a placeholder."""
+    """Return a function of torch by its name, or a placeholder for another function."""
     # x.shape is a call of getattr; of other attributes more than the values of a tensor could be reached.
     if name.qualified == "builtins.getattr" and len(arguments) == 2 and arguments[1] in ATTRIBUTES:
         return getattr
@@ -205,7 +208,7 @@ def _attach(node: PlainNode, root: nn.Module, model: nn.Module | None) -> None:
 
 
 def _to_fx_value(value: Any, made: dict[PlainNode, fx.Node]) -> Any:
-    """Return an argument as torch.fx takes it."""
+    """Return an argument of a plain graph with torch's own nodes, dtypes and devices in place of names."""
     if isinstance(value, PlainNode):
         return made[value]
     if isinstance(value, TorchName):

@@ -35,7 +35,7 @@ KINDS = {
 
 
 UNKNOWN = "unknown"
-"""Stands in place of the module of a function."""
+"""Stands for the module of a function whose module is not known, as in `unknown.relu`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FunctionName:
     def __name__(self) -> str:
         """The last part of the name; an operator of torch.ops has its overload too: `view.default`.
 
-        A profile tells no more than this part, and then it follows `unknown.`.
+        A profile tells only this last part, so a name from a profile is `unknown.` and this part.
         """
         parts = self.qualified.split(".")
         if parts[0] == UNKNOWN:
@@ -60,7 +60,7 @@ class FunctionName:
 
 @dataclass(eq=False)
 class PlainNode:
-    """A node of a PlainGraph. Names are those of torch.fx.Node; `module` is the path of the innermost submodule.
+    """A node of a PlainGraph, with the field names of torch.fx.Node. `module` is the path of the innermost submodule.
 
     `made` is the dtype and shape of the result, as text. `comment` is the class and the settings of its module.
     """
@@ -76,7 +76,7 @@ class PlainNode:
 
     @property
     def all_input_nodes(self) -> list[PlainNode]:
-        """The nodes that this one reads, each once."""
+        """The nodes that this node reads, each once."""
         values = walk_values((self.args, self.kwargs))
         return list(dict.fromkeys(value for value in values if isinstance(value, PlainNode)))
 
@@ -85,7 +85,7 @@ class PlainNode:
 
 
 def walk_values(value: Any) -> Iterator[Any]:
-    """Yield the values inside an argument that are no containers themselves."""
+    """Yield the values inside an argument, at any depth of lists, tuples, dicts and slices."""
     if isinstance(value, (list, tuple)):
         for inner in value:
             yield from walk_values(inner)
@@ -112,22 +112,22 @@ def map_inside(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 @dataclass(eq=False)
 class PlainGraph:
-    """A graph without torch. `name` is the class of its GraphModule."""
+    """A graph without torch. `name` is the class name of its GraphModule."""
 
     name: str
     nodes: list[PlainNode] = field(default_factory=list)
 
     @property
     def graph(self) -> PlainGraph:
-        """The graph itself: a GraphModule has a graph, and this stands in for both."""
+        """The graph itself. A GraphModule has an attribute `graph`, and a PlainGraph stands in for both."""
         return self
 
     def lint(self) -> None:
-        """Accept the graph: reading it has checked all that torch.fx would check."""
+        """Do nothing: `read_graph` has already checked all that torch.fx's `lint` would check."""
 
 
 def is_plain(gm: object) -> bool:
-    """Return whether a graph is a plain one, and not one of torch.fx."""
+    """Return whether a graph is a PlainGraph, and not a graph of torch.fx."""
     return isinstance(gm, PlainGraph)
 
 
@@ -158,7 +158,7 @@ def _write_node(node: PlainNode, *, shapes: bool) -> str:
 
 
 def _write_target(target: str) -> str:
-    """Return the name of a module, a function, a method or an input, in quotes if it is no word."""
+    """Return the name of a module, a function, a method or an input; in quotes if it is not a plain word."""
     name = write_name(target)[1:]
     return name if target else '""'
 
@@ -235,12 +235,12 @@ _PART = re.compile(r'[^"]+')
 
 
 def _is_name(text: str) -> bool:
-    """Return whether a text is a name of Python, and no keyword."""
+    """Return whether a text is an ASCII identifier of Python and not a keyword."""
     return text.isidentifier() and text.isascii() and not iskeyword(text)
 
 
 def _read_arguments(tokens: Tokens, find: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments between round brackets, and those with a name."""
+    """Return the arguments between round brackets: those without a name, and those with a name."""
     tokens.expect("(", "a node")
     arguments: list[Any] = []
     options: dict[str, Any] = {}

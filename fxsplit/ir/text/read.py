@@ -1,4 +1,4 @@
-"""Read an IR from its text: data only, so that nothing in a file is imported or evaluated.
+"""Read an IR from its text. The text is only data: reading imports and evaluates nothing of it.
 
 A graph that was read can be planned without its model, its weights and torch. With the model it runs.
 """
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 _FACT = re.compile(r"; fact (?P<kind>[\w.]+)(?: of (?P<sources>.*))?")
 HEADERS = ("model", "mode", "step")
 STORED: dict[str, Any] = {kind.__name__: kind for kind in (Machine, Workload, Pins, Costs, Plan)}
-"""The facts that a text stores. All others follow from these and from the model, and stand there as comments."""
+"""The facts that a text stores. All others follow from these and from the model, so the text has them as comments."""
 MAKES_AGAIN = {"Antichains": "augment", "States": "order"}
-"""Facts that only the stored facts are needed for, and the passes that make them."""
+"""Facts that follow from the stored facts alone, without the model -> the passes that make them again."""
 
 
 @dataclass(frozen=True)
 class IRReader:
-    """Reads IRs. `passes` are fxsplit's own passes by name: they make the facts again that are not stored.
+    """Reads IRs from text.
 
-    `source` is for the facts that are stored.
+    - `passes`: fxsplit's own passes by name, which make the facts again that a text does not store
+    - `source`: what the stored facts need from elsewhere (see Source)
     """
 
     passes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class IRReader:
     def read(self, text: str, file: str, model: nn.Module | None = None) -> IR:
         """Return the IR in `text`; `file` is its name, for messages.
 
-        The graph is one of torch.fx if `source.torch` says so; it calls the submodules of `model`, if that is given.
+        The graph is one of torch.fx if `source.torch` is True or `model` is given; it calls the submodules of `model`.
         Raises IRSyntaxError, with line and column, for a text that is no IR.
         """
         tokens = Tokens(text, file)
@@ -75,7 +76,7 @@ class IRReader:
             raise IRSyntaxError(f"{file}: {error}") from error
 
     def _read_header(self, tokens: Tokens) -> IR:
-        """Return an IR with the header and the graph of a text."""
+        """Return an IR with the header and the graph of a text, but without facts."""
         model, mode, steps = "", "train", []
         while tokens.next.text != "graph":
             token = tokens.next
@@ -101,7 +102,7 @@ class IRReader:
         return IR(cast(Any, graph), steps=tuple(steps), model=model, mode=cast(Mode, mode))
 
     def _read_fact(self, tokens: Tokens, ir: IR) -> IR:
-        """Return `ir` with the fact at the next token, which must hold."""
+        """Return `ir` with the fact at the next token added; raises IRSyntaxError if the fact does not hold."""
         record = read_record(tokens)
         if any(kind.__name__ == record.kind for kind in ir.facts):
             record.fail("it appears twice")
@@ -110,7 +111,10 @@ class IRReader:
         return ir.learn(fact)
 
     def _read_comments(self, tokens: Tokens, ir: IR) -> IR:
-        """Return `ir` with the fact that the comments up to the next other line tell of, if they do."""
+        """Return `ir` with the fact that the next comment lines describe; `ir` itself if they describe none.
+
+        Such a fact is not stored. An Unread takes its place and keeps the text, and the pass that can make it again.
+        """
         lines: list[str] = []
         while tokens.next.kind == "comment":
             lines.append(tokens.take().text)
@@ -129,7 +133,10 @@ class IRReader:
         return ir.learn(unread)
 
     def _find_step(self, ir: IR, name: str) -> Any:
-        """Return the last pass called `name` among the steps of an IR, or None."""
+        """Return the last pass called `name` of the steps of an IR.
+
+        None if it is missing or its options are outdated.
+        """
         text = next((step.text for step in reversed(ir.steps) if step.name == name), None)
         try:
             return None if text is None or name not in self.passes else parse_chain(text, self.passes, imports=False)[0]
@@ -138,7 +145,10 @@ class IRReader:
 
 
 def check_fact(fact: Fact, record: Record, ir: IR) -> None:
-    """Raise IRSyntaxError unless a fact that was read holds; its own check may be a user's code."""
+    """Raise IRSyntaxError unless a fact from a text holds.
+
+    The fact's own check may be a user's code and raise any error.
+    """
     try:
         fact.verify(ir)
     except FxsplitError as error:
@@ -148,10 +158,10 @@ def check_fact(fact: Fact, record: Record, ir: IR) -> None:
 
 
 def _find_class(record: Record) -> Any:
-    """Return the class of a stored fact; raises IRSyntaxError for another fact.
+    """Return the class of a stored fact; raises IRSyntaxError for an unknown kind of fact.
 
-    A fact of another package is stored if it has `to_record(ir)` and a class method `from_record(record, ir)`, and if
-    the package names its class in the group `fxsplit.facts` of its entry points.
+    Another package can store a fact too. The class of the fact needs `to_record(ir)` and a class method
+    `from_record(record, ir)`, and the package must name the class in the group `fxsplit.facts` of its entry points.
     """
     if record.kind in STORED:
         return STORED[record.kind]
@@ -170,7 +180,10 @@ def _find_class(record: Record) -> Any:
 
 
 def _read_version(tokens: Tokens) -> None:
-    """Go past the first line; raises IRSyntaxError for a file that is no IR, or of another version."""
+    """Go past the first line.
+
+    Raises IRSyntaxError for a file that is no IR or has a version that fxsplit cannot read.
+    """
     while tokens.next.kind in ("newline", "comment"):
         tokens.take()
     first = tokens.next
@@ -183,6 +196,6 @@ def _read_version(tokens: Tokens) -> None:
 
 
 def _check_version(tokens: Tokens, token: Token) -> None:
-    """Raise IRSyntaxError for another version than this fxsplit reads."""
+    """Raise IRSyntaxError for a version of the format that this fxsplit cannot read."""
     if token.text != str(VERSION):
         tokens.fail(f"the text has version {describe(token)}, and this fxsplit reads version {VERSION}", token)

@@ -1,4 +1,4 @@
-"""Records: the text of a fact, as values by name and tables.
+"""Records: the text of a fact, as values by name and tables:
 
 fact Machine {
   devices {
@@ -28,10 +28,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """What reading a fact may need from elsewhere.
+    """What reading a fact may need besides its text.
 
-    - `torch`: devices become torch's own; otherwise only their names are kept, and torch is not loaded
-    - `find_moments`: returns the moments of a workload on a machine, which follow from its schedule and are not stored
+    - `torch`: make torch's own devices; otherwise only keep their names, and do not load torch
+    - `find_moments(workload, machine)`: returns the moments of a workload, which follow from its schedule and are not
+      stored
     """
 
     torch: bool = False
@@ -40,9 +41,9 @@ class Source:
 
 @dataclass
 class Record:
-    """The fields of a fact: values, and lists of rows for tables; `comments` are lines for readers, at the end.
+    """The fields of a fact: `values` by name, where a table is a list of rows. `comments` are lines for human readers.
 
-    A record that was read knows its place in the text, for messages.
+    A record that was read from a text also has `tokens`, and the place `at` of each field, for error messages.
     """
 
     kind: str
@@ -53,16 +54,22 @@ class Record:
     source: Source = field(default_factory=lambda: Source(), compare=False)
 
     def fail(self, what: str, name: str = "") -> NoReturn:
-        """Raise IRSyntaxError at the field `name`, or else at the beginning of the fact."""
+        """Raise IRSyntaxError at the field `name`, or at the beginning of the fact if there is no such field."""
         assert self.tokens is not None
         self.tokens.fail(f"fact {self.kind}: {what}", self.at.get(name, self.at[""]))
 
     def make(self, cls: type[T], known: Row | None = None) -> T:
-        """Return `cls(...)` of the fields and of the `known` ones; raises IRSyntaxError for a wrong name or value."""
+        """Return `cls(...)` of the record's fields and the `known` ones.
+
+        Raises IRSyntaxError for a wrong name or value.
+        """
         return self.make_row(cls, {**self.values, **(known or {})}, "")
 
     def make_row(self, cls: type[T], row: Row, name: str) -> T:
-        """Return `cls(...)` of the values in a row of the table `name`; raises IRSyntaxError for a wrong one."""
+        """Return `cls(...)` of the values in a row of the table `name`.
+
+        Raises IRSyntaxError for wrong or missing values.
+        """
         expected = self.check_row(cls, row, name)
         missing = [key for key, f in expected.items() if f.default is MISSING and f.default_factory is MISSING]
         lacking = next((key for key in missing if key not in row), None)
@@ -74,7 +81,7 @@ class Record:
             return self.fail(str(error), name)
 
     def check_row(self, cls: type[Any], row: Row, name: str) -> dict[str, Field[Any]]:
-        """Return the fields of `cls` by name; raises IRSyntaxError for a row with another name or a wrong value."""
+        """Return the fields of `cls` by name. Raises IRSyntaxError if the row has an unknown name or a wrong value."""
         expected = {f.name: f for f in fields(cls) if f.init}
         odd = next((key for key in row if key not in expected), None)
         if odd is not None:
@@ -87,7 +94,7 @@ class Record:
         return expected
 
     def choose(self, name: str, value: Any, among: Sequence[Any]) -> Any:
-        """Return a value that is one of some; raises IRSyntaxError for another one."""
+        """Return `value` if it is one of `among`. Raises IRSyntaxError at the field `name` otherwise."""
         if value not in among:
             self.fail(f"{name} is {show(value)}: give one of {', '.join(map(write_word, among))}", name)
         return value
@@ -156,21 +163,21 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def list_values(record: Any, *, leave_out: Sequence[str] = ()) -> Row:
-    """Return the fields of a dataclass that differ from their defaults, by name, in their order."""
+    """Return the fields of a dataclass object that differ from their defaults, by name, in their order."""
     found = {}
     for f in fields(record):
         value = getattr(record, f.name)
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        # 1 == 1.0 == True, and the text should say which it is.
+        # 1 == 1.0 == True, but the text should tell an int, a float and a bool apart.
         if f.init and f.name not in leave_out and (type(value) is not type(default) or value != default):
             found[f.name] = value
     return found
 
 
 def order_columns(cls: Any, records: Sequence[Any]) -> list[Row]:
-    """Return dataclass objects as the rows of a table, with the fields in which one of them differs from its default.
+    """Return dataclass objects as rows of a table. A column is left out if all objects have the default in it.
 
-    Long texts come last, or a reader would have to look for the figures after them.
+    Long texts come last. Otherwise a reader would have to look for the figures after them.
     """
     rows = [list_values(record) for record in records]
     used = [f.name for f in fields(cls) if any(f.name in row for row in rows)]
@@ -179,7 +186,7 @@ def order_columns(cls: Any, records: Sequence[Any]) -> list[Row]:
 
 
 _LAST = ("made", "op", "signature", "nodes")
-"""The last columns of a table."""
+"""The columns with long texts, which come last in a table."""
 
 
 def write_record(record: Record) -> str:
@@ -205,7 +212,7 @@ def _write_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _wrap(value: Any, indent: int) -> str:
-    """Return a value as text, and a long list over several lines."""
+    """Return a value as text. A long list takes several lines, indented by `indent`."""
     text = write_word(value)
     if len(text) <= WIDTH or not isinstance(value, (list, tuple)) or not value:
         return text

@@ -26,7 +26,10 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of the text from `begin` to `end`, as positions in the text; the last token is an empty "end"."""
+    """A piece of the text: `begin` and `end` are its positions in the text.
+
+    The last token of a text is an empty "end".
+    """
 
     kind: Kind
     text: str
@@ -37,8 +40,7 @@ class Token:
 class Tokens:
     """The tokens of a text, read from the first to the last.
 
-    Inside of round and square brackets the ends of lines and the comments are left out, so a list may take several
-    lines.
+    Inside round and square brackets, ends of lines and comments are skipped, so a list may take several lines.
     """
 
     def __init__(self, text: str, file: str) -> None:
@@ -72,14 +74,20 @@ class Tokens:
         return False
 
     def expect(self, text: str, what: str) -> Token:
-        """Go past the bracket, the sign or the word `text`; raises IRSyntaxError, with `what`, if it is not there."""
+        """Go past the bracket, the sign or the word `text`.
+
+        Raises IRSyntaxError for another token; `what` begins the message.
+        """
         token = self._next
         if not self.accept(text):
             self.fail(f"{what} needs {text!r} here, and not {describe(token)}")
         return token
 
     def take_word(self, what: str) -> str:
-        """Return the next word, or the content of the next string; raises IRSyntaxError for another token."""
+        """Return the next word, or the content of the next string.
+
+        Raises IRSyntaxError for another token; `what` needs the word.
+        """
         token = self._next
         if token.kind not in ("word", "string"):
             self.fail(f"{what} must be a word or a string, and not {describe(token)}")
@@ -87,7 +95,10 @@ class Tokens:
         return token.text if token.kind == "word" else self.unquote(token)
 
     def end_line(self, what: str) -> str:
-        """Go past the end of the line and return the comment before it, without `;`; raises IRSyntaxError for more."""
+        """Go past the end of the line, and return the comment before it without `;`.
+
+        Raises IRSyntaxError for other tokens.
+        """
         comment = self.take().text[1:].strip() if self._next.kind == "comment" else ""
         if self._next.kind == "end":
             return comment
@@ -106,7 +117,7 @@ class Tokens:
             self.fail(f"{show(token.text)} is no string ({error}): escape characters as in JSON", token)
 
     def fail(self, what: str, token: Token | None = None) -> NoReturn:
-        """Raise IRSyntaxError at `token`, by default the next one."""
+        """Raise IRSyntaxError with the file, line and column of `token`, which by default is the next token."""
         at = (token or self._next).begin
         line = self.text.count("\n", 0, at) + 1
         column = at - (self.text.rfind("\n", 0, at) + 1) + 1
@@ -125,7 +136,7 @@ class Tokens:
             return Token(kind, found[0], found.start(), found.end())  # type: ignore[arg-type]
 
     def _end_or_fail(self) -> Token:
-        """Return the last token; raises IRSyntaxError for a character that begins no token."""
+        """Return the last token, "end". Raises IRSyntaxError if text remains: its first character begins no token."""
         rest = Token("end", "", self._at, self._at)
         if self._at < len(self.text):
             piece = self.text[self._at : self._at + 20].split("\n")[0]

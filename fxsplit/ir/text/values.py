@@ -18,13 +18,13 @@ from fxsplit.ir.text.tokens import Token, Tokens, describe
 from fxsplit.system.figures import show
 
 WIDTH = 100
-"""A longer list is written over several lines."""
+"""A list with more characters is written over several lines."""
 
 DEEPEST = 100
-"""More brackets inside each other are refused, since Python's stack has an end."""
+"""The most brackets inside each other. More are refused, since each takes a call on Python's stack."""
 
 FindNode = Callable[[str, Token], Any]
-"""Returns the node of a name; it raises IRSyntaxError, at the token, for an unknown name."""
+"""A function that returns the node of a name. It raises IRSyntaxError, at the token, for an unknown name."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DeviceName:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value without a text of its own, by its repr: a graph with it can be planned, and does not run."""
+    """The repr of a value that the text cannot hold. A graph with such a value can be planned, but does not run."""
 
     text: str
 
@@ -105,17 +105,17 @@ def write_word(value: Any) -> str:
 
 
 def _is_other(word: str) -> bool:
-    """Return whether a word reads as a constant or a number."""
+    """Return whether a word would read back as a constant or a number, so that a text needs quotes."""
     return word in _CONSTANTS or _INT.fullmatch(word) is not None or _FLOAT.fullmatch(word) is not None
 
 
 def write_name(name: str) -> str:
-    """Return the name of a node as text: `%relu`, or in quotes if it has other characters than identifiers."""
+    """Return the name of a node as text: `%relu`, or in quotes if it has unusual characters: `%"any name"`."""
     return f"%{name}" if _NAME.fullmatch(name) else f"%{json.dumps(name)}"
 
 
 def read_value(tokens: Tokens, find_node: FindNode | None = None) -> Any:
-    """Return the next value; raises IRSyntaxError for anything else. `find_node` looks up nodes, if there are any."""
+    """Return the next value; raises IRSyntaxError if none follows. `find_node` looks up nodes; None refuses nodes."""
     token = tokens.next
     if token.kind == "string":
         tokens.take()
@@ -146,7 +146,7 @@ def read_name(tokens: Tokens, token: Token) -> str:
 
 
 def _read_word(tokens: Tokens, token: Token) -> Any:
-    """Return the value of a word: a constant, a number, a name of torch, or the word itself."""
+    """Return the value of a word: a constant, a number, a name in torch, or the word itself."""
     text = token.text
     if text in _CONSTANTS:
         return _CONSTANTS[text]
@@ -163,7 +163,10 @@ def _read_word(tokens: Tokens, token: Token) -> Any:
 
 
 def _read_call(tokens: Tokens, head: Token, find_node: FindNode | None) -> Any:
-    """Return the value of `device("cpu")`, `slice(1, 2, none)` or `opaque("...")`, from its bracket on."""
+    """Return the value of `device("cpu")`, `slice(1, 2, none)` or `opaque("...")`.
+
+    `head` is the word before the bracket.
+    """
     tokens.depth += 1
     if tokens.depth > DEEPEST:
         tokens.fail(f"more than {DEEPEST} brackets inside each other")

@@ -33,15 +33,15 @@ if TYPE_CHECKING:  # planning from a file needs no torch
     from torch import fx
 
 VERSION = 1
-"""The version of the format: another one is refused by name."""
+"""The version of the format. fxsplit refuses to read any other version."""
 
 
 def render(ir: Any) -> str:
-    """Return the text of an IR, which `read_ir` reads; the IR itself calls this function when it is printed.
+    """Return the text of an IR, which `read_ir` can read back. An IR calls this function when it is printed.
 
     Equal IRs give equal texts, except for measured figures.
     """
-    # An IR prints itself by this file, so nothing here imports its class.
+    # The class IR imports this file to print itself, so this file does not import that class.
     lines = [f"fxsplit-ir {VERSION}"]
     lines += [f"model {write_word(ir.model)}"] if ir.model else []
     lines += [f"mode {ir.mode}", *(f"step {write_word(step.text)}" for step in ir.steps)]
@@ -52,7 +52,7 @@ def render(ir: Any) -> str:
 
 
 def find_plain(gm: fx.GraphModule | PlainGraph) -> PlainGraph:
-    """Return a graph without torch."""
+    """Return a graph as a PlainGraph, without torch."""
     if isinstance(gm, PlainGraph):
         return gm
     from fxsplit.ir.text.fx_graph import to_plain

@@ -1,4 +1,4 @@
-"""Interfaces of backends, which run jobs, and of sessions, which coordinate processes around each job.
+"""Interfaces of backends, which run jobs, and of sessions, which coordinate the processes that run one job together.
 
     with backend.meet(request) as session:     ranks compare what they will run
         session.run(job)                       this process's part
@@ -43,13 +43,15 @@ class JobRequest:
 
 
 class JobSession(Protocol):
-    """One job of all processes of a pipeline. `channels` and `seed` are for the job (None: the job makes its own).
+    """The coordination of one job over all processes of a pipeline.
+
+    channels, seed: the channels and the random seed of the job (None: the job makes its own).
 
     The session owns what the processes agree on:
 
-    - whether they run the same job, with which seed
-    - whether all have succeeded, and the results that all get
-    - whether all add their sums, or none does
+    - whether they run the same job, and with which seed
+    - whether all have succeeded, and the results that all of them get
+    - whether all of them add their gradients, or none does
     """
 
     channels: Channels | None
@@ -61,64 +63,70 @@ class JobSession(Protocol):
     def finish(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Give every process the outputs, the gradients of inputs, and the loss, which `compute_total` returns.
 
-        An error of one process is raised on every process.
+        An error of one process is raised on every process. Returns the loss, or None without `compute_total`.
         """
 
     def add_to_gradients(self, job: Job) -> None:
         """Let a job add to existing `.grad` tensors in place. Call it before the job runs."""
 
     def commit(self, job: Job, record: CommitRecord) -> None:
-        """Add the job's sums to the `.grad` of the weights that live in this process: on all processes, or on none.
+        """Add the job's sums of gradients to the `.grad` of the weights of this process: on all processes, or on none.
 
         Afterwards every process knows which parameters have a gradient.
         """
 
     def take_sums(self, job: Job) -> Sums:
-        """Return the same sums for autograd to add, whose backward of the caller's loss runs.
+        """Return the job's sums of gradients, for a caller's backward(): autograd itself then adds them to `.grad`.
 
-        After that backward, every process knows which parameters have a gradient.
+        After that backward(), every process knows which parameters have a gradient.
         """
 
 
 class Backend(Protocol):
-    """Runs the actions of jobs: threads of this process, or the calling thread of each rank.
+    """Runs the actions of jobs, in threads of this process or in the calling thread of each rank.
 
     The backend owns:
 
     - the threads, or the process groups
     - a stream for each device
-    - the jobs that were begun and are not over
+    - the jobs that were begun and have not ended
     """
 
     streams: list[DeviceStream]
 
     def meet(self, request: JobRequest) -> AbstractContextManager[JobSession]:
-        """Return a session for the block, which runs one job."""
+        """Return a context that yields a session for one job. Ranks first check that all of them want the same job."""
 
     def begin(self, handle: JobHandle) -> None:
-        """Begin a job, and do not wait for it."""
+        """Begin a job, and return without waiting for its end."""
 
     def finish(self, handle: JobHandle, timeout_s: float | None = None) -> None:
-        """Wait until a job that was begun is done. Raises its first error."""
+        """Wait until a job that was begun has ended.
+
+        Raises its first error, or StepTimeout after `timeout_s` seconds.
+        """
 
     def give_up(self, handle: JobHandle) -> None:
-        """Stop a job that was begun, unless it is over."""
+        """Stop a job that was begun, unless it has ended already."""
 
     def has(self, thread: Any) -> bool:
-        """Return whether a thread runs actions."""
+        """Return whether a thread runs actions of this backend. In such a thread, a wait for a job would never end."""
 
     def get_status(self) -> Status:
         """Return the present state of the workers."""
 
     @property
     def cannot_be_waited_for(self) -> bool:
-        """Whether a wait for jobs would never end or is not needed, for example in a worker thread."""
+        """Whether waiting for jobs would never end or is not needed.
+
+        A worker thread, for example, would wait for itself.
+        """
 
     def wait_until_idle(self) -> None:
         """Wait until no job is running."""
 
     def check_free(self) -> None:
-        """Raise BusyError if a job that was given up still runs, and ClosedError if no job can run any more."""
+        """Raise BusyError if a job that was given up still runs, and ClosedError after `close`."""
 
     def close(self) -> None:
         """End the workers; no job can run afterwards."""

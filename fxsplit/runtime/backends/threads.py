@@ -1,5 +1,6 @@
-"""A backend of threads in this process: one for each device. They wait for jobs and end with the pipeline.
+"""A backend of threads in this process, one thread for each device.
 
+The threads wait for jobs, and end with the pipeline.
 torch releases Python's interpreter lock inside its operators, so the threads compute at the same time.
 """
 
@@ -37,7 +38,7 @@ from fxsplit.torch_internals.scopes.undo import call_all, restore_after, restore
 LOOK_S = 5.0
 """How often, in seconds, a waiting caller checks that the workers are alive."""
 EXIT_S = 10.0
-"""How long, in seconds, an ending interpreter waits for workers: a thread that runs on would abort it."""
+"""How long, in seconds, Python waits for workers when it exits. A thread that still runs would abort the exit."""
 
 Task = Callable[[DeviceStream], None]
 """One worker's part of one job, on its stream."""
@@ -45,11 +46,13 @@ Tasks = SimpleQueue[Task | None]
 
 
 class ThreadBackend:
-    """One thread for each device. It holds no reference to a pipeline, so that a pipeline can be freed while they wait.
+    """Runs jobs with one thread for each device.
 
-    `intraop_threads` is how many threads an operator may use inside each worker. `names` are the names of the devices.
-    Each worker has its own of `streams`. If a worker cannot start, for example because its accelerator's memory is
-    full, its error is raised.
+    It holds no reference to a pipeline, so a pipeline can be freed while the threads wait for jobs.
+    intraop_threads: how many threads an operator may use inside each worker.
+    names: the names of the devices.
+    streams: one stream for each worker.
+    Raises the error of a worker that cannot start, for example because its accelerator's memory is full.
     """
 
     @restores_all
@@ -79,7 +82,7 @@ class ThreadBackend:
                 name, arguments = f"fxsplit-worker-{i}", (tasks, stream, intraop_threads, up, dropped)
                 self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
                 self._threads[-1].start()
-            # When this loop ends, all workers have set their number of threads.
+            # Each worker puts one item into `up` after it has set its number of threads.
             for _ in self._threads:
                 if (error := up.get()) is not None:
                     raise error
@@ -91,7 +94,7 @@ class ThreadBackend:
 
     @contextmanager
     def meet(self, request: JobRequest) -> Iterator[LocalSession]:
-        """Yield a session of this process."""
+        """Yield a session for a job that runs only in this process."""
         yield LocalSession(self.run)
 
     @property
@@ -110,10 +113,10 @@ class ThreadBackend:
             self.finish(handle, timeout_s)
 
     def begin(self, handle: JobHandle) -> None:
-        """Queue a job for the workers, which run jobs in order; do not wait for it.
+        """Queue a job for the workers, which run jobs in order, and return without waiting for the job.
 
-        Raises BusyError if a worker is still in a job that was given up. Raises ClosedError after close(), or in a
-        forked process, which has no workers.
+        Raises BusyError if a worker still runs a job that was given up. Raises ClosedError after close(), or in a
+        forked process, since a fork has no workers.
         """
         job = handle.job
         ready = mark_caller([*self._devices, *job.list_devices()])
@@ -160,7 +163,7 @@ class ThreadBackend:
             make_caller_wait(self._devices, handle.job.marks)
 
     def wait_until_idle(self) -> None:
-        """Wait until all jobs that were begun are over, except jobs that were given up.
+        """Wait until all jobs that were begun have ended, except jobs that were given up.
 
         Returns at once if `cannot_be_waited_for`.
         """
@@ -173,7 +176,10 @@ class ThreadBackend:
         make_caller_wait(self._devices, [stream.mark() for stream in self.streams])
 
     def _wait(self, handle: JobHandle, timeout_s: float) -> bool:
-        """Wait for a job, and return whether it is over. Raises ClosedError if one of its workers has died."""
+        """Wait for a job at most `timeout_s` seconds, and return whether the job has ended.
+
+        Raises ClosedError if one of its workers has died.
+        """
         deadline = time.monotonic() + timeout_s
         while (rest := deadline - time.monotonic()) > 0:
             raise_lost_interrupt()
@@ -204,7 +210,7 @@ class ThreadBackend:
                 thread.join(timeout=5.0)
 
     def end_at_exit(self) -> None:
-        """End the threads for good: Python is exiting, and a thread that runs on would abort it."""
+        """End the threads, even in the middle of a job: a thread that still runs would abort Python's exit."""
         self._closed = True
         _end(self._tasks)
         for ref in self._handles:
@@ -213,7 +219,7 @@ class ThreadBackend:
         deadline = time.monotonic() + EXIT_S
         for thread in self._threads:
             thread.join(timeout=0.2)
-            # The thread is inside a node, perhaps for long. Its result no longer matters.
+            # The thread is inside an operator of the model, perhaps for long. Raise SystemExit in the thread.
             while thread.is_alive() and time.monotonic() < deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
@@ -228,7 +234,10 @@ class ThreadBackend:
             raise ClosedError("the pipeline is closed: compile the model again")
 
     def check_free(self) -> None:
-        """Raise ClosedError after close(), and BusyError while a job that was given up runs longer than GRACE_S."""
+        """Raise ClosedError after close(), and BusyError if a job that was given up does not end.
+
+        Waits at most GRACE_S seconds for such a job.
+        """
         self._check_open()
         given_up = [handle for ref in self._handles if (handle := ref()) and handle.begun and handle.given_up]
         if any(not handle.over.wait(GRACE_S) for handle in given_up):
@@ -245,7 +254,10 @@ class ThreadBackend:
 
 
 class LocalSession:
-    """A session of one process. `run` runs a job with a time limit in seconds."""
+    """A session for a job that runs only in this process.
+
+    run: runs a job with a time limit in seconds (None: no limit).
+    """
 
     channels: Channels | None = None
     seed: int | None = None
@@ -258,15 +270,18 @@ class LocalSession:
         self._run(job, timeout_s)
 
     def finish(self, job: Job, compute_total: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Return the loss, which `compute_total` returns."""
+        """Return the loss, computed by `compute_total` (None: the job has no loss).
+
+        There is no other process to share it with.
+        """
         return None if compute_total is None else compute_total()
 
     def add_to_gradients(self, job: Job) -> None:
-        """Let a job add to existing `.grad` tensors in place."""
+        """Let workers add to existing `.grad` tensors in place while the job runs."""
         job.add_to_gradients()
 
     def commit(self, job: Job, record: CommitRecord) -> None:
-        """Add the sums of all weights to their `.grad`: all or none."""
+        """Add the job's sums of gradients to the `.grad` of all weights: to all, or after an interrupt to none."""
         sums = job.total()
         raise_lost_interrupt()
         accumulate(sums, record)
@@ -277,8 +292,11 @@ class LocalSession:
 
 
 def _run_task(job: Job, device: int, ready: list[object], handle: JobHandle, stream: DeviceStream) -> None:
-    """Run one worker's part of a job, and note its end. `ready` are tokens of the caller's work."""
-    # The end is noted twice: an exception may interrupt the first, and the caller would wait forever.
+    """Run one worker's part of a job, and note in `handle` that the part has ended.
+
+    ready: tokens of the work that the caller has queued, which the worker's stream must wait for.
+    """
+    # Call `end` twice: an exception such as Ctrl-C may interrupt the first call, and the caller would wait forever.
     try:
         try:
             job.run(device, stream, ready)
@@ -297,9 +315,11 @@ def _serve(
     up: SimpleQueue[BaseException | None],
     dropped: weakref.ref[ThreadBackend],
 ) -> None:
-    """Run tasks on a stream until None comes. Puts None into `up` when the worker is ready, or the error if it fails.
+    """Run tasks on a stream until the task None comes. This is the main function of a worker thread.
 
-    `dropped` puts None into `tasks` when the backend is gone. The weak reference works only while it is held here.
+    up: gets None when the worker is ready, or the error if the worker cannot start.
+    dropped: a weak reference that puts None into `tasks` when the backend is freed. It works only while an object holds
+        the reference, so this function does.
     """
     try:
         # The first call in a thread sets up torch's number of threads, and would undo the second line.

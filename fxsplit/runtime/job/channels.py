@@ -1,10 +1,9 @@
-"""Channels: how the devices of a job exchange messages. A job knows no other way to reach another device.
+"""Channels: how the devices of a job exchange messages. A job has no other way to reach another device.
 
     device 0: send(1, message) --> inbox of device 1 --> receive(1, action)
     any device: fail()         --> every send and receive of the job raises JobStopped
 
-Within a process each device has an inbox. Ranks have channels of their own (`ranks/wire/channels.py`) and run the same
-job.
+Within a process each device has an inbox. Ranks run the same job over their own channels (`ranks/wire/channels.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from fxsplit.schedule.schedule import Schedule
 
 
 class Message(NamedTuple):
-    """A message between devices: the action that waits for it, the values, and a token.
+    """A message between devices: the action that waits for the message, the values, and a token.
 
-    The receiver's stream waits for the token before it reads the values (None: they are ready). `about` describes each
-    value: whether a gradient is wanted, or the leaf that a gradient is for.
+    token: the receiver's stream waits for this mark before it reads the values (None: the values are ready).
+    about: for each value, whether a gradient is wanted for it, or the leaf that a gradient belongs to.
     """
 
     action: Action
@@ -33,37 +32,37 @@ class Message(NamedTuple):
 
 
 class JobStopped(Exception):
-    """The job has failed on some device: no more messages will come."""
+    """The job has failed on some device, so no more messages will come."""
 
 
 class Channels(Protocol):
     """The channels between the devices of one job. Any thread may send and fail; each device receives in one thread.
 
-    The channels own:
-
-    - the messages that were sent and not received yet
-    - the end of all waits, if the job fails
+    The channels own the messages that were sent and not received yet. If the job fails, they end all waits.
     """
 
     def send(self, device: int, message: Message) -> None:
-        """Send a message to a device, perhaps after a wait for room. Raises JobStopped if the job failed meanwhile."""
+        """Send a message to a device, if need be after a wait for free space.
+
+        Raises JobStopped if the job fails meanwhile.
+        """
 
     def receive(self, device: int, action: Action) -> Message:
         """Wait for the message for one of a device's actions, and return it. Raises JobStopped if the job failed."""
 
     def fail(self) -> None:
-        """Make every present and future wait of a device raise JobStopped."""
+        """Make every present and future send or receive that waits raise JobStopped."""
 
 
 class Inbox(SimpleQueue[Message | None]):
-    """The messages for one device; None tells it that the job has failed. Senders never wait."""
+    """The messages for one device; the message None says that the job has failed. Senders never wait."""
 
 
 class BoundedInbox(Inbox):
     """An inbox for one message: a sender waits until the previous message has been taken.
 
-    So a fast stage does not fill the memory with outputs for a slower one. Use it only if each device has one stage: a
-    device with several might wait for a message that it has yet to send.
+    So a fast stage cannot fill the memory with outputs for a slower stage. Use this inbox only if each device has one
+    stage: a device with several stages might wait for a message that it has yet to send itself.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,10 @@ class BoundedInbox(Inbox):
         self._failed = False
 
     def put(self, item: Message | None, block: bool = True, timeout: float | None = None) -> None:
-        """Put a message, after a wait for room. Raises JobStopped if the job failed. None is put at once."""
+        """Put a message, after a wait until the inbox is empty. Raises JobStopped if the job failed.
+
+        None is put at once.
+        """
         if item is None:
             self._failed = True
         else:
@@ -85,14 +87,14 @@ class BoundedInbox(Inbox):
             self._room.release()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Message | None:
-        """Return the next message, and make room for another one."""
+        """Return the next message, and let a waiting sender put another."""
         item = super().get()
         self._room.release()
         return item
 
 
 class Inboxes:
-    """Channels within a process: an inbox of type `kind` for each device."""
+    """Channels within a process: each device has an inbox of type `kind`."""
 
     def __init__(self, n_devices: int, kind: type[Inbox] = Inbox) -> None:
         self._inboxes = [kind() for _ in range(n_devices)]
@@ -100,7 +102,7 @@ class Inboxes:
         self._arrived: list[dict[Action, Message]] = [{} for _ in range(n_devices)]
 
     def send(self, device: int, message: Message) -> None:
-        """Put a message into a device's inbox. Raises JobStopped if the job failed in a wait for room."""
+        """Put a message into a device's inbox. Raises JobStopped if the job fails while this waits for free space."""
         # Tensors are passed as they are: devices of a process share memory, or their streams copy.
         self._inboxes[device].put(message)
 
@@ -124,6 +126,9 @@ class Inboxes:
 
 
 def make_inboxes(schedule: Schedule, *, bounded: bool) -> Inboxes:
-    """Return channels for the devices of a schedule, bounded if `bounded` and if each device has one stage."""
+    """Return the channels between the devices of a schedule.
+
+    bounded: let senders wait until the receiver has taken the previous message, if each device has only one stage.
+    """
     stages = Counter(device for home in schedule.homes for device in home)
     return Inboxes(schedule.n_devices, BoundedInbox if bounded and max(stages.values()) == 1 else Inbox)

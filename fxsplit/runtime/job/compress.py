@@ -1,7 +1,8 @@
 """Compress values that cross between devices, and restore them there. `ir/facts/costs/compress.py` lists the methods.
 
-Neither is differentiated. The receiving stage takes the restored value for the value itself. Its gradient comes back
-compressed as well, and is taken for the gradient of the value: the cut is a *straight-through* estimator.
+Autograd sees neither the compression nor the restoring: the receiving stage takes the restored value for the value
+itself. The gradient comes back compressed as well, and is taken for the gradient of the value. Such a rule for the
+gradient is called a *straight-through* estimator.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ MOST = 127.0
 
 @torch.no_grad()
 def compress(values: Sequence[Any], about: Sequence[Any], how: str) -> tuple[list[Any], list[Any]]:
-    """Return the values in fewer bytes, followed by as many items that restore them.
+    """Return the values in fewer bytes, followed by one *item* for each value, from which `restore` restores it.
 
-    Also return `about`, which describes each value (see `Message`), twice in a row: for the values and for the items.
+    Also returns `about`, which describes each value (see `Message`), twice in a row: for the values and for the items.
+    The item of a value is:
 
-    The item is None for a value that stays as it is, the scales of its rows for int8, and for bf16 an empty tensor of
-    the original dtype. For a missing gradient, both value and item are None.
+    - None, if the value is not compressed
+    - for int8, the scale of each row
+    - for bf16, an empty tensor of the original dtype
+
+    For a missing gradient, both value and item are None.
+    how: the method, "int8" or "bf16".
     """
     short: list[Any] = []
     rest: list[Any] = []
@@ -44,7 +50,7 @@ def compress(values: Sequence[Any], about: Sequence[Any], how: str) -> tuple[lis
 
 @torch.no_grad()
 def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """Return the values that `compress` was given, up to its loss of precision."""
+    """Return the values that `compress` was given, with the lost precision, and their descriptions."""
     half = len(values) // 2
     found = []
     for value, rest in zip(values[:half], values[half:], strict=True):
@@ -59,9 +65,9 @@ def restore(values: Sequence[Any], about: Sequence[Any]) -> tuple[list[Any], Seq
 
 
 def quantize(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 numbers of at most MOST in the shape of `value`, and a scale for each row, in its dtype.
+    """Return `value` as int8 numbers of magnitude at most MOST, and a scale for each row, in the dtype of `value`.
 
-    A row with an infinite or NaN element is restored as only infinite or NaN elements, so that checks such as
+    A row with an infinite or NaN element is restored with only infinite or NaN elements, so that checks such as
     GradScaler's find them.
     """
     rows = value.reshape(-1, find_row_length(value.shape))
@@ -69,7 +75,7 @@ def quantize(value: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.to(torch.promote_types(value.dtype, torch.float32))
     scales = (wide.abs().amax(1, keepdim=True) / MOST).to(value.dtype)
     divisors = scales.to(wide.dtype)
-    # A row of zeros has the scale zero.
+    # A row of zeros has the scale zero: do not divide by it.
     whole = (wide / divisors.where(divisors > 0, 1.0)).round_().clamp_(-MOST, MOST)
     return whole.nan_to_num_(0.0).to(torch.int8).view(value.shape), scales.view(-1)
 

@@ -1,4 +1,4 @@
-"""Run the forwards of one job: each microbatch draws random numbers of its own, and activations are kept or not."""
+"""Run the forwards of one job. Each microbatch draws its own random numbers, and activations are kept or recomputed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from fxsplit.torch_internals.thread_modes import NO_CONTEXT, ThreadModes
 class Forwards:
     """The forwards of one job. Make it in the caller's thread: that thread's random generator gives the job's seed.
 
-    `kv_caches` keep attention keys and values between jobs, if the graph has operators for them. `seed` is given if the
-    job's seed has been drawn already.
+    context: the autograd and autocast modes of the caller.
+    kv_caches: attention keys and values that are kept between jobs, if the graph has operators for them.
+    seed: the job's seed, if it has been drawn already (None: draw it).
     """
 
     def __init__(
@@ -49,7 +50,11 @@ class Forwards:
     def run(
         self, replica: Replica, action: Action, packet: Packet
     ) -> tuple[SavedForBackward | ForwardRecord, tuple[Any, ...]]:
-        """Run a stage forward on a microbatch's packet. Returns the graph or record for its backward, and outputs."""
+        """Run a stage forward on a microbatch's packet. Returns all that its backward needs, and the outputs.
+
+        The first result is the stage's autograd graph or, for a stage that recomputes, a record to run the forward
+        again.
+        """
         program, stage, m = self._program, action.stage, action.microbatch
         if (stage, m) in self._recomputed:
             around = partial(self._surround, replica, m)
@@ -66,7 +71,10 @@ class Forwards:
         return saved, saved.outputs
 
     def compute_loss(self, finish: Finish, m: int, outputs: tuple[Any, ...]) -> Tensor:
-        """Return a microbatch's loss. A loss that draws random numbers has a generator state of its own."""
+        """Return a microbatch's loss.
+
+        A loss that draws random numbers gets its own random numbers for each microbatch.
+        """
         # Setting a generator's state takes longer than a small loss, so it is done only if the first loss drew numbers.
         if not self._draws or self._loss_draws is False:
             return finish(m, outputs)
@@ -76,10 +84,11 @@ class Forwards:
         return loss
 
     def _surround(self, replica: Replica, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
-        """Return the context of a stage's forward.
+        """Return the context in which a stage's forward runs.
 
-        It gives the stage random draws of its own, lets autograd save copies of buffers, and locks shared modules.
-        `more`: storages that are written, besides the known buffers.
+        The context gives the stage its own random numbers, makes autograd save copies of buffers that are written, and
+        locks modules that several threads run.
+        more: storages that are written, besides the known buffers.
         """
         rewritten = self._rewritten | more
         # Most stages need only the lock, and this runs for every action.

@@ -13,23 +13,23 @@ from fxsplit.runtime.stage.run import Packet, SavedForBackward
 from fxsplit.torch_internals.fx.kv_cache import KVCaches
 
 Tape = dict[tuple[int, int], SavedForBackward | ForwardRecord]
-"""The graph or record from which each backward starts, by stage and microbatch; a forward pass writes it."""
+"""By (stage, microbatch): the autograd graph that a backward starts from, or the record to run the forward again."""
 
 Seeds = Callable[[int], Sequence[Tensor | None]]
-"""The gradients of the last stage's outputs, by microbatch."""
+"""A function from the number of a microbatch to the gradients of the last stage's outputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class JobInputs:
-    """The inputs of a job, and the activations that it keeps.
+    """The inputs of a job, and the activations that the job keeps.
 
     packets: for each microbatch, the packet for the first stage; empty for a job of only backwards.
-    finish: computes a microbatch's loss from the last stage's outputs; its backward starts at the loss.
+    finish: computes a microbatch's loss from the last stage's outputs; the microbatch's backward starts at that loss.
     keep_outputs: whether to keep the last stage's outputs.
     seeds: the gradients that the last stage's backwards start from.
     trained: each stage's leaves that want a gradient.
-    tape: the graphs or records from which backwards start. Forwards write it; a job of only backwards gets the tape of
-        its forwards.
+    tape: the graphs or records from which backwards start. Forwards write the tape; a job of only backwards gets the
+        tape of its forwards.
     kv_caches: attention keys and values of each microbatch, kept from job to job (None: no cache).
     """
 

@@ -61,19 +61,20 @@ GRACE_S = 1.5
 
 
 class Job:
-    """One run of `schedule`: every worker calls `run` with its device's number.
+    """One run of `schedule`. Every worker calls `run` with its device's number.
 
-    The job owns what belongs to one batch, so that nothing of a failed job reaches the next one:
+    The job owns all that belongs to one batch, so that nothing of a failed job reaches the next one:
 
     - `job_inputs`: the packets of the microbatches, and the activations that backwards need
-    - `sums`: the gradients of leaves, for each stage and replica; `accumulator` adds large ones to them at once
+    - `sums`: the sums of gradients of weights, for each stage and replica; `accumulator` adds large gradients at once
     - `outputs` and `returned`: the last stage's packets, and the gradients of the first stage's inputs
-    - `marks`: a token for each device's work
+    - `marks`: for each device, a token that marks the end of the device's work
     - the channels, unless several processes run the job, and the first error
 
-    `stepper` steps at the steps of an asynchronous schedule, whose stages hold versions of their weights (`versioned`).
-    Without `refresh`, devices keep their present copies of weights. If several processes run one job, random draws
-    follow from `seed`. `after` is called after each action.
+    stepper: makes the optimizer's steps in an asynchronous schedule, whose stages hold versions of their weights.
+    refresh: copy weights again to the devices that read copies; otherwise devices keep their present copies.
+    seed: the seed of random numbers, if several processes run one job and need the same seed.
+    after: an attribute, a function that is called after each action.
     """
 
     def __init__(
@@ -117,12 +118,15 @@ class Job:
                 replica.refresh()
 
     def take_error(self) -> BaseException | None:
-        """Return the first error of any worker, after all have ended, and drop it with all computed values."""
+        """Return the first error of any worker, or None, after all workers have ended.
+
+        An error drops all computed values.
+        """
         error = self._errors[0] if self._errors else None
         # An error's traceback holds frames that hold the job. If the job held the error too, both would stay in memory,
         # with the activations of all microbatches, until Python's collector finds the cycle.
         self._errors.clear()
-        # The handler of the error holds the frames while it may need the memory for a smaller batch.
+        # Whoever handles the error still holds those frames, and may need the memory to try a smaller batch.
         if error is not None:
             self.job_inputs.tape.clear()
             self._weight_backwards.clear()
@@ -134,14 +138,16 @@ class Job:
         return error
 
     def total(self, add: Callable[[int, int, Iterator[Share]], Iterable[Share]] | None = None) -> Sums:
-        """Add up the gradients of all stages and replicas, by the model's own weights.
+        """Add up the gradients of all stages and replicas, for each of the model's own weights.
 
-        A loss may depend on weights of any stage. The job holds no sums afterwards. `add` may change the shares of a
-        stage's replica, for example to add parts of other processes.
+        The job then holds no sums.
+        The gradients of several stages are added for one weight, since a loss may depend on weights of any stage.
+        add: may change the gradients of one replica of a stage, for example to add gradients of other processes.
         """
         # Take the sums from the job: a worker may still hold it, and autograd copies a gradient with other references.
         parts, self.sums = self.sums, []
-        # Workers made these sums. A sum that is added to another is freed before the caller's stream has read it.
+        # Workers made these sums on other streams. A sum that is added to another sum is freed right away, although the
+        # caller's stream may not have read it yet.
         for made in (s for sums in parts for s in sums):
             hand_over(made.totals.values())
         whole = Sums()
@@ -152,9 +158,12 @@ class Job:
         return whole
 
     def collect_gradients(self) -> AbstractContextManager[None]:
-        """Return a context in which the gradients of leaves go to the job's sums, and no hook of a leaf sees them."""
+        """Return a context in which the gradients of leaves go to the job's sums and not to `.grad`.
+
+        No hook of a leaf runs.
+        """
         if self.versioned:
-            # Versions of weights are leaves of their own, without hooks, which the replica watches.
+            # Versions of weights are leaves of their own, without hooks. The replica collects their gradients.
             return self.accumulator.watch(())
         trained = self.job_inputs.trained
         # Stages may share a leaf.
@@ -165,17 +174,20 @@ class Job:
         )
 
     def add_to_gradients(self) -> None:
-        """Let workers add in place to the `.grad` of leaves whose accumulation is a plain addition."""
+        """Let workers add to the `.grad` of weights directly, if a weight's accumulation is a plain addition."""
         start_from_gradients([replicas[0] for replicas in self._replicas], self.sums, self.job_inputs.trained)
 
     @restores_all
     def run(self, device: int, stream: DeviceStream, ready: Sequence[Any]) -> None:
-        """Run a device's actions in order, up to the first failure. `ready` are tokens of the caller's work."""
+        """Run a device's actions in order, up to the first failure.
+
+        ready: tokens of the work that the caller has queued, which the device's stream must wait for.
+        """
         # Two threads cannot enter one context at a time, so each worker has a copy.
         self._context.variables.copy().run(self._run_actions, device, stream, ready)
 
     def fail(self, error: BaseException) -> None:
-        """Keep a worker's error and stop the job. Later errors are consequences, and are dropped."""
+        """Keep a worker's error and stop the job. Later errors are dropped, since the first error has caused them."""
         # No lock, since an interrupt could leave it locked. If two workers fail at once, the first error counts.
         if not self._stopped:
             self._errors.append(error)
@@ -191,7 +203,10 @@ class Job:
         return [v.device for packet in self.job_inputs.packets[:1] for v in packet.values if isinstance(v, Tensor)]
 
     def describe_work(self, device: int, frame: FrameType | None) -> WorkerStatus | None:
-        """Return a device's present action, or None before its first. `frame` is the innermost frame of its worker."""
+        """Return a device's present action, or None before its first action.
+
+        frame: the innermost Python frame of the device's worker, which shows the node that runs.
+        """
         doing = self._doing[device]
         if doing is None:
             return None
@@ -240,8 +255,11 @@ class Job:
             self._mark_end(device, stream)
 
     def _mark_end(self, device: int, stream: DeviceStream) -> None:
-        """Record a token for a device's work, even after a failure: kernels may still read the caller's memory."""
-        # A device that has broken down refuses this too. `fail` drops this error if an earlier one exists.
+        """Record a token that marks the end of a device's work, also after a failure.
+
+        The caller waits for the token before it frees memory that queued kernels may still read.
+        """
+        # A broken device cannot record a token either. `fail` drops this error if there is an earlier error.
         try:
             self.marks[device] = stream.mark()
         except Exception as error:
@@ -250,7 +268,7 @@ class Job:
     # Handlers of the kinds of actions
 
     def _run_forward(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Run a stage forward on a microbatch and send its outputs on."""
+        """Run a stage forward on a microbatch and send the outputs to the next stage."""
         stage, m, job_inputs = action.stage, action.microbatch, self.job_inputs
         assert self._forwards is not None, "a schedule with forwards needs packets"
         if stage == 0:
@@ -275,9 +293,9 @@ class Job:
             job_inputs.tape[stage, m] = saved
 
     def _run_backward(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Compute the gradients of a stage's inputs on a microbatch and send them back.
+        """Compute the gradients of a stage's inputs on a microbatch and send them to the stage before.
 
-        A full backward also computes the gradients of the weights. An input gradient leaves them for later.
+        The action BACKWARD also computes the gradients of the weights. INPUT_GRADIENT leaves them to WEIGHT_GRADIENT.
         """
         needed = self._take_gradients(action, device, stream)
         key = action.stage, action.microbatch
@@ -295,12 +313,12 @@ class Job:
             if replica.key_of:
                 shares = [(replica.key_of.get(leaf, leaf), gradient, alone) for leaf, gradient, alone in shares]
             if action.op == BACKWARD:
-                # Drop it before the next action, or memory would hold one microbatch more than the schedule says.
+                # Free the graph before the next action: memory must hold no more microbatches than the schedule says.
                 del self.job_inputs.tape[key]
             else:
                 # The weight gradient needs the activations of a recomputed forward too.
                 self._weight_backwards[key], self.job_inputs.tape[key] = later, saved
-        # Send before adding the sums, since the stage before waits for it.
+        # Send before adding to the sums: the stage before is waiting for these gradients.
         if action.stage > 0:
             self._send(Action(action.stage - 1, BACKWARD, action.microbatch), stream, of_inputs)
         else:
@@ -311,7 +329,7 @@ class Job:
         sums.add(shares)
 
     def _run_weight_gradient(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Compute the gradients of a stage's weights on a microbatch, from the gradients kept at branch nodes."""
+        """Compute the gradients of a stage's weights on a microbatch, as the second part of a backward."""
         key = action.stage, action.microbatch
         sums = self.sums[action.stage][action.replica]
         first = len(sums.totals) < len(self.job_inputs.trained[action.stage])
@@ -334,8 +352,8 @@ class Job:
             add_replica(sums[0], part, dict(zip(other.list_leaves(trained, 0), leaves, strict=True)), stream)
 
     def _run_step(self, action: Action, device: int, stream: DeviceStream) -> None:
-        """Let the optimizer make a new version of a stage's weights from the present gradients."""
-        # The next version starts without gradients: each step uses the gradients since the step before.
+        """Let the optimizer make a new version of a stage's weights from the gradients since its last step."""
+        # Each step uses only the gradients since the step before.
         found = self.sums[action.stage][action.replica]
         self.sums[action.stage][action.replica] = Sums()
         self._replicas[action.stage][action.replica].step(action, found)
@@ -353,7 +371,11 @@ class Job:
     def _restore(
         self, action: Action, gradients: Sequence[Tensor | None]
     ) -> tuple[SavedForBackward, Sequence[Tensor | None]]:
-        """Return the graph of a backward, and its gradients. A stage that recomputes runs forward again."""
+        """Return the graph that a backward starts from, and the gradients of the graph's outputs.
+
+        A stage that keeps no activations runs its forward again.
+        gradients: the gradients of the stage's outputs, or of the loss.
+        """
         saved = self.job_inputs.tape[action.stage, action.microbatch]
         if isinstance(saved, SavedForBackward):
             return saved, gradients
@@ -371,14 +393,17 @@ class Job:
     # Messages between devices
 
     def _take_gradients(self, action: Action, device: int, stream: DeviceStream) -> list[Any]:
-        """Return the gradients of a stage's outputs, from the next stage or from the loss."""
+        """Return the gradients that a backward starts from: of the stage's outputs, or of the loss."""
         if action.stage < self._last:
             return self._receive(Action(action.stage, BACKWARD, action.microbatch), device, stream)[0]
         assert self.job_inputs.seeds is not None, "a schedule with backwards needs seeds"
         return stream.receive(self.job_inputs.seeds(action.microbatch))
 
     def _send(self, to: Action, stream: DeviceStream, values: Sequence[Any], about: Sequence[Any] = ()) -> None:
-        """Send values to the device of action `to`, which is given without its replica."""
+        """Send values to the device that runs the action `to`.
+
+        The replica of `to` is not used: the schedule gives the device.
+        """
         device = self.schedule.device_of(to.stage, to.microbatch)
         if self._compress and self._crosses(to, device):
             values, about = compress(values, about, self._compress)
@@ -386,9 +411,9 @@ class Job:
         self._channels.send(device, Message(to, sent, token, about))
 
     def _receive(self, action: Action, device: int, stream: DeviceStream) -> tuple[list[Any], Sequence[Any]]:
-        """Return the values that were sent to this device's `action`, and their descriptions.
+        """Return the values that were sent for this device's `action`, and their descriptions.
 
-        Later work of the stream waits for them.
+        Later work on the stream waits until the values are ready.
         """
         message = self._channels.receive(device, action)
         values, about = stream.receive(message.values, message.token), message.about
@@ -407,7 +432,7 @@ class Job:
         return self.schedule.device_of(maker, to.microbatch) != device
 
     def _describe_place(self, action: Action, error: Exception) -> str:
-        """Return the stage, device, microbatch and node of a failure, for its message."""
+        """Return the stage, device, microbatch and node at which an action failed, for the message of the error."""
         stage = self._replicas[action.stage][action.replica].stage
         place = f"stage {stage.index} of {self._last + 1} on {stage.device_name}"
         microbatch = "" if action.op == REDUCE else f" of microbatch {action.microbatch}"
@@ -439,16 +464,16 @@ class JobHandle:
                 self.over.wait(grace_s)
 
     def end(self, device: int) -> None:
-        """Note that a device's worker has ended its part. A second call changes nothing."""
+        """Note that a device's worker has ended its part. A second call for the same device changes nothing."""
         self.left.discard(device)
         if not self.left:
             self.over.set()
 
 
 def make_versions(program: Program, schedule: Schedule, stepper: Stepper) -> list[list[Replica]]:
-    """Return the stages of an asynchronous schedule, each with its versions of weights.
+    """Return the stages of an asynchronous schedule. Each stage holds several versions of its weights.
 
-    Raises PlanError if two stages share a parameter: their versions of it would differ.
+    Raises PlanError if two stages share a parameter: their versions of the parameter would differ.
     """
     if program.shares_parameters:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The state of a pipeline's workers, to see why a step does not end."""
+"""The present state of a pipeline's workers. It shows why a step does not end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, repr=False)
 class Status(Shown):
-    """The state of every worker of a pipeline; print it. Empty before the first batch."""
+    """The state of every worker of a pipeline. Print it to read it. It is empty before the first batch."""
 
     workers: tuple[WorkerStatus, ...] = ()
 
@@ -51,11 +51,11 @@ class Status(Shown):
         return all(worker.stage is None for worker in self.workers)
 
     def describe(self) -> str:
-        """Return a line for each worker, for errors."""
+        """Return one line of text for each worker, for error messages."""
         return "\n".join(map(str, self.workers)) or NO_WORKERS
 
     def show(self) -> Parts:
-        """Return a table with a row for each worker, and the nodes that run below it."""
+        """Return a table with a row for each worker, followed by the nodes that the workers run."""
         if not self.workers:
             return [NO_WORKERS]
         rows = []

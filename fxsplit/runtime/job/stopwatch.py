@@ -1,4 +1,4 @@
-"""Measure when each action of one job began and ended, by each device's own clock."""
+"""Measure when each action of one job began and ended, by the clock of the action's device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from fxsplit.schedule.simulation.timeline import Span, Timeline
 
 
 class Stopwatch:
-    """Collect times while workers run a schedule. Each worker writes its own device's row, so no lock is needed.
+    """Collects the times of actions while workers run a schedule.
 
-    An action begins when its inputs have arrived. On an accelerator it begins when the accelerator itself begins, which
-    may be long after its worker has queued the action.
+    Each worker writes only the times of its own device, so no lock is needed. An action begins when its inputs have
+    arrived. On an accelerator, the action begins when the accelerator starts to compute, perhaps long after the worker
+    has queued the action.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -24,8 +25,8 @@ class Stopwatch:
         self._begins: list[Any] = [None] * schedule.n_devices
 
     def start(self, device: int, stream: DeviceStream) -> None:
-        """Start the clock of the device with this number."""
-        # An event knows only the time to another event. After a wait for it, the host's clock gives its moment.
+        """Start the clock of device number `device`."""
+        # A CUDA event gives only the time to another event. So wait for one event, and read the host's clock then.
         self._starts[device] = stream.wait_for_instant()
 
     def begin(self, device: int, stream: DeviceStream) -> None:
@@ -37,7 +38,10 @@ class Stopwatch:
         self._rows[device].append((action, self._begins[device], stream.record_time()))
 
     def make_timeline(self, devices: tuple[str, ...]) -> Timeline:
-        """Return the times in milliseconds from the first device's start; `devices` are the names of the devices."""
+        """Return the begin and end of each action, in milliseconds since the first device started.
+
+        devices: the names of the devices.
+        """
         starts = [start for start in self._starts if start is not None]
         first = min((start.seconds for start in starts), default=0.0)
         # Workers on one accelerator share its clock, which is more exact than the host's.
@@ -50,9 +54,10 @@ class Stopwatch:
 
 
 def _measure_ms(first: float, clock: Instant | None, time: Any) -> float:
-    """Return the milliseconds from `first`, in seconds of the host's clock, to a time on a device.
+    """Return the milliseconds from `first`, in seconds of the host's clock, to `time`.
 
-    The time is also in seconds, or an event whose distance from `clock`'s event is known once both have passed.
+    time: seconds of the host's clock, or an event of an accelerator.
+    clock: for an event, a moment that is known both as an event and in seconds of the host's clock.
     """
     if isinstance(time, float) or clock is None:
         return float(1000.0 * (time - first))

@@ -1,7 +1,7 @@
-"""Listen to the torch calls of a loss function, to notice when its way of counting the target's entries changes.
+"""Record the torch calls of a loss function, to notice when the way in which it counts the target's entries changes.
 
-A loss function may read a threshold, a flag or class weights that change between steps. Its count changes with them,
-and the findings of the first steps no longer hold.
+A loss function may read a threshold, a flag or class weights that change between steps. Its count of entries changes
+with them, and the count that was found in the first steps no longer holds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ SIZED = {
     *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "narrow", "split", "chunk"),
     *("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "__getitem__"),
 }
-"""Functions whose numbers are mostly sizes, which change with a batch's rows and lengths."""
+"""Functions of torch whose number arguments are mostly sizes, which change with a batch's rows and lengths."""
 
 
 class Held:
-    """A tensor from elsewhere, equal to itself alone. It is kept, so that no later tensor gets its id."""
+    """A tensor in a record of calls. It equals only a record of the same tensor object.
+
+    The tensor is kept alive, so that no later tensor gets its id.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -35,16 +38,21 @@ class Held:
 
 
 class Heard(NamedTuple):
-    """The calls of a loss. Two steps are equal if they make the same calls with the same numbers, tensors and sizes."""
+    """The calls that a loss function made in one step. Equal records mean that the loss still counts entries as before.
+
+    calls: the names of the called functions, with their numbers and foreign tensors.
+    sizes: the numbers that are sizes.
+    """
 
     calls: tuple[Any, ...]
     sizes: tuple[Any, ...]
 
 
 class Calls(OnlyListens):
-    """Records calls that depend on the target, or do not depend on the model's outputs.
+    """Records the calls in which a loss function may count entries.
 
-    If a call also depends on outputs, such as a cross entropy, its numbers and foreign tensors are recorded.
+    These are calls that depend on the target, and calls that do not depend on the model's outputs. A *foreign* tensor
+    is neither an output nor the target, nor made from them, nor trained: class weights, for example.
     """
 
     def __init__(self, outputs: Any, target: Any) -> None:
@@ -52,7 +60,7 @@ class Calls(OnlyListens):
         self._made = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
         self._target = {id(leaf) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)}
         self._own = set[int]()  # tensors that calls make from numbers and foreign tensors
-        self._kept: list[Any] = []  # so that no other tensor gets the id of one of these
+        self._kept: list[Any] = []  # keeps tensors alive: no later tensor may get the id of a recorded tensor
         self._calls: list[Any] = []
         self._sizes: list[Any] = []
 
@@ -87,12 +95,12 @@ class Calls(OnlyListens):
         return result
 
     def _is_foreign(self, key: int, tensor: Tensor) -> bool:
-        """Return whether a tensor is foreign: neither an output nor the target, nor made from them, nor trained."""
+        """Return whether a tensor is neither an output nor the target, nor made from them, nor trained."""
         return not (key in self._made or key in self._target or key in self._own or tensor.requires_grad)
 
 
 def _list_leaves(values: Iterable[Any]) -> list[Any]:
-    """Return values, with the items of lists and tuples among them, one level down."""
+    """Return the values, with the items of each list or tuple in place of the list or tuple."""
     found: list[Any] = []
     for value in values:
         found += value if isinstance(value, (list, tuple)) else (value,)

@@ -1,4 +1,7 @@
-"""Find the count of labels that a loss function divides by, from the means over labels that torch computes."""
+"""Find the count of labels that a loss function divides by.
+
+Such a count is known if torch itself computes the mean over labels, for example in a cross entropy with ignore_index.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from fxsplit.torch_internals.nn.expectations import expect_averages
 from fxsplit.torch_internals.thread_modes import enter_function_mode
 
 TRIED = 16
-"""How many classes, from class 0, are tried as labels."""
+"""How many classes, from class 0, are tried as labels at most."""
 
 
 class _Mean(NamedTuple):
-    """A mean over labels that was computed: its result, its labels, and its options, including the input."""
+    """A mean over labels that torch computed: its result, its labels, and the call's arguments by name."""
 
     result: Tensor
     labels: Tensor
@@ -28,9 +31,9 @@ class _Mean(NamedTuple):
 
 
 def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]) -> Count | CountWatch | None:
-    """Return how the divisor of a loss follows from its target, if the loss is a mean over labels that count.
+    """Return how to compute the divisor of a loss from its target, if the loss is a mean over counted labels.
 
-    Returns a CountWatch if such a mean is only a part of the loss, and None if there is none.
+    Returns a CountWatch if such a mean is only a part of the loss, and None if the loss has no such mean.
     """
     note = _NoteMeans()
     with expect_averages(), enter_function_mode(note):
@@ -52,9 +55,11 @@ def find_loss_count(loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any
 def _takes_any(
     loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...], place: int, number: int, mean: _Mean
 ) -> bool:
-    """Return whether mean `number` is over the labels at `place` of the target for all possible labels.
+    """Return whether mean `number` of a loss uses the target's labels as they are, whatever the labels.
 
-    A function may change labels that this target lacks, for example by clamp(min=0), masked_fill() or where().
+    place: the index of the labels among the tensors of the target.
+    A function may change labels that this target happens to lack, for example by clamp(min=0), masked_fill() or
+    where().
     """
     if mean.labels.is_floating_point():
         return True
@@ -89,9 +94,9 @@ class _SeenError(Exception):
 
 
 class _NoteMeans(TorchFunctionMode):
-    """Records each mean over labels that is computed.
+    """Records each mean over labels that torch computes.
 
-    last: stop at the mean with this number, before it is computed; `labels` then has its labels.
+    last: stop at the mean with this number, before it is computed. `labels` is then the labels of that mean.
     """
 
     def __init__(self, last: int | None = None) -> None:

@@ -45,7 +45,7 @@ LossFn = Callable[..., Tensor]
 """loss_fn(outputs, target), or loss_fn(outputs) if a step gets no target."""
 
 Weigh = Callable[[int, int, torch.device], Weights]
-"""Returns the weights of the losses of microbatches `begin` to `end`, in their combined loss, on a device."""
+"""From (begin, end, device): the weights of the losses of microbatches `begin` to `end - 1` in their combined loss."""
 
 Finish = Callable[[int, tuple[Any, ...]], Tensor]
 """Computes a microbatch's loss from the last stage's outputs. Its backward starts from the loss."""
@@ -54,9 +54,8 @@ Finish = Callable[[int, tuple[Any, ...]], Tensor]
 def find_own_loss(outputs: Any) -> Tensor | None:
     """Return the loss that a model has computed itself, or None if there is none.
 
-    It is a float scalar: the only output, the first output, the second of a pair such as (logits, loss), or the output
-        named `loss`. The last may also have one element in several dimensions, for example a sum divided by such a
-        tensor.
+    The loss is a float scalar: the only output, the first output, the second of a pair such as (logits, loss), or the
+    output named `loss`. An output named `loss` may also have several dimensions if it has only one element.
     """
     named = isinstance(outputs, Mapping) or (not isinstance(outputs, Tensor) and hasattr(outputs, "loss"))
     if named:
@@ -73,7 +72,10 @@ def _is_number(value: Any) -> bool:
 
 
 def find_loss_meaning(program: Program) -> OutputKind:
-    """Return how the model's own loss combines over microbatches. If it is not a known output, assume a mean."""
+    """Return how the model's own loss combines over microbatches.
+
+    A loss that is not a known output counts as a mean.
+    """
     # An output with rows is not a loss.
     places = [torch.empty(1 if meaning.kind == "rows" else ()) for meaning in program.joined]
     loss = find_own_loss(program.build_result(places))
@@ -81,9 +83,10 @@ def find_loss_meaning(program: Program) -> OutputKind:
 
 
 def find_own_meaning(program: Program, n_microbatches: int) -> OutputKind:
-    """Return whether the losses that a model returns for its microbatches are averaged or summed.
+    """Return whether the losses that a model computes for its microbatches are averaged or summed.
 
-    Raises InputError if the batch's loss does not follow from them, for example if it compares rows with each other.
+    Raises InputError if the batch's loss does not follow from them, for example if the loss compares rows with each
+    other.
     """
     meaning = find_loss_meaning(program)
     if meaning.kind == "unjoined" and n_microbatches > 1:
@@ -104,12 +107,15 @@ def take_model_loss(outputs: Any) -> Tensor:
 
 
 def sum_squares(outputs: Any, target: Any = None) -> Tensor:
-    """Return the sum of squares of all float outputs. All of them get a gradient, so a check with it misses none."""
+    """Return the sum of squares of all float outputs.
+
+    Every output gets a gradient, so a check with this loss covers all.
+    """
     leaves = (leaf for leaf in pytree.tree_leaves(to_plain_outputs(outputs)) if isinstance(leaf, Tensor))
     return torch.stack([leaf.square().sum() for leaf in leaves if leaf.is_floating_point()]).sum()
 
 
-# `find_reduction` reads this: the microbatches' sums are added as they are.
+# `find_reduction` reads this attribute: the sums of microbatches are added with weight 1.
 sum_squares.reduction = "sum"  # type: ignore[attr-defined]
 
 
@@ -138,9 +144,9 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
 
 
 def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
-    """Return a function that weighs the losses of microbatches, by their divisors if these are known.
+    """Return a function that weighs the losses of microbatches, by the numbers that they divide by if these are known.
 
-    targets: None for the model's own loss.
+    targets: the targets of the microbatches (None: the model computes its own loss).
     """
     if targets is None:
         own = find_own_meaning(batch.program, len(batch.rows))
@@ -183,14 +189,14 @@ class BatchLoss:
 
     A loss function that averages over rows (reduction "mean", or unknown) is weighted by the microbatch's share of the
     rows: with 7 rows in 3 microbatches, the weights are 3/7, 2/7 and 2/7. A loss with reduction "sum" has weight 1. In
-    both cases the microbatches add up to the whole batch's loss.
+    both cases the weighted losses of the microbatches add up to the whole batch's loss.
 
     meaning: the known properties of the loss function. The first microbatch may set the reduction, before any backward.
     rows: the rows of each microbatch.
     ends: if the optimizer steps between microbatches, the last microbatch before each step. The microbatches of one
         step then count as a batch of their own.
-    targets: None for a loss of only the outputs. They are moved to the outputs' device.
-    weigh: returns other weights, if the loss has a known divisor.
+    targets: the targets, which are moved to the outputs' device (None: the loss needs only the outputs).
+    weigh: returns other weights, if the number that the loss divides by is known.
 
     Raises InputError for a loss that is not reduced to one number.
     """
@@ -215,9 +221,9 @@ class BatchLoss:
         self._weigh = weigh or (lambda begin, end, device: weigh_rows(self.meaning.reduction, rows[begin:end]))
         # Losses of microbatches in other processes are put here at the end.
         self.losses: list[Tensor | None] = [None] * len(rows)
-        # By thread: on a GPU another worker's stream may lag. A weight is made into a gradient only once.
+        # By thread: on a GPU another worker's stream may not have computed the weights yet.
         self._weights: dict[tuple[int, bool], Weights] = {}
-        self._first = threading.Lock()  # the first microbatch locks it for good
+        self._first = threading.Lock()  # the first microbatch takes this lock and never frees it
         self._gradients: dict[tuple[int, float], Tensor] = {}
 
     @property
@@ -236,9 +242,9 @@ class BatchLoss:
         return "" if self._loss_fn is take_model_loss else f" of loss_fn {name_loss(self._loss_fn)}"
 
     def finish(self, program: Program, microbatch: int, outputs: Sequence[Any]) -> Tensor:
-        """Return the loss of a microbatch, as a call does, from the outputs of the last stage of a program.
+        """Return the loss of a microbatch from the outputs of the last stage of a program.
 
-        In the first steps, find out how the loss combines.
+        In the first steps, this first finds out how the losses of microbatches combine.
         """
         look = partial(self._look_at, program, microbatch, outputs)
         if self.meaning.steps_left:
@@ -259,9 +265,10 @@ class BatchLoss:
         return (self._targets.given[microbatch] if device is None else self._targets.place(microbatch, device),)
 
     def _list_weights(self, device: torch.device, *, in_batch: bool) -> Weights:
-        """Return the weight of each microbatch's loss: `in_batch`, in the reported loss of the whole batch.
+        """Return the weight of each microbatch's loss.
 
-        Otherwise, in the loss of one optimizer step, whose gradients are computed.
+        in_batch: the weights in the reported loss of the whole batch. Otherwise, the weights in the loss of one
+            optimizer step, from which the gradients are computed.
         """
         key = threading.get_ident(), in_batch or not self._ends
         if key not in self._weights:
@@ -271,10 +278,11 @@ class BatchLoss:
         return self._weights[key]
 
     def __call__(self, microbatch: int, outputs: Any, look_again: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the loss of one microbatch, a scalar with an autograd graph, from the model's outputs for it.
+        """Return the loss of one microbatch, a scalar with an autograd graph, from the model's outputs.
 
-        `look_again` is called if the loss function has changed since earlier steps. Raises InputError for a loss that
-        is not a scalar tensor or has no gradient. An error of the loss function is raised with a note.
+        look_again: called if the loss function makes other calls than in earlier steps.
+        Raises InputError for a loss that is not a scalar tensor or has no gradient. An error of the loss function is
+        raised with a note.
         """
         target = self._list_target(microbatch, outputs)
         calls = Calls(outputs, target) if self.meaning.listens and self._first.acquire(blocking=False) else None
@@ -294,8 +302,7 @@ class BatchLoss:
                 "the loss does not depend on anything that wants a gradient, so a step would train nothing: is every "
                 "parameter frozen, or the output detached inside loss_fn?"
             )
-        # Clone it, since it is kept until the end of the step: the result of torch's mse_loss holds memory for all
-        # elements.
+        # The loss is kept until the end of the step. Clone it if it holds memory for all elements, as torch's mse_loss.
         own = loss.detach()
         self.losses[microbatch] = own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
         if not is_on_host(loss) and self.divides:
@@ -303,7 +310,10 @@ class BatchLoss:
         return loss
 
     def make_output_gradients(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradient that the backward of a microbatch's loss starts from: the weight of that loss."""
+        """Return the gradient from which the backward of a microbatch's loss starts. This is the weight of that loss.
+
+        Returns [None] for weight zero: then no backward is needed.
+        """
         loss = self.losses[microbatch]
         assert loss is not None, "the backward of a loss comes after it"
         weight = self._list_weights(loss.device, in_batch=False)[microbatch]
@@ -329,8 +339,8 @@ class BatchLoss:
     def compute_total(self, program: Program | None = None) -> Tensor:
         """Return the loss of the whole batch, detached. Call it after all losses are computed.
 
-        Warns if it differs from the loss function's value for the whole batch. If only an accelerator knows of an
-        error, the `program` raises it in a later batch.
+        Warns if this differs from the loss function's value for the whole batch.
+        program: raises, in a later batch, errors that only an accelerator knows of.
         """
         # If torch itself computes the mean, 0 / 0 is its own result and needs no check.
         checks = program is not None and (program.keeps_zeros or self.divides)
@@ -350,9 +360,9 @@ class BatchLoss:
 def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None = None) -> Tensor:
     """Return the weighted sum of the losses of microbatches.
 
-    A microbatch in which nothing counts has weight zero. Its loss is 0 / 0, which is NaN, and is left out. If it is not
-    NaN, the loss counts otherwise than the weights say, and `late` raises an error, perhaps in a later batch: the host
-    does not wait for an accelerator.
+    A microbatch without entries that count has weight zero. Its loss is 0 / 0, so NaN, and is left out. If the loss is
+    not NaN, the loss function counts in another way than assumed: `late` then raises an error. For losses on an
+    accelerator it does so in a later batch, so that the host need not wait.
     """
     tensors = [weight.to(values) for weight in weights if isinstance(weight, Tensor)]
     if tensors:
@@ -360,7 +370,7 @@ def sum_weighted(values: Tensor, weights: Weights, late: DeferredErrors | None =
         if late is not None:
             late.expect(find_miscounted(values, factors), f"the loss of a microbatch is not 0 / 0: {COUNTS_NOTHING}")
         return (values * factors).where(factors != 0, 0.0).sum()
-    # Most weights are equal, so add in groups. A microbatch that counts nothing has divided by zero.
+    # Most weights are equal, so add in groups. Leave out weight zero: that microbatch may have divided by zero.
     total, begin = values.new_zeros(()), 0
     for weight, equal in itertools.groupby(weights):
         end = begin + len(list(equal))

@@ -34,7 +34,7 @@ MOST_STEPS = 3
 
 
 MOST_HEARD = 64
-"""So many different calls of one loss function are remembered; the first one is forgotten then."""
+"""How many different records of a loss function's calls are remembered. The oldest record is then forgotten."""
 
 
 class LossSideEffects(Protocol):
@@ -44,26 +44,30 @@ class LossSideEffects(Protocol):
         """Record the changes of the call inside the block."""
 
     def list_changes(self) -> list[str]:
-        """Return a text for each change that every call makes, after two calls."""
+        """Return a text for each change that every call makes. Call it after `note` has recorded two calls."""
 
     def put_back(self) -> None:
-        """Restore all values from before the first call."""
+        """Restore all changed values to what they were before the first call."""
 
 
 FindCounts = Callable[[Callable[..., Any], Any, tuple[Any, ...]], tuple[Sequence[Count], Sequence[float]]]
-"""Returns the divisors that a loss may have, and marks (see `LossTrial.try_counts`), from outputs and target."""
+"""From (loss_fn, outputs, target): counts that the loss may divide by, and marks (see `LossTrial.try_counts`)."""
 
 
 class LossMeaning:
     """The known properties of one loss function in one program. Several threads may compute its microbatches.
 
-    looks: whether to look at microbatches; otherwise `stated` is trusted. watch: makes the object that undoes side
-        effects of the trial calls. find_counts: finds counts that the loss may divide by.
-    side_by_side: whether other pipelines have other rows of the batch.
-    listens: whether a step records the calls of its first loss.
-    count: the divisor of the loss, if it is known and not the number of rows.
-    stated: the reduction that the function states itself.
-    steps_left: the number of steps that will still look at their microbatches.
+    Parameters:
+    stated: the reduction that the function itself states, "mean" or "sum" (None: it states none).
+    looks: whether to find the reduction out from microbatches; otherwise `stated` is trusted.
+    watch: makes the object that undoes side effects of trial calls.
+    find_counts: finds counts that the loss may divide by.
+    side_by_side: whether other pipelines train on other rows of the batch.
+
+    Attributes:
+    listens: whether a step records the calls that the first microbatch's loss makes.
+    count: the number that the loss divides by, if it is known and is not the number of rows.
+    steps_left: the number of steps that will still examine their microbatches.
     reduction: "mean" or "sum", stated or found out; None if not known yet.
     """
 
@@ -99,10 +103,10 @@ class LossMeaning:
         self._lock = threading.Lock()
 
     def hear(self, calls: Heard) -> bool:
-        """Return whether the loss has to be looked at again, given the torch functions that it calls in this step.
+        """Return whether the loss has to be examined again, given the torch functions that the loss calls in this step.
 
-        If an earlier step has made the same calls, what was found then holds: whether the loss is a mean, a sum, or
-        divided by a count. Otherwise the step's first microbatch shows it.
+        If an earlier step has made the same calls, the findings of that step hold: whether the loss is a mean, a sum,
+        or divided by a count. Otherwise the step's first microbatch is examined.
         """
         with self._lock:
             if self.steps_left:  # this step has looked at the microbatch
@@ -119,13 +123,14 @@ class LossMeaning:
             return True
 
     def begin_step(self) -> None:
-        """Forget the findings of a failed step."""
+        """Forget what a step that failed has found out."""
         self._differs, self._compares, self._calls = "", False, None
 
     def look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
-        """Compare a microbatch's loss, from the last stage's `outputs` for its rows, with the losses of its pieces.
+        """Find out how the loss combines: compare the loss of a microbatch with the losses of pieces of the microbatch.
 
-        Raises InputError if the loss has changed after pipelines side by side agreed on the weights of their losses.
+        outputs: the last stage's outputs for the microbatch, which has `rows` rows.
+        Raises InputError if the loss has changed after parallel pipelines have agreed on the weights of their losses.
         """
         self._look_at(program, outputs, target, rows)
         agreed, self._agreed = self._agreed, None
@@ -141,11 +146,11 @@ class LossMeaning:
             )
 
     def _look_at(self, program: Program, outputs: Sequence[Any], target: tuple[Any, ...], rows: int) -> None:
-        """Do what `look_at` says, for all but pipelines side by side."""
+        """Find out how the loss combines, as in `look_at`, but without the check for parallel pipelines."""
         with self._lock, torch.no_grad():
             if isinstance(self.count, Count):
                 return
-            # If nothing counts, a function may take another path, which says nothing about the usual one.
+            # A function may compute a microbatch without counted entries in another way than usual: learn nothing here.
             nothing = next((count for count in self._earlier if _counts_nothing(count, target)), None)
             if nothing is not None:
                 self.count, self.reduction, self._calls = nothing, "mean", None
@@ -183,7 +188,10 @@ class LossMeaning:
     def _find_kinds(
         self, trial: LossTrial, loss_fn: Callable[..., Any], outputs: Any, target: tuple[Any, ...]
     ) -> tuple[set[Kind], Count | None]:
-        """Return how the losses of pieces combine for any target: a mean, a sum, or divided by a count."""
+        """Return how the losses of pieces combine for any target, and the count that the loss divides by.
+
+        The result is the set of the kinds "mean" and "sum" that hold, and a count, or None if there is none.
+        """
         kinds = trial.find_kinds()
         if self._tried:
             return kinds, None
@@ -199,7 +207,10 @@ class LossMeaning:
     def _call_without_trace(
         self, outputs: Sequence[Any], target: tuple[Any, ...], program: Program
     ) -> Iterator[Callable[..., Any]]:
-        """Yield the loss function with its side effects undone after each call, and record them for a warning."""
+        """Yield the loss function in a form whose side effects are undone after each call.
+
+        The side effects that every call makes are recorded, to warn of them later.
+        """
         if self._watch is None:
             yield self._loss_fn
             return
@@ -219,7 +230,7 @@ class LossMeaning:
             yield compute
 
     def end_step(self) -> None:
-        """Warn, once, if the batch's loss does not follow from its microbatches, or a call changes other objects."""
+        """Warn once if the batch's loss does not follow from its microbatches, or if calls change other objects."""
         if not self.steps_left:
             return
         self.steps_left = 0 if self.reduction is not None or self._differs else self.steps_left - 1
@@ -251,9 +262,9 @@ class LossMeaning:
 
 
 def _is_fixed(function: Callable[..., Any]) -> bool:
-    """Return whether a function always makes the same calls, like torch's own, also with bound arguments.
+    """Return whether a function always makes the same calls. This is so for torch's own, also with bound arguments.
 
-    A function under torch.compile counts as fixed: listening would compile it again.
+    A function under torch.compile counts as fixed too: recording its calls would make torch compile it again.
     """
     while isinstance(function, partial):
         function = function.func
@@ -262,13 +273,13 @@ def _is_fixed(function: Callable[..., Any]) -> bool:
 
 
 def _find_share(count: Count | CountWatch | None, target: tuple[Any, ...]) -> float | None:
-    """Return what a count is for a microbatch's target; None for no count. The host waits for an accelerator."""
+    """Return the value of a count for a microbatch's target; None for no count. The host waits for an accelerator."""
     try:
         return count.find_count(target) if isinstance(count, Count) else None
-    except Exception:  # what counts may hold sizes
+    except Exception:  # a count's code may contain sizes of an earlier target, and then fails for this target
         return None
 
 
 def _counts_nothing(count: Count, target: tuple[Any, ...]) -> bool:
-    """Return whether a count of a microbatch's target is zero."""
+    """Return whether a count is zero for a microbatch's target."""
     return _find_share(count, target) == 0

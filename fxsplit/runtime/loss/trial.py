@@ -1,4 +1,7 @@
-"""Try a loss function on a microbatch and on pieces of it: does its loss, and its gradient, follow from theirs?"""
+"""Compare a loss function's value for a microbatch with its values for pieces of the microbatch.
+
+The comparison shows how losses combine: by a mean, a sum, or a mean weighted by counts. It also compares gradients.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ VARIED = 0.25
 
 
 class LossTrial:
-    """A loss function with the last stage's `outputs` and the `target` of `rows` rows."""
+    """Calls a loss function on a microbatch, called the *whole*, and on two pieces of it.
+
+    outputs, target: the last stage's outputs for the microbatch, which has `rows` rows, and its target.
+    """
 
     def __init__(
         self,
@@ -48,10 +54,10 @@ class LossTrial:
         self._meanings = [*program.joined, *of_target]
 
     def find_kinds(self) -> set[Kind]:
-        """Return how the loss of rows follows from the losses of pieces: "mean" or "sum", both, or neither."""
+        """Return how the loss of the whole follows from the losses of pieces: "mean" or "sum", both, or neither."""
         kinds: set[Kind] = {"mean", "sum"}
         with expect_averages():
-            # If all pieces have equal losses, the kind stays open, so try mixed rows.
+            # If all pieces have equal losses, mean and sum may both fit. Then try rows that are mixed from the given.
             for mixed in (False, True):
                 parts, sizes = self._list_parts(mixed=mixed)
                 whole, *pieces = map(self._compute, parts)
@@ -61,7 +67,7 @@ class LossTrial:
         return kinds
 
     def find_unjoined(self) -> str | None:
-        """Return why an output that the loss depends on cannot be joined from microbatches, or None."""
+        """Return why an output cannot be joined from microbatches, if the loss depends on such an output, else None."""
         for i, meaning in enumerate(self._meanings):
             value = self._tensors[i]
             if meaning.kind != "unjoined" or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -76,10 +82,11 @@ class LossTrial:
         return None
 
     def try_counts(self, kinds: set[Kind], counts: Sequence[Count], marks: Sequence[float]) -> tuple[set[Kind], Counts]:
-        """Return the `kinds` that the loss has for any target, and the `counts` that it may be divided by.
+        """Return which of `kinds` hold for any target, and which of `counts` the loss may be divided by.
 
-        In one batch, all rows may happen to count the same number of entries. So entries are varied, also with `marks`:
-        numbers that may make an entry count, or not count.
+        In one batch, all rows may happen to count the same number of entries, so that several kinds and counts fit. To
+        tell them apart, this changes entries of the target and compares again.
+        marks: numbers that the loss may treat specially, such as an ignored label. Entries are set to them too.
         """
         with expect_averages():
             parts, sizes = self._list_parts(mixed=False)
@@ -96,7 +103,10 @@ class LossTrial:
     def _narrow(
         self, kinds: set[Kind], counts: Counts, parts: list[list[Any]], sizes: tuple[int, int]
     ) -> tuple[set[Kind], Counts]:
-        """Return the kinds and counts that still hold for a whole and its pieces; all of them if the loss fails."""
+        """Return the kinds and counts that still hold for a changed whole and its pieces.
+
+        If the loss function fails on the changed values, they show nothing, and all kinds and counts are returned.
+        """
         # A function may check its target, and torch refuses invalid classes.
         try:
             whole, *pieces = map(self._compute, parts)
@@ -112,7 +122,10 @@ class LossTrial:
         sizes: tuple[int, int],
         losses: Sequence[Tensor] = (),
     ) -> Counts:
-        """Return the counts that weigh two pieces' losses rightly in the whole's. `losses` has all three losses."""
+        """Return the counts by which the losses of two pieces, weighted, add up to the loss of the whole.
+
+        losses: the three losses, if they are known already.
+        """
         if not counts:
             return counts
         whole, *pieces = losses or map(self._compute, parts)
@@ -132,16 +145,16 @@ class LossTrial:
         return held
 
     def _weigh(self, count: Count, parts: list[list[Any]], sizes: tuple[int, int]) -> list[float]:
-        """Return the weights of two pieces' losses in the whole's, by a count of their targets."""
+        """Return the weights of the losses of two pieces in the loss of the whole, by a count of their targets."""
         whole, *pieces = [list(self._take_target(part)) for part in parts]
         return count.weigh(pieces, sizes, whole)
 
     def _list_varied(
         self, parts: list[list[Any]], sizes: tuple[int, int], marks: Sequence[float], *, whole_piece: bool
     ) -> Iterator[list[list[Any]]]:
-        """Yield a whole and its two pieces, each time with changed entries in one tensor of the target or outputs.
+        """Yield the whole and its two pieces, each time with changed entries in one tensor of the target or outputs.
 
-        Every second entry of the first piece is changed, or, with `whole_piece`, all entries of the second piece.
+        whole_piece: change all entries of the second piece. Otherwise, change every second entry of the first piece.
         """
         first = sizes[0]
         for i, (value, cut) in enumerate(zip(parts[0], self._cuts, strict=True)):
@@ -159,7 +172,11 @@ class LossTrial:
                 yield varied if is_safe else [[_to_host(v) for v in part] for part in varied]
 
     def compares_rows(self, found: Kind | Count) -> bool:
-        """Return whether gradients of rows differ between whole and pieces, although the loss itself is as `found`."""
+        """Return whether gradients of rows differ between the whole and its pieces.
+
+        found: how the losses themselves combine. A loss that compares rows only in its gradient is, for example, a loss
+            divided by a detached loss.
+        """
         parts, sizes = self._list_parts(mixed=False)
         try:
             with torch.enable_grad(), expect_averages():
@@ -182,10 +199,11 @@ class LossTrial:
         return False
 
     def _list_parts(self, *, mixed: bool) -> tuple[list[list[Any]], tuple[int, int]]:
-        """Return outputs and target of the whole and of two pieces, from its rows or mixed rows, and the pieces' sizes.
+        """Return the outputs and target of the whole and of two pieces, and the number of rows of each piece.
 
-        A plain mean differs from one weighted by rows only if pieces differ in size. Mixed rows are added if there are
-        fewer than three rows.
+        The pieces differ in size: only then does a plain mean differ from a mean weighted by rows. If there are fewer
+        than three rows, rows that are mixed from the given rows are added.
+        mixed: use only mixed rows.
         """
         count = max(self._rows, 3)
         first = count // 2 + 1
@@ -202,19 +220,19 @@ class LossTrial:
         return parts, sizes
 
     def _list_rows(self, value: Tensor, meaning: OutputKind, ranges: Sequence[range], *, mixed: bool) -> list[Tensor]:
-        """Return the rows in each range of a tensor, in which mixed rows follow the given ones."""
+        """Return, for each range, the rows with these numbers. Rows beyond the tensor's own are mixed from them."""
         dim, each = meaning.dim, meaning.each
         other = mix_rows(value, dim, each)
         pool = torch.cat([other if mixed else value, mix_rows(other, dim, each) if mixed else other], dim)
         found = []
         for places in ranges:
-            # Take given rows first, and then rows mixed from them.
+            # The pool has the given rows first, and then rows mixed from them.
             chosen = [min(i, 2 * self._rows - 1) * each + k for i in places for k in range(each)]
             found.append(pool.index_select(dim, torch.tensor(chosen, device=value.device)))
         return found
 
     def _compute(self, part: Sequence[Any]) -> Tensor:
-        """Return the loss in double precision, or in its own dtype if the function refuses double."""
+        """Return the loss of a list of outputs and target, in double precision if the function accepts double."""
         try:
             return self._call([_widen(value) for value in part]).detach()
         except (RuntimeError, TypeError):
@@ -232,23 +250,23 @@ class LossTrial:
         return [torch.zeros_like(o) if g is None else g for o, g in made]
 
     def _call(self, part: Sequence[Any]) -> Tensor:
-        """Return the loss of a list of outputs followed by the target."""
-        # Clones: a function may write to its arguments, which other calls get too, or parts of them.
+        """Return the loss of a list that holds the outputs, followed by the tensors of the target."""
+        # Clone: a function may write to its arguments, and other calls get the same tensors or parts of them.
         part = [value.clone() if isinstance(value, Tensor) else value for value in part]
         made = self._program.build_result(part[: self._n_outputs])
         loss: Tensor = self._loss_fn(made, *self._take_target(part))
         return loss
 
     def _take_target(self, part: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the target that follows the outputs in a list."""
+        """Return the target from a list that holds the outputs, followed by the tensors of the target."""
         made: tuple[Any, ...] = pytree.tree_unflatten(list(part[self._n_outputs :]), self._structure)
         return made
 
 
 def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> list[Any]:
-    """Return an output without rows for a whole and two pieces, so that its kind holds.
+    """Return values of an output without rows: for the whole and for two pieces, so that they combine as `kind` says.
 
-    A sum is divided by rows. A mean is raised in one piece and lowered in the other.
+    A sum is divided in proportion to the rows. A mean is raised in one piece and lowered in the other.
     """
     if not isinstance(value, Tensor) or value.dtype is torch.bool or kind in ("same", "unjoined"):
         return [value] * 3
@@ -262,9 +280,10 @@ def _list_shares(value: Any, kind: str, rows: int, sizes: tuple[int, int]) -> li
 
 
 def _list_others(value: Tensor, marks: Sequence[float], *, spread: bool) -> Iterator[tuple[Tensor, bool]]:
-    """Yield other entries for a tensor, each with a flag: any function that takes the tensor also takes these.
+    """Yield other entries for a tensor, each with a flag that says whether any loss function must accept them.
 
-    Other classes and lengths are smaller, and other masks are the opposite. `spread`: for outputs, numbers far apart.
+    For classes and lengths, the other entries are smaller; for masks, the opposite.
+    marks: further values to set all entries to. spread: the tensor is an output, whose entries become far apart.
     """
     if value.dtype is torch.bool:
         yield ~value, True
@@ -296,7 +315,7 @@ def _choose_entries(cut: ChunkSpec, value: Tensor, sizes: tuple[int, int], *, wh
 
 
 def _count_entries(value: Tensor) -> Tensor:
-    """Return the index of each entry, in the tensor's own order."""
+    """Return a tensor of the same shape that numbers the entries, in row-major order."""
     return torch.arange(value.numel(), device=value.device).reshape(value.shape)
 
 
@@ -306,9 +325,9 @@ def _to_host(value: Any) -> Any:
 
 
 def _vary(value: Tensor, share: float) -> Tensor:
-    """Return floats changed by up to `share` of their largest magnitude, each by another amount.
+    """Return floats changed by up to `share` of their largest magnitude. Each entry changes by a different amount.
 
-    A common amount would not do: a cross entropy does not change if all scores grow equally.
+    If all entries changed by the same amount, a cross entropy of these scores would not change.
     """
     if not (value.is_floating_point() or value.is_complex()):
         return value

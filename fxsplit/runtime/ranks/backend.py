@@ -1,4 +1,4 @@
-"""The backend of a rank: the calling thread runs this rank's row of a schedule while other processes run theirs.
+"""The backend of a rank: the calling thread runs this rank's row of a schedule while other processes run their rows.
 
     rank 0:  meet (agree) - run row 0 - end (share loss, outputs, gradients) - each rank adds to .grad
     rank 1:  meet (agree) - run row 1 - end
@@ -37,7 +37,11 @@ from fxsplit.torch_internals.scopes.modes import is_autocast_on
 
 
 class RankBackend:
-    """Runs the jobs of one pipeline on this rank. `label` names the pipeline on all ranks."""
+    """Runs the jobs of one pipeline on this rank.
+
+    label: the pipeline's name, which is the same on all ranks.
+    placement: which rank holds each weight. reduction: adds gradients over ranks.
+    """
 
     def __init__(self, world: World, label: str, placement: WeightPlacement, reduction: GradientReduction) -> None:
         self.world = world
@@ -56,7 +60,7 @@ class RankBackend:
 
     @contextmanager
     def meet(self, request: JobRequest) -> Iterator[JobSession]:
-        """Check that all ranks want the same job, and open the channels for it."""
+        """Check that all ranks want the same job, and yield the session for it. An error in the block ends the job."""
         self.check_free()
         with self.world.watch(), ExitStack() as stack:
             session = self._open(request, stack)
@@ -68,7 +72,7 @@ class RankBackend:
                 raise
 
     def _open(self, request: JobRequest, stack: ExitStack) -> RankSession:
-        """Return a session that all ranks have joined. `stack` ends it."""
+        """Return a session that all ranks have joined. `stack` gets the contexts to leave at the end of the session."""
         program, schedule = request.batch.program, request.schedule
         # Every rank draws, so that their generators stay equal. A backward repeats the draws of its forward.
         own = new_seed() if request.call != "backward" and program.draws() else 0
@@ -92,7 +96,7 @@ class RankBackend:
         return session
 
     def _list_things(self, request: JobRequest) -> dict[str, str | int]:
-        """Return the values that must be equal on all ranks."""
+        """Return the properties of a request that must be equal on all ranks; see `THINGS`."""
         batch, loss = request.batch, request.loss
         target = None if loss is None else loss.target
         return {
@@ -107,13 +111,13 @@ class RankBackend:
         }
 
     def _find_shared_weights(self, program: Program) -> SharedWeights:
-        """Return the shared weights of a program, which are found once."""
+        """Return the weights of a program that several ranks read. They are found once and then kept."""
         if id(program) not in self._shared_weights:
             self._shared_weights[id(program)] = program, SharedWeights(program, self.world)
         return self._shared_weights[id(program)][1]
 
     def _find_key(self, request: JobRequest) -> Any:
-        """Return a key that determines the layouts of a job's messages."""
+        """Return a key for the layouts of a job's messages: jobs with equal keys send messages of the same layouts."""
         batch = request.batch
         shapes = tuple((t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in batch.tensors)
         return (
@@ -122,14 +126,14 @@ class RankBackend:
         )  # fmt: skip
 
     def run(self, job: Job) -> None:
-        """Run this rank's row of a job in the calling thread. Raises its error."""
+        """Run the actions that a job's schedule gives to this rank, in the calling thread. Raises the job's error."""
         me, device = self.world.me, self.world.device
         stream = self.streams[me]
         ready = mark_caller([device, *job.list_devices()])
         self._now = job, threading.get_ident()
         self.world.describe_job = lambda: self.get_status().describe()
         try:
-            # As in a worker: leaves' hooks expect the sum of a batch, and autograd runs in this thread.
+            # Hooks of leaves expect the sum of a batch, so mute them. Run autograd in this thread, as in a worker.
             with mute(()), torch.autograd.set_multithreading_enabled(False):
                 job.run(me, stream, ready)
         finally:
@@ -151,14 +155,14 @@ class RankBackend:
         )
 
     def finish(self, handle: JobHandle, timeout_s: float | None = None) -> None:
-        """Raise InputError, as `begin` does."""
+        """Raise InputError: no job can have been begun, since `begin` always raises."""
         self.begin(handle)
 
     def give_up(self, handle: JobHandle) -> None:
         """Do nothing: no job was begun."""
 
     def has(self, thread: Any) -> bool:
-        """Return whether a thread is in a job of this rank."""
+        """Return whether `thread` is running a job of this rank."""
         now = self._now
         return now is not None and now[1] == thread.ident
 
@@ -170,11 +174,11 @@ class RankBackend:
 
     @property
     def cannot_be_waited_for(self) -> bool:
-        """Whether the calling thread is in a job, and so cannot wait for it."""
+        """Whether the calling thread is inside a job, and so would wait for itself."""
         return self.has(threading.current_thread())
 
     def wait_until_idle(self) -> None:
-        """Return at once: no job runs between calls."""
+        """Return at once: a rank runs jobs only inside calls, so no job runs now."""
 
     def check_free(self) -> None:
         """Raise ClosedError after close()."""

@@ -34,10 +34,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 class RankSession:
-    """One job on all ranks, from beginning to end.
+    """One job on all ranks, from the agreement on the job to the sharing of its results.
 
-    seed: the seed of all ranks' random draws. key: determines the layouts of the job's messages. run: runs this rank's
-        row of a job. placement: lets every rank know which parameters have a gradient.
+    seed: the seed of random numbers, equal on all ranks.
+    key: jobs with equal keys have messages of the same layouts.
+    run: runs this rank's row of a job.
+    placement: knows which rank holds each weight, and lets every rank know which parameters have a gradient.
+    reduction: adds gradients over ranks.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class RankSession:
         return range(len(self._request.batch.rows))
 
     def open(self) -> None:
-        """Meet the other pipelines, update copies of weights, and begin to receive."""
+        """Agree with the other pipelines, update the copies of weights, and begin to receive messages."""
         request = self._request
         program, schedule = request.batch.program, request.schedule
         if self._joins:
@@ -84,14 +87,17 @@ class RankSession:
         self._channels.open(self._key, schedule)
         trained = program.list_trained()
 
-        # Called late, since the job refreshes the copies of weights in replicas.
+        # A function and not a list, since the job refreshes the copies of weights in replicas first.
         def list_leaves(action: Action) -> Sequence[Tensor]:
             return program.replicas[action.stage][action.replica].list_leaves(trained[action.stage], 0)
 
         self._channels.codec.list_leaves = list_leaves
 
     def run(self, job: Job, timeout_s: float | None = None) -> None:
-        """Run this rank's row. Raises its error, or another rank's. The caller has set the time limit."""
+        """Run the actions that the job's schedule gives to this rank. Raises the error of this rank or of another.
+
+        `timeout_s` is not used here: the caller has set the time limit for all ranks.
+        """
         # Pipelines with other numbers of microbatches may finish their stages in another order.
         if self._weight is not None and self._alike and self._data_parallel.overlaps:
             job.after = EarlySums(self._data_parallel, job, self._apart, self._weight)
@@ -128,11 +134,14 @@ class RankSession:
         return total
 
     def add_to_gradients(self, job: Job) -> None:
-        """Raise InputError: ranks exchange sums, so an old `.grad` inside a sum would be exchanged too."""
+        """Raise InputError: ranks exchange sums of gradients, and a sum that includes an old `.grad` would be wrong."""
         raise InputError("atomic=False works in one process only: leave it out of a step that several ranks share")
 
     def commit(self, job: Job, record: CommitRecord) -> None:
-        """Add the sums of this rank's weights to their `.grad`, on all ranks or none; tell all ranks who has one."""
+        """Add the sums of this rank's weights to their `.grad`: on all ranks, or on none.
+
+        Afterwards every rank knows which parameters have a gradient.
+        """
         sums = self._total(job)
         raise_lost_interrupt()
         # A stage with versions of its weights has stepped with its sums already.
@@ -144,14 +153,17 @@ class RankSession:
         self._placement.share_gradients_of_step(self._told)
 
     def take_sums(self, job: Job) -> Sums:
-        """Return the sums of this rank's weights, and tell all ranks who has one after the backward that adds them."""
+        """Return the sums of gradients of this rank's weights, which autograd adds to `.grad`.
+
+        After that backward(), every rank is told which parameters have a gradient.
+        """
         sums = self._total(job)
         self._reduction.settle(kept=True)
         call_after_backward(self._placement.share_gradients_of_backward, self._tell_of_failure)
         return sums
 
     def _total(self, job: Job) -> Sums:
-        """Return the sums of gradients of this rank's weights, with the shares of other ranks."""
+        """Return the sums of gradients of this rank's weights, including the gradients that other ranks computed."""
         self._reduction.look_at(job, 1.0 if self._weight is None else self._weight, self._what)
         reduced = self._request.call == "step"
         if self._reduction.is_stated:
@@ -176,13 +188,13 @@ class RankSession:
     def _agree_to_add(self, leaves: Collection[Tensor]) -> None:
         """Wait until all ranks of all pipelines have run their backwards and the users' hooks on gradients.
 
-        After that every rank adds its sums, and no code of the user can stop only one of them. leaves: the parameters
-        that still wait for their sums.
+        After that every rank adds its sums, and no code of the user can stop only one of them.
+        leaves: the parameters whose sums are about to be added.
         """
         self._told = self._placement.tell_gradients(leaves)
 
     def _tell_of_failure(self) -> None:
-        """Make waiting ranks raise: the backward has failed on this rank, outside fxsplit's code."""
+        """Make waiting ranks raise, because a backward has failed on this rank outside fxsplit's code."""
         self._world.fail(
             BackwardError(
                 "backward() failed while gradients were added to .grad, for example in a gradient hook; the rank's "
@@ -193,7 +205,10 @@ class RankSession:
     # Data-parallel pipelines
 
     def _weigh(self, *, ended: bool) -> None:
-        """Find this pipeline's weight among the data-parallel pipelines. `ended`: all microbatches are computed."""
+        """Find the weight of this pipeline's loss among the data-parallel pipelines.
+
+        ended: whether all microbatches have been computed, so that the loss is fully known.
+        """
         program = self._request.batch.program
         call = f"{self._what}, of {program.fingerprint} and parameters {hash(program.list_flags()) & MASK}"
         share = find_batch_share(self._request, has_loss=self._world.me in self._last, ended=ended)
@@ -201,13 +216,17 @@ class RankSession:
 
     @cached_property
     def _apart(self) -> list[list[Tensor]]:
-        """For each stage, the leaves that may be summed early."""
+        """For each stage, the weights whose gradients may be summed over pipelines before the job ends."""
         return list_apart(self._request.batch.program, self._world.me)
 
     # Losses
 
     def _list_losses(self, total: Tensor | None) -> list[float]:
-        """Return the losses' dtype, the total, a flag for each microbatch that has its loss here, and the losses."""
+        """Return this rank's losses as numbers for other ranks.
+
+        The numbers are: the index of the losses' dtype in DTYPES (-1: no loss here), the total, for each microbatch a
+        flag that says whether its loss is known here, and the losses.
+        """
         loss = self._request.loss
         assert loss is not None, "a step has a loss"
         held = loss.losses
@@ -223,8 +242,9 @@ class RankSession:
     ) -> Tensor:
         """Give every rank the loss of every microbatch, and return the loss of the batch.
 
-        found: for each rank, what it has sent about its losses. total: the loss of the batch if this rank has computed
-            it. compute_total: computes it from the losses of all microbatches.
+        found: for each rank, the numbers that `_list_losses` returned there.
+        total: the loss of the batch, if this rank has computed it.
+        compute_total: computes the loss of the batch from the losses of all microbatches.
         """
         loss, world, n = self._request.loss, self._world, len(self._microbatches)
         assert loss is not None, "a step has a loss"
@@ -251,7 +271,7 @@ class RankSession:
     # Outputs, and gradients of inputs
 
     def _pack_outputs(self, job: Job) -> tuple[str, list[Tensor]] | None:
-        """Return the layout and tensors of this rank's outputs of microbatches."""
+        """Return the layout and tensors of the outputs of the microbatches that this rank has computed."""
         own = [job.outputs[m] for m in self._microbatches if self._owner[m] == self._world.me]
         packets = [packet for packet in own if packet is not None]
         return self._pack([v for p in packets for v in p.values], [w for p in packets for w in p.wanted])
@@ -267,7 +287,7 @@ class RankSession:
                 job.outputs[m] = job.outputs[m] or Packet(tuple(values[part]), tuple(wanted[part]))
 
     def _pack_returned(self, job: Job) -> tuple[str, list[Tensor]] | None:
-        """Return the layout and tensors of this rank's gradients of inputs."""
+        """Return the layout and tensors of the gradients of inputs that this rank has computed."""
         first = self._find_devices(0)
         own = [v for m in self._microbatches if first[m] == self._world.me for v in job.returned[m]]
         return self._pack(own, ())
@@ -286,7 +306,7 @@ class RankSession:
                     job.returned[m] = values[i * size : (i + 1) * size]
 
     def _find_devices(self, stage: int) -> list[int]:
-        """Return, for each microbatch, the device that runs the stage on it."""
+        """Return, for each microbatch, the device that runs the given stage on it."""
         schedule, home = self._request.schedule, self._request.schedule.homes[stage]
         # A shortcut for the usual case of one device: every step calls this.
         if len(home) == 1:
@@ -299,7 +319,10 @@ class RankSession:
         return layout.to_text(), layout.pack(values, here)
 
     def _share(self, owner: int, packed: tuple[str, list[Tensor]] | None) -> tuple[list[Any], tuple[bool, ...]]:
-        """Return on every rank the values that rank `owner` has packed."""
+        """Send the values that rank `owner` has packed to all ranks.
+
+        Returns the values and, for each, whether it wants a gradient.
+        """
         world = self._world
         text, pieces = packed if packed is not None and owner == world.me else (None, [])
         layout = MessageLayout.parse(world.tell(text, self._what, owner))

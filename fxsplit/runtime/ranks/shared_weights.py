@@ -25,7 +25,7 @@ from fxsplit.torch_internals.nn.batch_norm import DeferredBatchNorm, Statistics
 
 
 class SharedWeights:
-    """The weights of one program that other ranks than their owner read."""
+    """The weights of one program that are read by ranks other than their owner."""
 
     def __init__(self, program: Program, world: World) -> None:
         self._program = program
@@ -55,7 +55,7 @@ class SharedWeights:
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """The (sender, receiver) of every message."""
+        """The (sender, receiver) of every message that this class sends."""
         homes = self._program.homes
         notes = {(other, homes[stage][0]) for stage, _ in self._noted for other in homes[stage][1:]}
         return {*self.copies, *((device, owner) for _, device, owner in self.returns), *notes}
@@ -65,13 +65,13 @@ class SharedWeights:
         return self._held[stage][number][0]
 
     def relink(self) -> None:
-        """Look up the weights that the stages have now."""
+        """Look up the weights that the stages have now: the model's weights may have been replaced since."""
         for stage, held in enumerate(self._held):
             weights = list_weights(self._program.stages[stage].module)
             self._held[stage] = [(w, owner) for w, (_, owner) in zip(weights, held, strict=True)]
 
     def fetch(self) -> None:
-        """Fetch the values of weights that live on other ranks, and send them the weights that live here."""
+        """Receive the values of weights that live on other ranks, and send other ranks the weights that live here."""
         if not self.copies:
             return
         self.relink()
@@ -87,7 +87,7 @@ class SharedWeights:
             self._world.wait(work, "a rank that is to read weights")
 
     def exchange(self, stage: int, replica: int, shares: Iterator[Share]) -> Iterable[Share]:
-        """Return a replica's shares of gradients of this rank's weights, and send its other shares to their owners.
+        """Return a replica's gradients of this rank's weights, and send the other gradients to their owners.
 
         Call it for all replicas of all stages in order, between `begin` and `finish`.
         """
@@ -130,7 +130,10 @@ class SharedWeights:
             self._world.wait(work, "a rank that is to read statistics of batch norms")
 
     def begin(self, *, reduced: bool) -> None:
-        """Begin to exchange the gradients of a job. `reduced`: whether replicas have already summed their gradients."""
+        """Begin to exchange the gradients of a job.
+
+        reduced: whether the replicas of each stage have already summed their gradients in the first replica.
+        """
         self._reduced = reduced
         self._works: list[tuple[Any, Tensor]] = []
 
@@ -141,14 +144,20 @@ class SharedWeights:
         self._works.clear()
 
     def send(self, device: int, values: list[Any]) -> list[tuple[Any, Tensor]]:
-        """Begin to send values with their layout. Returns handles to wait for."""
+        """Begin to send values and their layout to a rank.
+
+        Returns (handle to wait for, tensor to keep until then) for each part.
+        """
         layout = MessageLayout.describe(values, (), self._world.device)
         sent = self._world.send_text(layout.to_text(), device)
         pair = self._world.get_pair(self._world.me, device)
         return sent + [(pair.send(piece), piece) for piece in layout.pack(values, self._world.device)]
 
     def receive(self, source: int, what: str) -> list[Any]:
-        """Wait for the values that a rank sends, and return them."""
+        """Wait for the values that a rank sends, and return them.
+
+        what: names the values, for the error if they do not come.
+        """
         what = f"rank {source}, which is to send {what}"
         layout = MessageLayout.parse(self._world.receive_text(source, partial(self._world.wait, what=what)))
         here = self._world.device
@@ -160,5 +169,5 @@ class SharedWeights:
 
 
 def _fold(values: list[Any]) -> list[tuple[int, Statistics]]:
-    """Return the calls of batch norms, each with its microbatch, from the flat list that was sent."""
+    """Return the recorded calls of batch norms, each as (microbatch, statistics), from the flat list that was sent."""
     return [(values[i], (values[i + 1], values[i + 2], values[i + 3])) for i in range(0, len(values), 4)]

@@ -1,4 +1,4 @@
-"""Weight placement: the rank that holds each weight of a model. Other ranks hold a tensor without memory instead.
+"""Weight placement: which rank holds each weight of a model. Other ranks hold a tensor without memory in its place.
 
 The weights of a stage are on the stage's first rank. If a later plan needs them on another rank, their values move
 there. All weights can be gathered, one after the other.
@@ -26,13 +26,16 @@ from fxsplit.torch_internals.distributed.remote_tensors import Owner, RemoteTens
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 Fetch = Callable[[str, Tensor], Tensor]
-"""Returns the values of a tensor that has a name."""
+"""From (name, tensor): the values of the tensor, fetched from the rank that holds them."""
 FAILED = "\0"
 """The prefix of a text that is an error rather than a tensor's name."""
 
 
 class WeightPlacement:
-    """The weights of one pipeline's model. `label` names the pipeline on all ranks."""
+    """Which rank holds each weight of one pipeline's model, and which parameters have gradients.
+
+    label: the pipeline's name, which is the same on all ranks.
+    """
 
     def __init__(self, world: World, label: str) -> None:
         self._world = world
@@ -50,7 +53,7 @@ class WeightPlacement:
     def hold(self, model: nn.Module, programs: Sequence[Program]) -> None:
         """Keep each weight only on the rank of its stage. A weight of no stage stays on all ranks.
 
-        programs: all programs of the pipeline. They agree on the stage of each weight.
+        programs: all programs of the pipeline. In each of them, a weight is on the same stage.
         """
         rank_of = {
             key: program.homes[stage.index][0]
@@ -68,7 +71,7 @@ class WeightPlacement:
                     self._refuse_other_places(named, owners)
         self._owners = owners
         trained = [(name, weight, owners[name]) for name, weight in named if isinstance(weight, nn.Parameter)]
-        # Make a new one only if the parameters differ: existing gradients belong to the old one.
+        # Make a new record of gradients only if the parameters differ: existing gradients belong to the old record.
         if self._remote_gradients is None or not self._remote_gradients.knows(trained):
             self._remote_gradients = RemoteGradients(trained, self, self._world.me, alone=len(self._world) == 1)
         index_of = {name: index for index, (name, _, _) in enumerate(trained)}
@@ -80,7 +83,7 @@ class WeightPlacement:
                 send_away(weight, owner, self._world.device)
 
     def _refuse_other_places(self, named: Sequence[tuple[str, Tensor]], owners: dict[str, int]) -> None:
-        """Raise InputError on all ranks if an earlier pipeline holds a weight on another rank than this plan needs."""
+        """Raise InputError on all ranks if an earlier pipeline has a weight on another rank than this plan needs."""
         # The earlier pipeline, and optimizer state, expect the weights where they are.
         elsewhere = [i for i, (n, w) in enumerate(named) if isinstance(w, RemoteTensor) and owners[n] == self._world.me]
         found = self._world.gather(torch.tensor([elsewhere[0] if elsewhere else -1]), "the weights of a pipeline")
@@ -107,13 +110,13 @@ class WeightPlacement:
                     note_arrival(by_name[name])
 
     def _send(self, weight: Tensor, to: int) -> None:
-        """Send the values of a weight to another rank, or the news that it has no values yet."""
+        """Send the values of a weight to another rank. A weight without values is announced as such."""
         self._world.wait(self._world.send_host(torch.tensor([int(weight.is_meta)]), to), f"rank {to}")
         if not weight.is_meta:
             self._world.wait(self._world.send_host(weight.detach().cpu().contiguous(), to), f"rank {to}")
 
     def _receive(self, weight: Tensor, source: int) -> Tensor:
-        """Return the values of a weight from another rank, on this rank's device."""
+        """Return the values of a weight that another rank sends, on this rank's device (meta: it has no values yet)."""
         empty = torch.empty(1, dtype=torch.int64)
         self._world.wait(self._world.receive_host(empty, source), f"rank {source}")
         strides = weight.stride()
@@ -125,7 +128,7 @@ class WeightPlacement:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank."""
+        """Whether this is the first rank of the pipeline."""
         return self._world.me == 0
 
     @property
@@ -143,8 +146,8 @@ class WeightPlacement:
     def find_groups(self) -> tuple[Any, Any]:
         """Return the process groups in which threads of all ranks save checkpoints. They are kept until a failure.
 
-        The first group has the ranks of this pipeline. The second has the ranks at this place in all pipelines (None:
-        one pipeline). Call it only while no thread is saving.
+        The first group has the ranks of this pipeline. The second has the ranks at this rank's position in all
+        pipelines (None: there is only one pipeline). Call it only while no thread is saving.
         """
         if self._groups is None or self._groups[0] != self._world.epoch:
             if self._groups is not None:
@@ -154,14 +157,15 @@ class WeightPlacement:
 
     @property
     def writer(self) -> int:
-        """The rank, in torch's default group, that writes this rank's checkpoint; see `writes`."""
+        """The rank, numbered as in torch's default group, that writes this rank's part of a checkpoint."""
         return self._world.rows[0][self._world.me]
 
     # Gradients
 
     def tell_gradients(self, coming: Collection[Tensor]) -> list[list[float]]:
-        """Wait for all ranks, then return which parameters have, or are about to have, a gradient on each rank.
+        """Wait for all ranks, then return which parameters have a gradient on each rank, or are about to get one.
 
+        coming: the parameters of this rank that are about to get a gradient.
         All ranks call it at the end of a step, also the ranks of other pipelines, which have the same parameters.
         """
         assert self._remote_gradients is not None, "a step has a model"
@@ -171,24 +175,33 @@ class WeightPlacement:
         return [one.tolist() for one in found[row * len(self) : (row + 1) * len(self)]]
 
     def share_gradients_of_step(self, told: Sequence[Sequence[float]]) -> None:
-        """Let every rank know which parameters have a gradient, from the lists of all ranks."""
+        """Let every rank know which parameters have a gradient.
+
+        told: the lists of all ranks, from `tell_gradients`.
+        """
         if self._remote_gradients is not None:
             self._remote_gradients.share_present(told)
 
     def share_gradients_of_backward(self) -> None:
-        """Let every rank know which parameters have a gradient, after all ranks have ended a backward."""
+        """Let every rank know which parameters have a gradient. All ranks call it at the end of a backward."""
         if self._remote_gradients is not None:
             with self._world.watch():
                 self._remote_gradients.share_present()
 
     def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
-        """Return the numbers of every rank. Raises RanksDiffer if ranks call it for different things."""
+        """Return the numbers of every rank.
+
+        what: names the purpose. Raises RanksDiffer if ranks call it for different purposes.
+        """
         with self._world.watch():
             self._meet(what, "")
             return [one.clone() for one in self._world.gather(numbers, what)]
 
     def _meet(self, call: str, what: str, *, side_by_side: bool = False) -> None:
-        """Wait until all ranks have made the same call, also ranks `side_by_side`. Raises RanksDiffer otherwise."""
+        """Wait until all ranks have made the same call. Raises RanksDiffer if a rank makes another call.
+
+        side_by_side: wait for the ranks of all data-parallel pipelines, not only of this one.
+        """
         agreement = self._of_all if side_by_side else self._agreement
         agreement.meet({"call": f"{call} of {self._label}", "program": what}, 0)
 
@@ -200,8 +213,9 @@ class WeightPlacement:
     ) -> Iterator[WeightPlacement]:
         """Let all ranks do something together in the block. Raises RanksDiffer if a rank makes another call.
 
-        what: further text that must be equal. limit_s: the time limit in seconds (default: the limit of messages).
-            side_by_side: all data-parallel pipelines of a mesh take part, not only this one.
+        call: names the call. what: further text that must be equal on all ranks.
+        limit_s: the time limit in seconds (default: the limit of messages).
+        side_by_side: all data-parallel pipelines of a mesh take part, not only this one.
         """
         with self._world.watch(limit_s, by_itself=not side_by_side):
             self._meet(call, what, side_by_side=side_by_side)
@@ -209,7 +223,7 @@ class WeightPlacement:
 
     @contextmanager
     def lend(self, named: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give each rank the values of weights, in host memory, for the block: a check runs the model.
+        """Give each rank the values of all weights, in host memory, for the block, so that a check can run the model.
 
         All ranks call it. Weights stay where they are; other ranks find the values in `RemoteTensor.lent`. If some
         weights have no values, nothing is lent.
@@ -244,14 +258,14 @@ class WeightPlacement:
             yield name, self._broadcast(value, sources[name]) if name in sources else value
 
     def _find_sources(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return, for each name of a tensor that some rank lacks, the rank that sends it its values."""
+        """Return, for each tensor that some rank lacks, by name, the rank that sends the values."""
         # Ask all ranks: a name may be a second name of a tied weight, or its tensor computed from weights.
         own = {name: value.owner.rank for name, value in state.items() if isinstance(value, RemoteTensor)}
         told = self._world.gather_texts(json.dumps(own), "a state_dict")
         return {name: rank for text in told for name, rank in json.loads(text).items()}
 
     def _broadcast(self, value: Tensor, source: int) -> Tensor:
-        """Return another rank's tensor in host memory, or this rank's own tensor as it is."""
+        """Send a tensor from rank `source` to all ranks, in host memory. A rank that has the tensor returns its own."""
         if not value.numel():
             return torch.empty(value.shape, dtype=value.dtype) if is_remote(value) else value
         dense = torch.empty(value.shape, dtype=value.dtype)
@@ -265,8 +279,8 @@ class WeightPlacement:
     def write_together(self, state: Mapping[str, Tensor], write: Callable[[Fetch], None]) -> None:
         """Let the first rank write tensors of all ranks one by one, while the other ranks send them.
 
-        write: called only on the first rank, with a function that fetches a tensor. Its error is raised there; the
-            other ranks raise RankError.
+        write: called only on the first rank, with a function that fetches a tensor. An error of `write` is raised on
+            the first rank; the other ranks raise RankError.
         """
         sources, what = self._find_sources(state), "save_weights()"
         # One name at a time, as the first rank asks: it writes files in an order of its own.

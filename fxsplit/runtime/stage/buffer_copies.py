@@ -1,4 +1,4 @@
-"""Copy a buffer that a stage's backward needs before the next microbatch's forward writes to it.
+"""Save copies of buffers that a stage's backward needs and that the next microbatch's forward overwrites.
 
 An unsplit loop runs each microbatch's backward before the next forward writes to the buffer. In a pipeline several
 forwards come first, so autograd must save copies.
@@ -21,10 +21,11 @@ from fxsplit.torch_internals.fx.interpret import describe_tensor, get_storage_id
 def save_buffer_copies(
     buffers: frozenset[int], outer: tuple[Callable[..., Any], Callable[..., Any]] | None
 ) -> Iterator[None]:
-    """Let autograd save copies of tensors that share memory with `buffers` in the block.
+    """Let autograd save copies of tensors that share memory with `buffers`, inside the block.
 
-    `buffers` has storage ids (see `get_storage_id`). `outer` are the caller's own pack and unpack hooks, if any; they
-    get the copies. Unpacking a tensor raises RuntimeError if the stage itself has changed the tensor in place since.
+    buffers: storage ids (see `get_storage_id`).
+    outer: the caller's own pack and unpack hooks, which get the copies (None: there are none).
+    Unpacking a tensor raises RuntimeError if the stage itself has changed the tensor in place since it was saved.
     """
     if not buffers:
         yield

@@ -21,7 +21,7 @@ class TensorKind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dims: Dims) -> TensorKind:
-        """Return the kind of a tensor. Its sizes in `dims` follow the rows."""
+        """Return the kind of a tensor. The sizes of the dimensions `dims` follow the rows, so they become ANY."""
         sizes: tuple[int, ...] = tensor.shape
         if dims:
             sizes = tuple([ANY if d in dims and size > 1 else size for d, size in enumerate(sizes)])
@@ -33,7 +33,10 @@ class TensorKind(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """A kind of call: its inputs; grad mode, inference mode and autocast; the training flags of modules."""
+    """A kind of call of a stage. torch.compile compiles again for each new kind.
+
+    given: the kind of each input. modes: grad mode, inference mode and autocast. training: the modules' training flags.
+    """
 
     given: tuple[TensorKind | type, ...]
     modes: tuple[bool, bool, bool]

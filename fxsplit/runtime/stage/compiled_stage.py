@@ -1,4 +1,4 @@
-"""Stages that torch.compile compiles: as rarely as dynamic sizes permit, and never again without a warning.
+"""Stages that torch.compile compiles. They are compiled again as rarely as possible, and never without a warning.
 
 Sizes that follow the rows of a microbatch are dynamic, so that one compilation serves every number of rows. torch
 treats sizes 0 and 1 apart, and compiles again for another mode, for gradients on or off, and for other shapes. A
@@ -26,7 +26,7 @@ from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
 from fxsplit.torch_internals.torch_compile.stage_backends import compile_function, mark_dynamic, read_recompile_limit
 
 RowDims = Sequence[Dims | None]
-"""For each input of a stage, the dimensions that follow the rows; None for a number that follows the rows."""
+"""For each input of a stage, the dimensions whose size follows the rows; None for a number that follows the rows."""
 MOST_KNOWN = 1000
 """The most kinds of calls that a stage remembers."""
 MOST_TOLD = 3
@@ -39,9 +39,9 @@ _thread = threading.local()
 
 
 class Compilation(NamedTuple):
-    """A compilation that a call waited for: its stage, reason and time.
+    """One compilation of a stage: which stage, why, and how many seconds a call waited for it.
 
-    number: the count of compilations of the function so far. first: whether it is the stage's first compilation.
+    number: how often the function has been compiled so far. first: whether it is the stage's first compilation.
     """
 
     stage: int
@@ -52,8 +52,10 @@ class Compilation(NamedTuple):
 
 
 class Compiling(NamedTuple):
-    """How stages are compiled: the backend, and the sizes of each stage's inputs that follow the rows.
+    """How stages are compiled.
 
+    backend: a backend of torch.compile.
+    rows: for each stage, which sizes of its inputs follow the rows.
     show: returns a context that shows the progress of a long compilation.
     """
 
@@ -71,14 +73,20 @@ class Compilations:
         self._stages: dict[int, CompiledStage] = {}
 
     def compile(self, index: int, module: fx.GraphModule) -> CompiledStage:
-        """Return the stage's module as a function that compiles when it is called. One module has one function."""
+        """Return a stage's module as a function that compiles when it is called.
+
+        The same module gives the same function.
+        """
         # Replicas on one torch device share a module, which should compile once for all of them.
         if id(module) not in self._stages:
             self._stages[id(module)] = CompiledStage(index, module, self)
         return self._stages[id(module)]
 
     def tell(self) -> None:
-        """Warn of all compilations since the last call, except each stage's first, which the user expects."""
+        """Warn of all compilations since the last call of `tell`.
+
+        A stage's first compilation is expected and left out.
+        """
         made, self.made = self.made, []
         again = sorted([one for one in made if not one.first], key=lambda one: one.stage)
         if not again:
@@ -98,7 +106,7 @@ class Compilations:
 
 
 class CompiledStage:
-    """A stage's module that compiles at a call of a new kind."""
+    """A stage's module that is compiled when a new kind of call comes."""
 
     def __init__(self, index: int, module: fx.GraphModule, owner: Compilations) -> None:
         self.module = module
@@ -161,7 +169,7 @@ class CompiledStage:
         return CallKind(tuple(given), modes, tuple([m.training for m in self._modal]))
 
     def _run(self, values: Sequence[Any], kind: CallKind) -> Any:
-        """Call the compiled function, and record whether it compiled."""
+        """Call the compiled function, and record whether the call has compiled it again."""
         new = kind not in self._known
         function = self._choose_function()
         before, begin = getattr(_thread, "compiled", 0), time.perf_counter()
@@ -179,7 +187,10 @@ class CompiledStage:
         return result
 
     def _choose_function(self) -> Callable[..., Any]:
-        """Return the compiled function for the uncompiled modules that are active now."""
+        """Return the compiled function of the stage.
+
+        It calls modules that are not idle now outside of the compiled code.
+        """
         active = frozenset([name for name, module in self._apart.items() if not module.idle])
         if active not in self._functions:
             by = {name: _choose_call(self._apart[name]) for name in sorted(active)}
@@ -190,7 +201,10 @@ class CompiledStage:
 
 
 def _move_to_start(value: Any) -> Any:
-    """Return a copy of an input with a storage offset; only a batch's first piece has none."""
+    """Return an input without a storage offset: a copy, if the input has one.
+
+    Only the first piece that is cut from a batch has no offset.
+    """
     # torch would compile for the offset, and the result would be right only for tensors with an offset.
     if not isinstance(value, Tensor) or not value.storage_offset():
         return value
@@ -199,7 +213,7 @@ def _move_to_start(value: Any) -> Any:
 
 
 def _choose_call(module: RunsUncompiled) -> Callable[..., Any]:
-    """Return the function that a compiled stage calls between two of its graphs, in place of `module`."""
+    """Return the function that a compiled stage calls in place of `module`, outside of the compiled code."""
     # Imported late: defining the operator takes torch a moment, and only compiled stages need it.
     from fxsplit.torch_internals.random.dropout_masks import find_mask, multiply_by_mask
 

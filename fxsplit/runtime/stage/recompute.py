@@ -31,7 +31,7 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]
-"""Returns the context of a stage's forward on a microbatch, from the storages of further buffers that it writes to."""
+"""From the storages of further buffers that a stage writes to: the context in which the stage's forward runs."""
 MOST_COMING = 64
 """The most comparisons of buffers that may be pending on accelerators."""
 SMALL_BYTES = 1 << 16
@@ -51,10 +51,11 @@ POLICIES: dict[str, Callable[[bool, int, int], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class ForwardRecord:
-    """The inputs of a stage's forward on one microbatch, kept to run it again.
+    """The inputs of a stage's forward on one microbatch, kept to run the forward again.
 
-    `buffers` has copies, made before the forward, of the buffers that it writes. `head` is, for the last stage of a
-    training step, the graph of the loss as a function of the stage's outputs.
+    buffers: copies, made before the forward, of the buffers that the forward writes.
+    surroundings, context: the contexts in which the forward ran, such as the state of random numbers.
+    head: for the last stage of a training step, the graph of the loss as a function of the stage's outputs.
     """
 
     packet: Packet
@@ -64,19 +65,24 @@ class ForwardRecord:
     head: SavedForBackward | None = None
 
     def recompute(self, stage: Stage, writes: bool) -> SavedForBackward:
-        """Run the stage forward again with the inputs of the first run. `writes`: it writes to its inputs in place."""
-        # Autograd saves a buffer as the object itself, and its memory is put back after the run: so save copies.
+        """Run the stage forward again with the inputs of the first run. Returns the graph for the backward.
+
+        writes: whether the stage writes to its inputs in place.
+        """
+        # Autograd saves a buffer as the object itself, and the buffer's present memory is put back after the run. So
+        # let autograd save copies.
         own = frozenset(get_storage_id(earlier) for earlier in self.buffers.values())
         with self.context.enter(), self.surroundings(own), _restore_buffers(stage, self.buffers), note_nothing():
             return forward(stage, _copy_packet(self.packet, writes), writes)
 
 
 class WrittenBuffers:
-    """The buffers that a stage is known to write. The first run compares all buffers, and later runs fewer.
+    """The buffers that a stage is known to write. The first run compares all buffers, and later runs compare fewer.
 
     A tensor's version counts most writes. Kernels that update a buffer, such as batch norm's, may not count, so values
-    are compared too. On an accelerator the host would have to wait for the comparison. After the first run it does not
-    wait: it learns of such a write later, and raises then.
+    are compared too. On an accelerator the host would have to wait for the comparison. It does so only in the first
+    run. Later, a write to a buffer that the first run did not write is found in a later batch, and raises an error
+    then.
     """
 
     def __init__(self) -> None:
@@ -85,14 +91,16 @@ class WrittenBuffers:
         self._coming: PendingCopies[list[str]] = PendingCopies(MOST_COMING)
 
     def copy_likely(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the buffers that a forward may write. Raises FxsplitError as `note` does."""
+        """Return copies of the buffers that a forward may write, by name. Raises FxsplitError as `note` does."""
         self._read_arrived()
         likely = (n for n, b in buffers.items() if not self._looked or n in self.names or count_bytes(b) <= SMALL_BYTES)
         return {name: buffers[name].clone() for name in likely}
 
     def note(self, before: dict[str, Tensor], versions: dict[str, int], after: dict[str, Tensor]) -> None:
-        """Record which buffers a forward has written. `before` has copies of some, `versions` the versions of all.
+        """Record which buffers a forward has written.
 
+        before: copies of some buffers from before the forward. versions: the versions of all buffers before the
+            forward. after: the buffers now.
         Raises FxsplitError if a large buffer is written that the first run did not write: it was not copied in time. If
         the comparison is still pending on an accelerator, a later call raises.
         """
@@ -116,7 +124,7 @@ class WrittenBuffers:
         for differences, names in self._coming.take_arrived():
             late = [name for name, differs in zip(names, differences.tolist(), strict=True) if differs]
             new = [name for name in late if name not in self.names]
-            # Add it, so that the error comes once. Another worker's first run may have added it already.
+            # Add the names, so that the error comes only once. Another worker's first run may have added them already.
             self.names.update(late)
             if new:
                 raise FxsplitError(
@@ -126,7 +134,7 @@ class WrittenBuffers:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return a flag on the tensors' device that is set if they differ anywhere. NaN differs from NaN."""
+    """Return a flag, on the tensors' device, that is set if any entries differ. NaN differs from NaN."""
     if a.shape != b.shape:
         return torch.ones((), dtype=torch.bool, device=b.device)
     # torch cannot compare 8-bit floats by value.
@@ -167,7 +175,7 @@ def _copy_packet(packet: Packet, writes: bool) -> Packet:
 
 @contextmanager
 def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]:
-    """Give the stage's buffers the values of `earlier`, in other memory, in the block."""
+    """Give the stage's buffers the values of `earlier` inside the block, in other memory than their own."""
     now = {name: buffer for name, buffer in stage.module.named_buffers() if name in earlier}
     memory = {name: buffer.data for name, buffer in now.items()}
 
@@ -183,9 +191,9 @@ def _restore_buffers(stage: Stage, earlier: dict[str, Tensor]) -> Iterator[None]
 
 
 def _drop(tensor: Tensor) -> None:
-    """Save nothing in place of a tensor that autograd wants to save."""
+    """Return None: autograd then saves nothing for the tensor."""
 
 
 def _refuse(nothing: None) -> Tensor:
-    """Raise FxsplitError: only a tensor that user code kept can start a backward through a stage's first run."""
+    """Raise FxsplitError. This runs only if user code goes backward through a tensor kept from the first run."""
     raise FxsplitError(f"{KEPT}; this stage recomputes, so its first run has kept nothing to go backward with")

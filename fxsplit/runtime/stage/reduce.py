@@ -1,6 +1,6 @@
-"""Sum the gradients of a stage's replicas on the first replica's device, without a second full set there.
+"""Sum the gradients of a stage's replicas on the first replica's device. A second full set never has to fit there.
 
-Large gradients arrive one after the other. After it is added, a gradient is freed on both devices.
+Large gradients arrive one after the other. After a gradient is added, it is freed on both devices.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fxsplit.torch_internals.tensors.layouts import count_bytes
 
 
 def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: DeviceStream) -> None:
-    """Add `part`, the sums of another replica, to the first replica's `sums`. `part` is empty afterwards.
+    """Add the sums of gradients of another replica (`part`) to the first replica's `sums`, and empty `part`.
 
     leaf_of: the first replica's leaf for each leaf of the other replica. Leaves of a loss are the same for both.
-    stream: the first replica's stream, which already waits for the other stream.
+    stream: the first replica's stream, which already waits for the other replica's stream.
     """
     while part.totals:
         leaves, totals, held_bytes = [], [], 0

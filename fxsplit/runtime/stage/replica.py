@@ -1,7 +1,7 @@
 """Run a stage on one of its devices, with the model's own weights or with copies of them.
 
 A replicated stage has several devices and a replica on each. A weight that several stages read lives on the device of
-the first of them, and replicas on other devices hold copies.
+the first of these stages, and replicas on other devices hold copies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class Replica:
     """A stage on one device.
 
     It shares the weights on its torch device with the model and with other stages. It copies weights that live on other
-    devices, and refreshes the copies before every forward pass. The copies' gradients go back to the weights. `places`
-    gives the device of each weight by id; it is empty for a stage that another process runs. `fetched` has the values
-    of weights that live in other processes. `branches` finds the nodes at which the stage's backward can be split.
+    devices, and refreshes the copies before every forward pass. The copies' gradients go back to the weights.
+
+    places: the device of each weight by id(); empty for a stage that another process runs.
+    fetched: the values of weights that live in other processes.
+    branches: an attribute that finds the nodes at which the stage's backward can be split.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Replica:
         return self.stage.module is not self._original
 
     def is_stale(self) -> bool:
-        """Return whether weights or modes have changed since the last `refresh`, by torch's counts of writes."""
+        """Return whether weights or modes have changed since the copies were made, by torch's counts of writes."""
         if not self.copies:
             return False
         pairs = list(zip(self._original.modules(), self.stage.module.modules(), strict=True))
@@ -97,12 +99,11 @@ class Replica:
         self._owner_of = {local: own for own, local in self._copies.items()}
 
     def _copy_weight(self, own: Tensor) -> Tensor:
-        """Return a weight that lives on this device, or its copy with the present values."""
+        """Return a weight itself if it lives on this device, else its copy, filled with the present values."""
         values = self._fetched.get(id(own))
         if values is None and own.device == self._here:
             return own
-        # Make the copy once, so that graphs of several microbatches end at one leaf. It starts empty, as `.data` is
-        # replaced.
+        # Make the copy once, so that graphs of several microbatches end at one leaf. Its memory is set below.
         if own not in self._copies:
             empty = torch.empty(0, dtype=own.dtype, device=self._here)
             self._copies[own] = nn.Parameter(empty, False) if isinstance(own, nn.Parameter) else empty
@@ -113,26 +114,26 @@ class Replica:
         return copied.requires_grad_(own.requires_grad)
 
     def use_version(self, version: int, *, catches: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which the stage has the weights of a version. A plain replica has one version.
+        """Return a context in which the stage has the weights of a version. A plain replica has only one version.
 
-        catches: whether a backward runs in the context; then large gradients go to their sums at once.
+        catches: whether a backward runs in the context. Large gradients are then added to their sums at once.
         """
         return NO_CONTEXT
 
     def list_leaves(self, trained: Sequence[Tensor], version: int) -> list[Tensor]:
-        """Return the leaves of this replica's graphs for the model's weights `trained`."""
+        """Return the leaves of this replica's graphs that stand for the model's weights `trained`."""
         if not self._owner_of:
             return list(trained)
         return [self._copies.get(weight, weight) for weight in trained]
 
     def list_own(self, trained: Sequence[Tensor]) -> list[Tensor]:
-        """Return the model's weights that this replica computes with itself, rather than with copies."""
+        """Return the weights among `trained` that this replica uses directly, and not through copies."""
         return [weight for weight in trained if weight not in self._copies]
 
     def take_shares(self, sums: Sums) -> Iterator[Share]:
-        """Take the sums of this replica's leaves out of `sums`, one by one, as shares of the model's weights.
+        """Take this replica's gradients out of `sums`, one by one, as gradients of the model's own weights.
 
-        Each share is on the device of its weight.
+        Each gradient is moved to the device of its weight.
         """
         for leaf in list(sums.totals):
             owner = self._owner_of.get(leaf, leaf)
@@ -151,8 +152,8 @@ def start_from_gradients(
 ) -> None:
     """Use the `.grad` of leaves as the first replica's initial sum, so that gradients are added in place.
 
-    Only for leaves whose accumulation is a plain addition. All arguments are by stage; `replicas` has the first replica
-    of each stage.
+    Only leaves whose accumulation is a plain addition are treated so. All arguments are by stage.
+    replicas: the first replica of each stage.
     """
     seen = set[Tensor]()
     for replica, own, leaves in zip(replicas, sums, trained, strict=True):
@@ -163,7 +164,7 @@ def start_from_gradients(
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy with modules of its own. Its weights and hooks are still the model's own objects."""
+    """Return a copy of a module and its submodules. The copy holds the same weight and hook objects as the original."""
     hooks = [held for m in module.modules() for key, held in m.__dict__.items() if "_hooks" in key]
     shared = [*list_weights(module), *(held for held in hooks if held is not None)]
     # Objects in the memo are not copied.

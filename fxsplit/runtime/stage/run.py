@@ -66,7 +66,7 @@ class Packet(NamedTuple):
 class SavedForBackward(NamedTuple):
     """The ends of a stage's graph on one microbatch, from which its backward starts.
 
-    `extra` are leaves that only its loss depends on, for example a temperature that the loss function trains.
+    extra: leaves that only the loss depends on, for example a temperature that the loss function trains.
     """
 
     inputs: tuple[Any, ...]
@@ -75,9 +75,10 @@ class SavedForBackward(NamedTuple):
 
 
 def forward(stage: Stage, packet: Packet, writes: bool = False) -> SavedForBackward:
-    """Run a stage on a packet. In grad mode its inputs become leaves, so that each stage's graph ends at its boundary.
+    """Run a stage on a packet. With gradients on, its inputs become leaves, so that each stage has a graph of its own.
 
-    A stage that `writes` to its inputs in place gets copies, since autograd forbids writes to a leaf.
+    writes: whether the stage writes to its inputs in place. It then gets copies, since autograd forbids writes to a
+        leaf.
     """
     if not torch.is_grad_enabled():
         return SavedForBackward(packet.values, stage(*packet.values))
@@ -92,9 +93,10 @@ def forward(stage: Stage, packet: Packet, writes: bool = False) -> SavedForBackw
 
 
 def _make_boundary(value: Tensor) -> Tensor:
-    """Return a value as a leaf at which a stage's graph ends. Any backward but the pipeline's raises an error there.
+    """Return a value as a leaf at which a stage's graph ends.
 
-    The pipeline's backward asks for the leaf's gradient without accumulating it, so it does not run the hook.
+    A backward that is not the pipeline's own raises an error there.
+    The pipeline's backward asks for the leaf's gradient without accumulating it, so the hook that raises does not run.
     """
     leaf = value.detach().requires_grad_()
     put_hook_behind(leaf, _refuse_foreign_backward)
@@ -107,9 +109,9 @@ def _refuse_foreign_backward(leaf: Tensor) -> None:
 
 
 def refuse_kept(saved: SavedForBackward) -> None:
-    """Raise FxsplitError if the caller's running backward will go through a stage's graph by itself too.
+    """Raise FxsplitError if the caller's own backward, which is running now, would also go through a stage's graph.
 
-    The pipeline's own backward comes first, and frees that graph.
+    The pipeline's backward comes first and frees that graph.
     """
     ends = [v for v in saved.inputs if isinstance(v, Tensor) and v.requires_grad]
     if comes_through(ends, [v for v in saved.outputs if isinstance(v, Tensor)]):
@@ -128,14 +130,14 @@ def backward(
 ) -> tuple[list[Tensor | None], list[Share], list[WeightBackward]]:
     """Run a stage backward from the gradients of its outputs (None: no gradient).
 
-    Returns the gradients of its inputs, the shares of `trained` and of `saved.extra`, and the weight backwards left to
-    do.
-    first: whether a leaf may get its first gradient, whose memory then becomes that of the sum, so that it must not be
-        shared with another tensor.
+    Returns the gradients of its inputs, the gradients of `trained` and of `saved.extra`, and the backwards of weights
+    that are left for later.
+    first: whether a leaf may get its first gradient. The memory of that gradient becomes the memory of the sum, so it
+        must not be shared with another tensor.
     finder: finds the branch nodes of the stage, at which gradients of weights are left for later (None: all are
         computed now).
-    sums: add gradients of large leaves here directly, instead of returning them as shares.
-    keeps_zeros: let a gradient of zero stay zero in the backward of a division by zero, which would make NaN of it.
+    sums: add gradients of large leaves here directly, instead of returning them.
+    keeps_zeros: let a gradient of zero stay zero in the backward of a division by zero, where it would become NaN.
     """
     roots, arrived = list_roots(saved, gradients)
     if keeps_zeros:
@@ -144,7 +146,7 @@ def backward(
     wanted = [i for i, v in enumerate(saved.inputs) if isinstance(v, Tensor) and v.requires_grad]
     nodes: BranchNodes = {}
     if finder is not None:
-        # A weight that the loss reads too gets a gradient from two places, one of them outside the stage.
+        # Do not split the backward of a weight that the loss reads too: part of its gradient comes from the loss.
         beside = {id(leaf) for leaf in saved.extra}
         nodes, trained = finder.find(roots, [weight for weight in trained if id(weight) not in beside])
     leaves = [saved.inputs[i] for i in wanted] + list(trained)
@@ -173,7 +175,7 @@ def backward(
 
 
 def find_loss_leaves(loss: Tensor, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the leaves that only a loss depends on, such as parameters of the loss function, and no stage does."""
+    """Return the leaves that a loss depends on and no stage does, such as parameters of the loss function."""
     # An output may itself be a leaf: a parameter that the last stage returns.
     own = {id(v) for v in outputs}
     made_by = [v.grad_fn for v in outputs if isinstance(v, Tensor)]
@@ -181,9 +183,9 @@ def find_loss_leaves(loss: Tensor, outputs: Sequence[Any]) -> tuple[Tensor, ...]
 
 
 def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool = True) -> None:
-    """Add the gradients of the weights to `sums`, and empty the list `left` of weight backwards.
+    """Run the backwards of weights in the list `left`, add the gradients to `sums`, and empty the list.
 
-    `first`: whether a weight may get its first gradient.
+    first: whether a weight may get its first gradient (see `backward`).
     """
     shares: list[Share] = []
     held_bytes = 0
@@ -203,14 +205,14 @@ def compute_weight_gradients(left: list[WeightBackward], sums: Sums, first: bool
 
 
 def list_roots(saved: SavedForBackward, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that a backward starts from, and their gradients."""
+    """Return the outputs from which a backward starts, and their gradients. Outputs without a gradient are left out."""
     pairs = zip(saved.outputs, gradients, strict=True)
     found = [(v, g) for v, g in pairs if isinstance(v, Tensor) and v.requires_grad and g is not None]
     return [value for value, _ in found], [gradient for _, gradient in found]
 
 
 Frames = Sequence[tuple[FrameType, int]]
-"""Frames of one thread, the innermost last, each with its current line."""
+"""Python frames of one thread, the innermost last, each with its current line."""
 
 
 def list_frames(innermost: FrameType | None) -> Frames:
@@ -234,7 +236,7 @@ def find_node(frames: Frames, stage: Stage) -> str:
 
 
 def _describe_origin(node: fx.Node, module: nn.Module) -> str:
-    """Return the module path of a node, and the user's file and line that it was traced from, if known."""
+    """Return where a node comes from: its module path, and the user's file and line, as far as they are known."""
     path = find_module_path(node)
     if node.op == "call_module":
         # A number, as in an nn.Sequential, says little: add the layer's class.

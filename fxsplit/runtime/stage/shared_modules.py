@@ -22,7 +22,7 @@ STATELESS = ("torch.", "fxsplit.")
 
 
 class ModuleLocks:
-    """Contexts for stages' forwards, so that no two threads run a module at once that may set attributes.
+    """Locks for the forwards of stages: no two threads run a module at once if the module may set attributes.
 
     units: for each stage, the module that each of its devices runs.
     shared: whether any module is run by several threads.

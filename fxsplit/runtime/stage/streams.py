@@ -1,4 +1,4 @@
-r"""Queue a device's work on streams of an accelerator; a CPU runs it at once. Other code need not ask which it is.
+r"""Queue a device's work on streams of an accelerator; a CPU does the work at once. Both have the same interface.
 
     worker of gpu:0                                    worker of gpu:1
     stage stream   --[forward 0]--[forward 1]--...
@@ -35,7 +35,10 @@ ran ahead without limit would need memory for the values of all microbatches.
 
 
 class Instant(NamedTuple):
-    """A moment on a device: seconds of the host's clock and, on an accelerator, the event recorded then."""
+    """A moment on a device, in seconds of the host's clock.
+
+    On an accelerator, also the event recorded at that moment.
+    """
 
     device: torch.device
     seconds: float
@@ -59,30 +62,30 @@ class DeviceStream:
         """Return a token for everything queued so far."""
 
     def wait_for(self, token: Any) -> None:
-        """Make later work of this stream wait for the place that a token marks, on any stream. None: there is none."""
+        """Make later work of this stream wait for the place in a stream that `token` marks (None: do not wait)."""
         if token is not None:
             token.synchronize()
 
     def record_time(self) -> Any:
-        """Return the time at which this stream gets here: seconds, or an event that will know the time."""
+        """Return the time at which this stream reaches this place: seconds on a CPU, an event on an accelerator."""
         return time.perf_counter()
 
     def wait_for_instant(self) -> Instant:
-        """Return this moment by both clocks, after waiting for everything queued so far."""
+        """Wait until the device has done everything queued so far, and return that moment."""
         return Instant(self.device, time.perf_counter())
 
     def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
-        """Return values for a worker on a device, and the token after which they are ready.
+        """Return values for a worker on device `to`, and the token after which they are ready.
 
         A CPU hands its values over as they are.
         """
         return list(values), None
 
     def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
-        """Return values on this device that another thread made; later work waits for the token.
+        """Return values on this device that another thread made. Later work of this stream waits for the token.
 
         Values that are not tensors, or are on this device already, are returned as they are. Their memory is not reused
-        before this stream has read it.
+        before this stream has read them.
         """
         if token is not None:
             self.wait_for(token)
@@ -90,7 +93,7 @@ class DeviceStream:
 
 
 class AcceleratorStream(DeviceStream):
-    """Streams of one worker on an accelerator. Workers on one accelerator overlap, since each has its own."""
+    """The streams of one worker on an accelerator. Each worker has its own, so several workers may overlap."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -115,7 +118,7 @@ class AcceleratorStream(DeviceStream):
             self._stream.wait_event(token)
 
     def record_time(self) -> Any:
-        """Return an event that will know when the accelerator got here."""
+        """Return an event that records the time at which the accelerator reaches this place."""
         event = accelerators.make_timer(self.device)
         event.record(self._stream)
         return event
@@ -127,7 +130,7 @@ class AcceleratorStream(DeviceStream):
         return Instant(self.device, time.perf_counter(), event)
 
     def send(self, values: Sequence[Any], to: torch.device) -> tuple[list[Any], Any]:
-        """Return values for a worker on a device; copy them on the copy streams if it is another device."""
+        """Return values for a worker on a device. For another device they are copied, on the copy streams."""
         here = self.mark()
         if to == self.device:
             return list(values), here
@@ -144,7 +147,10 @@ class AcceleratorStream(DeviceStream):
         return copied, (*into, out)[0].record_event()
 
     def receive(self, values: Sequence[Any], token: Any = None) -> list[Any]:
-        """Return values on this device: copied here from a CPU; an accelerator's worker has copied them already."""
+        """Return values on this device.
+
+        Values from a CPU are copied; another accelerator's worker has copied its values.
+        """
         self._stay_near()
         self.wait_for(token)
         hand_over(values)
@@ -155,14 +161,14 @@ class AcceleratorStream(DeviceStream):
         return found
 
     def _find_copy_streams(self, to: torch.device) -> list[torch.Stream]:
-        """Return the streams for copies to a device: one there, if it is an accelerator, and one on this device."""
+        """Return the streams for copies to a device: one on the other device, if it is an accelerator, and one here."""
         if to not in self._copy_streams:
             ends = [to, self.device] if accelerators.is_accelerator(to) else [self.device]
             self._copy_streams[to] = [accelerators.make_stream(device) for device in ends]
         return self._copy_streams[to]
 
     def _stay_near(self) -> None:
-        """Wait until this thread is not too far ahead of the accelerator, and forget the values that it has used."""
+        """Wait until this thread is not too far ahead of the accelerator; see `AHEAD`."""
         while self._received:
             token, size = self._received[0]
             if not token.query():
@@ -196,7 +202,7 @@ def make_caller_wait(devices: Iterable[torch.device], tokens: Sequence[Any]) -> 
 
 
 def join_caller(devices: Iterable[torch.device]) -> list[Any]:
-    """Make the calling thread's streams on `devices` wait for each other; return a token for each."""
+    """Make the calling thread's streams on `devices` wait for each other. Returns a token for each stream."""
     found = list(dict.fromkeys(devices))
     tokens = mark_caller(found)
     make_caller_wait(found, tokens)

@@ -1,4 +1,4 @@
-"""Run a stage while its weights change and microbatches in flight still read earlier weights.
+"""Run a stage whose weights change while microbatches in flight still need earlier weights.
 
 Asynchronous schedules such as PipeDream step between microbatches, and a backward needs the weights of its forward. So
 each *version* of the weights is a set of leaves of its own, and during an action the stage's modules hold the leaves of
@@ -38,9 +38,10 @@ from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 
 class Stepper:
-    """Step the user's one optimizer for one stage at a time.
+    """Lets the user's one optimizer step for one stage at a time.
 
-    torch's optimizers skip parameters whose `.grad` is None, so during a step only the stage's own weights have one.
+    torch's optimizers skip parameters whose `.grad` is None, so during a step only the stage's own weights have a
+    `.grad`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -48,14 +49,14 @@ class Stepper:
         self._one_at_a_time = CallerLock()
 
     def step(self, sums: Sums) -> None:
-        """Step with these sums of gradients, and leave every `.grad` None."""
+        """Step the optimizer with these sums of gradients. Afterwards every `.grad` is None."""
         weights = list(sums.totals)
 
         def forget() -> None:
             for weight in weights:
                 weight.grad = None
 
-        # The user's hooks expect this sum. In this thread they were muted for the microbatches' gradients.
+        # The user's gradient hooks were muted for the gradients of single microbatches. They expect this sum.
         with self._one_at_a_time.take(), restore_after(forget), unmute():
             accumulate(sums)
             self._optimizer.step()
@@ -78,7 +79,10 @@ def make_stepper(schedule: Schedule, optimizer: Optimizer | None) -> Stepper | N
 
 
 class VersionedReplica(Replica):
-    """A stage that holds a version of its weights for as long as actions in `row` (its device's actions) read it."""
+    """A stage that holds several versions of its weights, each for as long as an action reads it.
+
+    row: the actions of the stage's device, in order.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class VersionedReplica(Replica):
     def use_version(self, version: int, *, catches: bool = False) -> Iterator[None]:
         """Make the stage's modules hold the leaves of a version in the block, which is one action."""
         leaves = self._leaves[version]
-        # Watch only during the action: its hook keeps the leaf alive, and so would keep an old version.
+        # Watch leaves only during the action: the watching hook keeps a leaf alive, and so the old version's memory.
         accumulator = EagerAccumulator(self.key_of).watch(leaves.values()) if catches else NO_CONTEXT
 
         def put_back() -> None:
@@ -151,7 +155,7 @@ class VersionedReplica(Replica):
         self._add_version(action.version)
 
     def _add_version(self, version: int) -> None:
-        """Make the model's present weights a version."""
+        """Make the model's present weights the version with this number."""
         self._newest = version
         # `.data` is a new tensor on the same memory: a leaf that the optimizer does not know.
         self._leaves[version] = {w: w.data.requires_grad_(w.requires_grad) for w in self._weights}
@@ -163,9 +167,9 @@ class VersionedReplica(Replica):
         self.key_of = {leaf: self._keys[w] for leaves in self._leaves.values() for w, leaf in leaves.items()}
 
     def _move_weights(self) -> None:
-        """Copy the weights to new memory on the same device, so that the old memory can be kept as a version.
+        """Copy the weights to new memory on the same device. The old memory stays with the version that still reads it.
 
-        Weights that share memory go on sharing it.
+        Weights that share memory go on sharing memory.
         """
         # The caller's stream allocated the old memory, and this worker's stream may still be reading it.
         hand_over(self._weights)

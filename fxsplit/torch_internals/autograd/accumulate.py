@@ -1,4 +1,4 @@
-"""Add the summed gradients of a step to `.grad`: all of them or none, with each leaf's hooks run once, on its sum.
+"""Add the summed gradients of a step to `.grad`: of all leaves or of none. Each leaf's hooks run once, on its sum.
 
 Hooks run leaf by leaf. A sum is freed as soon as a hook has replaced it or autograd has added it. So the hooks of all
 leaves need extra memory for only one leaf's gradient at a time.
@@ -24,10 +24,11 @@ Earlier = tuple[Tensor, Tensor | None, Tensor | None]
 
 @dataclass
 class CommitRecord:
-    """Whether the gradients of a step have been added to `.grad`: all of them, or none.
+    """Whether the gradients of a step have been added to `.grad`.
 
-    atomic: whether the step must be all or nothing; otherwise gradients may be added while it runs. added: whether all
-    have been added. begun: whether a step that is not atomic has started, so that some may have been added.
+    atomic: whether the step must add all gradients or none; otherwise gradients may be added while the step runs.
+    added: whether all gradients have been added.
+    begun: whether a step that is not atomic has started, so that some gradients may have been added.
     """
 
     atomic: bool = True
@@ -50,8 +51,9 @@ def accumulate(
     """Add the sums to `.grad` as autograd would: in place if there is a `.grad`, and with the leaves' hooks.
 
     If a hook raises or an interrupt comes, every `.grad` is restored, unless `commit` says that all sums were added.
-    The same holds if `confirm` raises. It is called when nothing else can fail, with the leaves that still wait for
-    their sums. The sums are empty afterwards.
+    confirm: called when nothing else can fail, with the leaves that still wait for their sums. If it raises, every
+        `.grad` is restored too.
+    The sums are empty afterwards.
     """
     commit = commit or CommitRecord()
     totals = sums.totals
@@ -81,7 +83,7 @@ def accumulate(
 
 
 def is_plain(leaf: Tensor) -> bool:
-    """Return whether a gradient may be added to a leaf's `.grad` at any time, since no hook may see or change it."""
+    """Return whether workers may add to a leaf's `.grad` at any time, since no hook may see or change gradients."""
     grad = leaf.grad
     if grad is None or leaf._backward_hooks or has_hooks_behind(leaf):
         return False
@@ -90,9 +92,9 @@ def is_plain(leaf: Tensor) -> bool:
 
 
 def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:
-    """Return calls that add the sums of leaves without hooks after `.grad`.
+    """Return calls that add the sums of all leaves that have no hooks after `.grad`.
 
-    They run in C without any Python in between, so an interrupt comes before or after all of them.
+    The calls run in C without any Python in between, so an interrupt comes before or after all of them.
     """
     free, hooked, held = [], [], []
     for leaf, total in totals.items():
@@ -108,7 +110,10 @@ def _plan_work(totals: dict[Tensor, Tensor]) -> list[Callable[[], object]]:
 
 
 def _needs_autograd(leaf: Tensor) -> bool:
-    """Return whether autograd itself must add a leaf's sum, to run hooks after `.grad` or to make a new `.grad`."""
+    """Return whether autograd itself must add a leaf's sum.
+
+    It must if there are hooks after `.grad`, or a new `.grad`.
+    """
     if has_hooks_behind(leaf):
         return True
     # Adding a dense gradient to a sparse one makes a new tensor.

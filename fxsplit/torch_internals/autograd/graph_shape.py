@@ -1,9 +1,9 @@
-"""Recognise an autograd graph that has the same shape as an earlier one, node by node.
+"""Recognise an autograd graph that has the same shape as an earlier graph, node by node.
 
 A training step builds the same graph for each microbatch, so results that depend only on the shape of the graph are
-computed once. The shape is all that a search through the graph sees: the type of each node, its edges, and the leaf at
-each end. It is compared as a whole: a module may choose its operators by the values of a microbatch, so no part of a
-graph implies the rest.
+computed once. The *shape* is all that a search through the graph sees: the type of each node, its edges, and the leaf
+at each end. It is compared as a whole: a module may choose its operators by the values of a microbatch, so equality of
+one part of a graph says nothing about the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Edges = Sequence[tuple[Any, int]]
 
 
 class GraphShape:
-    """The shape of the graph of some roots, with the relevant leaves as numbers.
+    """The shape of the autograd graph that ends at some roots. Leaves are numbered.
 
-    numbers: the number of each relevant leaf, by id. positions: initially empty; filled with the position of each node
-    in the list that `match` returns for a graph of this shape. None comes first, then the nodes in breadth-first order.
+    numbers: the number of each relevant leaf, by id.
+    positions: an empty dict, which gets the position of each node in the list that `match` returns for a graph of this
+        shape. None comes first, then the nodes in breadth-first order.
     """
 
     def __init__(self, roots: Sequence[Tensor], numbers: Mapping[int, int], positions: dict[Any, int]) -> None:
@@ -96,5 +97,8 @@ def _list_edges(roots: Sequence[Tensor]) -> Edges:
 
 
 def _number_leaf_roots(roots: Sequence[Tensor], numbers: Mapping[int, int]) -> list[int | None]:
-    """Return the number of each root that is a leaf, and None for other roots and unknown leaves."""
+    """Return the number of each root that is a leaf.
+
+    The number is None for other roots, and for leaves without a number.
+    """
     return [numbers.get(id(root)) if root.grad_fn is None else None for root in roots]

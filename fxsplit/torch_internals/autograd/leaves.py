@@ -40,7 +40,7 @@ _muted = _Muted()
 def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
     """Return the leaves that get a gradient from `root`. The search stops at the autograd nodes in `below`.
 
-    For a loss, `below` are the nodes of the last stage's outputs, so the leaves found belong to the loss function.
+    If `root` is a loss and `below` has the nodes of the last stage's outputs, the leaves belong to the loss function.
     """
     if root.is_leaf:
         return [root] if root.requires_grad else []
@@ -49,9 +49,9 @@ def find_leaves(root: Tensor, below: Iterable[object] = ()) -> list[Tensor]:
 
 
 def find_recorded_leaves(roots: Iterable[Tensor]) -> list[Tensor] | None:
-    """Return the leaves that get a gradient from any root, according to autograd's record. Computes nothing.
+    """Return the leaves that get a gradient from any root, according to autograd's graph. Computes no gradient.
 
-    Returns None if the record is not conclusive: a backward written in Python may return no gradient.
+    Returns None if the graph does not show it: a backward written in Python may return no gradient.
     """
     found, nodes = [], []
     for root in roots:
@@ -84,7 +84,7 @@ def _walk(nodes: Iterable[Any], below: Iterable[object] = ()) -> Iterator[Any]:
 def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
     """Return whether the backward now running in this thread reaches one of the leaves `ends`.
 
-    If `ends` is empty, return whether it runs any node of the graph of `roots`, except the nodes of leaves.
+    If `ends` is empty, return whether that backward runs a node of the graph of `roots` that is not a leaf's node.
     """
     if ends:
         return any(torch._C._will_engine_execute_node(get_gradient_edge(end).node) for end in ends)
@@ -93,7 +93,10 @@ def comes_through(ends: Sequence[Tensor], roots: Iterable[Tensor]) -> bool:
 
 
 class _MutableHook:
-    """A user's gradient hook that does nothing while hooks are muted. It compares equal to the user's function."""
+    """A user's gradient hook that does nothing while hooks are muted. It compares equal to the user's function.
+
+    key: the kind of the hook, BEFORE or AFTER.
+    """
 
     def __init__(self, hook: Callable[[Tensor], Any], key: str) -> None:
         update_wrapper(self, hook)
@@ -113,14 +116,17 @@ class _MutableHook:
 
 
 class OwnHook(partial[Any]):
-    """One of fxsplit's own gradient hooks. It sees the gradient of each microbatch, and is not muted."""
+    """A gradient hook that fxsplit itself has registered.
+
+    It gets the gradient of each microbatch, and is never muted.
+    """
 
 
 @contextmanager
 def hide_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Set the `.grad` of the leaves to None inside the block, and restore it after the block.
+    """Set the `.grad` of the leaves to None inside the block, and restore it afterwards.
 
-    A backward in the block may add to `.grad` itself, as an autograd.Function does that runs another backward.
+    A backward inside the block may itself add to `.grad`: for example, if an autograd.Function runs another backward.
     """
     before = [(leaf, leaf.grad) for leaf in leaves]
 
@@ -142,8 +148,7 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 
     Gradients inside the block belong to one microbatch, but a hook expects the gradient of a whole batch. The hooks
     stay registered, so no interrupt can lose them.
-
-    kinds: BEFORE for hooks that may change a gradient, AFTER for hooks called once it has been added to `.grad`.
+    kinds: BEFORE for hooks that may change a gradient, AFTER for hooks that are called after it was added to `.grad`.
     """
     make_mutable(leaves)
     threaded = torch.autograd.is_multithreading_enabled()
@@ -159,14 +164,17 @@ def mute(leaves: Iterable[Tensor], kinds: Sequence[str] = BOTH) -> Iterator[None
 
 @contextmanager
 def unmute() -> Iterator[None]:
-    """Let hooks run inside the block, which must be inside a block of `mute`."""
+    """Let hooks run inside the block, although the block is inside a block of `mute`."""
     with restore_after(partial(_set_muted, _muted.kinds)):
         _set_muted(())
         yield
 
 
 def put_hook_behind(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook that is called after a gradient has been added to `.grad`, on a new leaf without hooks."""
+    """Register a hook on a new leaf without hooks.
+
+    It is called after a gradient has been added to the leaf's `.grad`.
+    """
     # Like register_post_accumulate_grad_hook(), but four times as fast, since no handle for removal is made. Ids of
     # handles count from 0, so -1 is free.
     leaf._post_accumulate_grad_hooks = OrderedDict({-1: hook})
@@ -194,13 +202,13 @@ def _set_muted(kinds: Sequence[str]) -> None:
 
 
 def list_gradient_hooks(leaf: Tensor) -> list[dict[int, Any]]:
-    """Return the dictionaries of a leaf's hooks, called before and after its gradient is added to `.grad`."""
+    """Return two dictionaries: the hooks that run before a leaf's gradient is added to `.grad`, and after it."""
     found = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [hooks for hooks in found if hooks is not None]
 
 
 def find_hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves with hooks, called before or after a gradient is added to `.grad`."""
+    """Return the leaves that have gradient hooks of either kind."""
     return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 

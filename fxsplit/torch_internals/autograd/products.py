@@ -1,4 +1,4 @@
-"""Compute the weight gradient of a linear layer from its autograd node, as autograd does, but without the engine.
+"""Compute the weight gradient of a linear layer from its autograd node, without autograd's engine.
 
 A call of the engine searches the graph from the node towards the weight, through all earlier layers. The gradient
 itself takes only two operators: for `x @ w.t() + b` and an incoming gradient `g`, these are `g.t() @ x` and the sum of
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class Product(NamedTuple):
-    """How a node computes a product with the weights to which it leads.
+    """How an autograd node has multiplied its input by a weight.
 
-    factor, bias: the index of the weight that is the second factor, and of the one that is added (None without bias).
+    factor, bias: the indices of the weight that is the second factor, and of the weight that is added (None: no bias).
     transposed: whether the second factor is the transposed weight, as in nn.Linear.
     by_columns: whether the second factor is column-major in memory, as in nn.Linear.
     saved: the node's attribute that holds the first factor.
@@ -33,7 +33,7 @@ class Product(NamedTuple):
 
 
 def find_product(node: Any, weights: Sequence[Tensor]) -> Product | None:
-    """Describe a node that is exactly a product with the weights to which it leads. Returns None for any other node."""
+    """Return how a node multiplies by the given weights, or None if it does anything else."""
     kinds = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
     saved, edge = kinds.get(node.name(), ("", 0))
     # AMD's half-precision kernels behave differently inside a backward.
@@ -62,8 +62,9 @@ def differentiate_product(
 ) -> list[Tensor | None] | None:
     """Return the gradients of the weights of a product's node, equal to autograd's bit by bit.
 
-    gradient: the gradient that arrived at the node, [rows, columns]. Call under no_grad. Returns None if autograd must
-    compute them: for sparse or complex numbers, mixed dtypes, scaled operands, and in anomaly mode.
+    gradient: the gradient that arrived at the node, [rows, columns]. Call this under no_grad.
+    Returns None if autograd must compute the gradients: for sparse or complex numbers, mixed dtypes, scaled operands,
+    and in anomaly mode.
     """
     if product.scales and (node._saved_alpha != 1 or node._saved_beta != 1):
         return None
@@ -73,7 +74,7 @@ def differentiate_product(
     if not gradient.layout is x.layout is torch.strided or torch.is_anomaly_enabled():
         return None
     found: list[Tensor | None] = [None] * len(weights)
-    # As autograd does, compute the form with the memory order of the second factor.
+    # As autograd does, compute the gradient in the memory order of the second factor.
     if product.by_columns:
         of_factor = gradient.t().mm(x)
         found[product.factor] = of_factor if product.transposed else of_factor.t()

@@ -33,7 +33,7 @@ from fxsplit.torch_internals.autograd.products import Product, differentiate_pro
 from fxsplit.torch_internals.autograd.sums import differentiate
 
 FUSED = ("BatchNorm", "LayerNorm", "GroupNorm", "RmsNorm", "Rnn", "Lstm", "Gru", "Prelu", "Attention", "CppNode")
-"""Parts of the names of autograd nodes with one kernel for the gradients of inputs and weights."""
+"""Parts of the names of autograd nodes that compute the gradients of inputs and weights in one kernel."""
 
 LEAST_PRODUCTS: Mapping[str, int] = defaultdict(lambda: 1 << 27, cpu=1 << 20)
 """The fewest multiplications, by device type, for which delaying a weight gradient pays off.
@@ -47,9 +47,10 @@ MOST_SHAPES = 4
 
 
 class Branch(NamedTuple):
-    """A branch node: the edges into it, one per output that is used, and its weights.
+    """A branch node, with the weights whose gradients can be left for later there.
 
-    product: describes the product of a linear layer, or None for other nodes.
+    edges: the edges into the node, one for each of its outputs that is used.
+    product: describes the product of a linear layer; None for other nodes.
     """
 
     edges: list[GradientEdge]
@@ -65,7 +66,11 @@ Users = dict[Any, list[tuple[Any, int]]]
 
 
 class WeightBackward(NamedTuple):
-    """The weight-gradient backward of one branch node: start edges, weights, and the gradients that arrived there."""
+    """The part of a backward that was left for later at one branch node.
+
+    edges: where it starts. gradients: the gradients that arrived there.
+    weights: the weights whose gradients it computes. product: as in `Branch`.
+    """
 
     edges: list[GradientEdge]
     weights: list[Tensor]
@@ -73,7 +78,10 @@ class WeightBackward(NamedTuple):
     product: Product | None = None
 
     def run(self, retain_graph: bool = False) -> Sequence[Tensor | None]:
-        """Return the gradients of the weights. Call under no_grad. With `retain_graph`, saved tensors are kept."""
+        """Return the gradients of the weights. Call this under no_grad.
+
+        `retain_graph`: keep the tensors that autograd saved.
+        """
         if self.product is not None:
             found = differentiate_product(self.product, self.edges[0].node, self.gradients[0], self.weights)
             if found is not None:
@@ -86,8 +94,8 @@ def find_branch_nodes(
 ) -> tuple[BranchNodes, list[Tensor]]:
     """Return the branch nodes of the weights `trained` in the graph of `roots`, and the weights without a branch node.
 
-    A weight on which no root depends is in neither. A weight with a gradient too cheap to delay has no branch node,
-    unless `small_too`.
+    A weight on which no root depends is in neither result. A weight whose gradient is too cheap to delay has no branch
+    node, unless `small_too`.
     """
     users, node_of = _find_users(roots)
     # Weights that the stage returns unchanged: their gradient arrives at no node of the stage.
@@ -129,7 +137,12 @@ def _is_small(node: Any, numbers: Sequence[int], weights: Sequence[Tensor]) -> b
 
 
 class _Known(NamedTuple):
-    """The result for graphs of one shape: nodes as positions, and weights as indices into the trained weights."""
+    """The branch nodes of all graphs of one shape, to reuse the result of a search.
+
+    branches: for each branch node, its position among the nodes, its used outputs, its weights as indices, and its
+        product.
+    without: the indices of the weights without a branch node.
+    """
 
     shape: GraphShape
     branches: list[tuple[int, list[int], list[int], Product | None]]
@@ -148,7 +161,10 @@ class BranchFinder:
         self._idle: set[tuple[torch.Size, ...]] = set()
 
     def find(self, roots: Sequence[Tensor], trained: Sequence[Tensor]) -> tuple[BranchNodes, list[Tensor]]:
-        """Like `find_branch_nodes`, cached by graph shape. Returns none for root shapes with only cheap gradients."""
+        """Return the same as `find_branch_nodes`, from a cache if the graph has a known shape.
+
+        If all weight gradients were too cheap to delay for roots of these shapes, no branch nodes are returned.
+        """
         # Delaying nothing is correct for every graph, so the shapes of the roots are enough here.
         shapes = tuple([root.shape for root in roots])
         if shapes in self._idle:
@@ -180,9 +196,9 @@ class BranchFinder:
 
 
 def collect_weight_backwards(nodes: BranchNodes, gradients: Iterable[Tensor | None]) -> list[WeightBackward]:
-    """Pair branch nodes with the gradients at all their edges, in the nodes' order, into weight-gradient backwards.
+    """Return the backwards that are left for later: one for each branch node, with the gradients that arrived.
 
-    A node at which no gradient arrived is skipped.
+    gradients: the gradients at all edges, in the order of the nodes. A node at which no gradient arrived is skipped.
     """
     arrived = iter(gradients)
     found: list[WeightBackward] = []
@@ -222,7 +238,7 @@ def _find_users(roots: Sequence[Tensor]) -> tuple[Users, dict[Tensor, Any]]:
 
 
 def _find_branch_node(leaf: Any, users: Users) -> Any:
-    """Walk from a leaf's node through its users to the first node that also leads elsewhere: the branch node.
+    """Return a leaf's branch node: walk from the leaf's node through its users to the first that also leads elsewhere.
 
     If the path first reaches a root or a node that must run once, return the last node that leads only to the leaf, or
     None if that is the leaf's own node.

@@ -44,7 +44,7 @@ class Sums:
         self.totals: dict[Tensor, Tensor] = totals or {}
 
     def add(self, shares: Iterable[Share]) -> None:
-        """Add gradients to the sums of their leaves. Never writes to a gradient to which something else refers."""
+        """Add gradients to the sums of their leaves. A gradient to which something else refers is not written to."""
         totals, more = [], []
         for leaf, gradient, unshared in shares:
             total = self.totals.get(leaf)
@@ -70,8 +70,8 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `ends`, given the gradients of `roots`; None for an end on which no root depends.
 
-    A root or an end is a tensor or an edge of the autograd graph. Equals torch.autograd.grad(allow_unused=True) without
-    its argument checks, which took a third of the time of a small action.
+    A root or an end is a tensor or an edge of the autograd graph. This equals torch.autograd.grad(allow_unused=True),
+    but without its checks of arguments, which took a third of the time of a small action.
     """
     # torch's wrapper also passes this thread's context variables to autograd's threads. Workers start none, and storing
     # the variables makes autograd copy them for each node of the graph. So skip the wrapper without threads.
@@ -85,7 +85,7 @@ def differentiate(
 
 
 def make_shares(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], unshared: Sequence[bool]) -> list[Share]:
-    """Return each leaf with its gradient and whether that is unshared. Leaves without a gradient are left out."""
+    """Return (leaf, gradient, whether it is unshared) for each leaf that has a gradient."""
     return [(leaf, g, alone) for leaf, g, alone in zip(leaves, gradients, unshared, strict=True) if g is not None]
 
 
@@ -144,7 +144,7 @@ LEAST_BYTES = 1 << 16
 
 
 class _Target(threading.local):
-    """Per thread: the sums to add to, and the ids of the leaves with gradients added so far."""
+    """For each thread: the sums to which hooks add, and the ids of the leaves whose gradients were added so far."""
 
     sums: Sums | None = None
 
@@ -162,10 +162,10 @@ def differentiate_into(
     ends: Sequence[Tensor | GradientEdge],
     retain_graph: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], set[int]]:
-    """Return the result of `differentiate`, and the ids of the leaves with gradients already in `sums`.
+    """Return the result of `differentiate`, and the ids of the leaves whose gradients have been added to `sums`.
 
-    The result has a placeholder for each such gradient. These are leaves that an `EagerAccumulator` watches. If `sums`
-    is None, there are none.
+    The result has a placeholder for each gradient that was added. The leaves are those that an `EagerAccumulator`
+    watches. If `sums` is None, no gradient is added.
     """
     _target.sums, _target.caught = sums, set()
     try:
@@ -175,12 +175,12 @@ def differentiate_into(
 
 
 def is_caught(leaf: Tensor) -> bool:
-    """Return whether a leaf's gradient is large enough to be added to its sum during the backward."""
+    """Return whether a leaf is so large that a hook adds its gradient to its sum during the backward."""
     return leaf.layout is torch.strided and leaf.nbytes >= LEAST_BYTES
 
 
 class EagerAccumulator:
-    """The hooks on large leaves that add gradients to sums. All are removed at the end of the block of `watch`.
+    """The hooks on large leaves that add gradients to sums during a backward. The end of `watch` removes them.
 
     key_of: the key of a leaf in the sums, if it is not the leaf itself.
     """
@@ -197,7 +197,7 @@ class EagerAccumulator:
 
     @contextmanager
     def watch(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Watch the large tensors among the leaves for the block, and leaves passed to `add` inside it."""
+        """Inside the block, watch the large tensors among the leaves, and leaves passed to `add`."""
         with restore_after(self._remove):
             self.add(leaves)
             yield
@@ -230,7 +230,7 @@ class EagerAccumulator:
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
         """Add a leaf's gradient to the sums of this thread, and return the placeholder that autograd keeps."""
         sums = _target.sums
-        # A user's own backward inside this one, as in a function that recomputes, needs its gradient.
+        # A user's own backward inside this backward, as in a function that recomputes, needs the gradient itself.
         if sums is None or sys._getframe(1).f_code is not differentiate.__code__:
             return None
         # Autograd refuses a placeholder with another layout than the gradient's.
@@ -243,8 +243,8 @@ class EagerAccumulator:
         if total is None or total.layout is not torch.strided:
             sums.add([(key, gradient, unshared)])
         elif total is not key.grad and unshared and gradient.is_cpu and gradient.stride() == total.stride():
-            # The same sum, in the newer memory. If the newest block were always freed, glibc would return its pages to
-            # the kernel and request them again: 50 % more processor time on large layers.
+            # Keep the sum in the memory of the newest gradient. If the newest block were always freed, glibc would give
+            # its pages back to the kernel and request them again: 50 % more processor time on large layers.
             sums.totals[key] = gradient.add_(total)
         else:
             total.add_(gradient)
@@ -255,7 +255,7 @@ class EagerAccumulator:
 
 
 def _is_unshared(gradient: Tensor) -> bool:
-    """Return whether only autograd, which will drop it next, holds a gradient passed to a hook."""
+    """Return whether only autograd holds a gradient that was passed to a hook. Autograd drops it after the hook."""
     references, holders = _count_holders()
     return sys.getrefcount(gradient) <= references and owns_its_memory(gradient, holders)
 

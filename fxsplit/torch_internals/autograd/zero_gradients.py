@@ -1,4 +1,4 @@
-"""Keep zero gradients zero through a division by a count of zero, without reading the values on the host."""
+"""Keep gradients of zero at zero through a division by a count of zero, without reading the values on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def keep_zeros(numbers: Sequence[Tensor]) -> None:
-    """Keep zero gradients of scalars zero while they pass through the graph, even through a division by zero.
+    """Keep gradients of zero at zero while they pass through scalars of the graph, even if these were divided by zero.
 
-    numbers: tensors; any tensor with more than one element is ignored. A scalar that was divided by a count of zero
-    would turn its gradient 0 into 0 / 0. The scalars from which it was computed are treated the same. Valid for the
-    next backward only.
+    Otherwise, a scalar that was divided by a count of zero turns its gradient 0 into 0 / 0, which is NaN. The scalars
+    from which it was computed are treated the same. This holds only for the next backward.
+    numbers: the tensors at which the backward starts. A tensor with more than one element is ignored.
     """
     for number in numbers:
         if number.grad_fn is not None and number.numel() == 1:
@@ -33,7 +33,10 @@ def _watch(node: Node) -> None:
 
 
 def _hand_on(below: Sequence[Node | None], made: Gradients, given: Gradients) -> Gradients | None:
-    """Return the gradients that a node passes on, `made` from `given`, or zeros if `given` is zero."""
+    """Return the gradients that a node passes on (`made`), or zeros if the gradient that it was given is zero.
+
+    below: the nodes that get the gradients.
+    """
     (gradient,) = given if len(given) == 1 else (None,)
     if gradient is None or gradient.numel() != 1:
         return None

@@ -12,7 +12,7 @@ from fxsplit.system.user_lines import warn_user
 
 
 def warn_of_lone_step(pipeline: nn.Module) -> None:
-    """Warn if the pipeline is wrapped in a DistributedDataParallel over several ranks, which does not see a step()."""
+    """Warn if the pipeline is wrapped in a DistributedDataParallel over several ranks, which ignores a step()."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     # A module does not know its wrapper. Use type(), since a proxy may claim another class as its own.

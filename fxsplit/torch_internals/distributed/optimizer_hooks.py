@@ -1,4 +1,4 @@
-"""Hide remote gradients while an optimizer steps.
+"""Hide remote gradients, which have their values on other ranks, while an optimizer steps.
 
 Optimizers skip parameters without a gradient, and so skip remote parameters. A closure that an optimizer calls runs a
 backward and may clip, so it sees all gradients. Norms that an optimizer computes itself are over this rank's gradients.
@@ -26,16 +26,16 @@ from fxsplit.torch_internals.distributed.remote_tensors import RemoteTensor, is_
 
 @cache
 def hide_gradients_from_optimizers(own: type[Tensor]) -> None:
-    """Hide remote gradients whenever an optimizer steps, for the life of the process.
+    """Hide remote gradients whenever an optimizer steps, from now until the process ends.
 
-    own: the class of this rank's gradients, which makes norms cover all ranks. During a step they are plain tensors.
+    own: the class of this rank's gradients, with which norms cover all ranks. During a step they are plain tensors.
     """
     register_optimizer_step_pre_hook(partial(_put_aside, own))
     register_optimizer_step_post_hook(partial(_put_back, own))
 
 
 def _mark(optimizer: Optimizer, before: type[Tensor], now: type[Tensor]) -> None:
-    """Change the class of this rank's gradients that are known to all ranks."""
+    """Change the class of this rank's gradients from `before` to `now`, if other ranks know of these gradients."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if type(weight.grad) is before and hasattr(weight.grad, "place"):
@@ -50,7 +50,10 @@ def _list_remote(optimizer: Optimizer) -> list[RemoteParameter]:
 
 
 def _put_aside(own: type[Tensor], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hide remote gradients from an optimizer that is about to step. Returns its changed arguments, or None."""
+    """Hide remote gradients from an optimizer that is about to step.
+
+    Returns the arguments of step() with a closure that shows the gradients again, or None if there is no closure.
+    """
     _mark(optimizer, own, Tensor)
     remote = _list_remote(optimizer)
     if remote and isinstance(optimizer, LBFGS):

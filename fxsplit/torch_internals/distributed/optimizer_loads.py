@@ -1,7 +1,8 @@
-"""Check the state that optimizers load over ranks: each rank's optimizer has state for its own parameters only.
+"""Check the state that optimizers load if parameters are spread over ranks.
 
-The state_dict of rank 0 has no entries for parameters of other ranks. torch loads it on the other ranks without an
-error, and their averages would start again at zero. So loaded state is compared with the rank's parameters.
+Each rank's optimizer has state only for the rank's own parameters, so the state_dict of rank 0 has no entries for
+others. torch loads it on the other ranks without an error, and their averages would start again at zero. So loaded
+state is compared with the rank's parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def note_names(named: Iterable[tuple[str, Tensor]]) -> None:
 
 @cache
 def watch_loads() -> None:
-    """Check all state that optimizers load, for the life of the process."""
+    """Check all state that optimizers load, from now until the process ends."""
     load = Optimizer.load_state_dict
 
     @wraps(load)
@@ -60,7 +61,10 @@ def _list_weights(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _check_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise InputError for the state of another rank, and warn if some of this rank's state is missing."""
+    """Raise InputError if an optimizer loads the state of another rank.
+
+    Warn if some of this rank's state is missing.
+    """
     weights = _list_weights(optimizer)
     if not any(weight in _names for weight in weights):
         _loaded.add(optimizer)
@@ -72,12 +76,12 @@ def _check_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def note_arrival(weight: Tensor) -> None:
-    """Record a parameter that has arrived from another rank. Its optimizer state stayed there."""
+    """Record that a parameter has arrived from another rank. Its optimizer state stayed on that rank."""
     _arrived[weight] = True
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check state that was loaded before parameters were assigned to ranks, and parameters that arrived later."""
+    """Check an optimizer's state before a step, if it was loaded too early, or if parameters have arrived since."""
     was_loaded = optimizer in _loaded
     if not was_loaded and not _arrived:
         return
@@ -90,10 +94,10 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check(weights: Iterable[Tensor], held: Collection[int], was_loaded: bool = True) -> None:
-    """Warn of this rank's parameters without optimizer state, if any other parameters have state.
+    """Warn of this rank's parameters that have no optimizer state, if other parameters have state.
 
-    held: the ids of the parameters with state. was_loaded: whether to raise InputError instead, if no parameter of this
-    rank has state.
+    held: the ids of the parameters with state. was_loaded: whether the state was loaded. If so, this raises InputError
+        instead if no parameter of this rank has state.
     """
     own = [w for w in weights if w in _names and w.requires_grad and not isinstance(w, RemoteTensor)]
     lacking = [_names[weight] for weight in own if id(weight) not in held]

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: private information, interruptible waits, and recognising their errors."""
+"""Process groups of torch.distributed: their private parts, waits that can be ended, and their errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOST = ("gloo", "NCCL", "pair closure")
 LOOK_S = 0.001
 """The polling interval, in seconds."""
 MOST_LENT = 64
-"""The most tensors remembered. Something other than gloo's threads may hold a tensor for long."""
+"""How many tensors are remembered at most, since the user's code may hold a tensor for long."""
 _lent: list[Tensor] = []
 
 
@@ -40,7 +40,7 @@ _count_holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr
 
 
 def lend(*tensors: Tensor) -> None:
-    """Remember tensors passed to a collective, for `wait_until_returned`, until nothing else holds them.
+    """Remember tensors that are passed to a collective, for `wait_until_returned`, until nothing else holds them.
 
     A gloo thread drops its tensors some time after the collective has ended, and needs Python's lock to do so. If
     Python is exiting by then, the thread is killed while it waits for the lock, and the process aborts.
@@ -49,7 +49,10 @@ def lend(*tensors: Tensor) -> None:
 
 
 def wait_until_returned(limit_s: float) -> bool:
-    """Wait until torch holds no lent tensor, for at most `limit_s` seconds. Returns whether it succeeded."""
+    """Wait until torch holds no tensor that `lend` remembers, for at most `limit_s` seconds.
+
+    Returns whether it succeeded.
+    """
     until = time.monotonic() + limit_s
     while waits := any(_count_holders(tensor) > 1 for tensor in _lent):
         if time.monotonic() > until:
@@ -87,9 +90,9 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def clone_store() -> Store:
-    """Return the default process group's store with a connection of its own.
+    """Return another connection to the default process group's store.
 
-    A blocking wait in one connection blocks all other users of that connection.
+    A wait in one connection blocks all other users of that connection.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     cloned: Store = store.clone()
@@ -100,9 +103,9 @@ def clone_store() -> Store:
 
 
 class WatchedStore(Store):
-    """A store for the rendezvous of ranks. Its waits call `look` repeatedly, which may raise.
+    """A store for the rendezvous of ranks. While it waits, it calls `look` repeatedly, which may raise an error.
 
-    torch's own stores wait in C++: neither Ctrl-C nor a failure of another rank wakes them.
+    torch's own stores wait in C++: neither Ctrl-C nor a failure of another rank ends such a wait.
     """
 
     def __init__(self, store: Store) -> None:
@@ -128,7 +131,7 @@ class WatchedStore(Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have values. Raises an error of `look`, which it calls meanwhile.
+        """Wait until all keys have values, and call `look` meanwhile. An error of `look` ends the wait.
 
         Raises DistStoreError after the timeout.
         """
@@ -154,8 +157,9 @@ def make_group(
 ) -> Any:
     """Make a group of some ranks, as torch's new_group() does. Every rank calls it.
 
-    limit_s: the timeout of operations in the group, in seconds. look: called while this rank waits for the others;
-    raises to give up. make_limit_s: the timeout of making the group (default: `limit_s`).
+    limit_s: the timeout of operations in the group, in seconds.
+    look: called repeatedly while this rank waits for the others; it raises an error to end the wait.
+    make_limit_s: the timeout of making the group, in seconds (default: `limit_s`).
     """
     made_in = timedelta(seconds=limit_s if make_limit_s is None else make_limit_s)
     default: Any = dist.group.WORLD
@@ -179,8 +183,8 @@ def make_group(
 def has_closed(group: Any, peer: int) -> bool:
     """Return whether the connection to a rank of a gloo group is closed, as it is after that rank's process has died.
 
-    Returns False for other backends, which cannot report it. Posts a receive for a message that never comes, without
-    waiting for it.
+    Returns False for other backends, which cannot report it. To find out, this posts a receive for a message that never
+    comes, without waiting for it.
     """
     backend = _find_gloo(group)
     try:
@@ -208,7 +212,10 @@ def count_groups() -> int:
 
 
 def count_groups_from(number: int) -> None:
-    """Set the number that names the next group. Ranks meet by the name, so it must be equal on all ranks."""
+    """Set the number from which torch makes the next group's name.
+
+    Ranks meet by that name, so it must be equal on all.
+    """
     _world.group_count = number
 
 
@@ -220,9 +227,9 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def break_waits(group: dist.ProcessGroup) -> None:
-    """Make pending operations in a group fail, here and on its peers. The group is unusable afterwards.
+    """Make pending operations in a group fail, on this rank and on the others. The group is unusable afterwards.
 
-    gloo's abort() does not wake waiting threads. A receive that times out closes the connection, which does.
+    gloo's abort() does not end waits of threads. But a receive that times out closes the connection, which ends them.
     """
     if "gloo" not in group.name():
         group.abort()

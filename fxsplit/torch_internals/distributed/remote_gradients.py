@@ -44,7 +44,7 @@ NORM_FUNCTIONS = {
 }
 """torch's norm functions. Vector norms over all elements use an operator of `TOGETHER`; other norms do not."""
 KEEPING = {Tensor.detach, Tensor.data.__get__, Tensor._values}  # type: ignore[attr-defined]
-"""Functions that return the same gradient."""
+"""Functions whose result is the same gradient, so that the result keeps its class."""
 
 
 class AllGather(Protocol):
@@ -55,13 +55,19 @@ class AllGather(Protocol):
 
 
 class OwnGradient(Tensor):
-    """A gradient on this rank for which the other ranks have a remote tensor. Its memory is ordinary."""
+    """A gradient of this rank, in place of which the other ranks have a remote tensor. Its memory is ordinary.
+
+    place: the object that knows the gradients of all ranks, and the index of the parameter.
+    """
 
     place: tuple[RemoteGradients, int]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function, together with the other ranks, which call it with remote gradients."""
+        """Run a torch function.
+
+        For norms and the like, all ranks run it together: the others call it with remote gradients.
+        """
         kwargs = kwargs or {}
         # Reading an attribute, such as the shape, runs no operator.
         if func in KEEPING or getattr(func, "__name__", "") == "__get__":
@@ -96,9 +102,10 @@ class OwnGradient(Tensor):
 
 
 class _Together(TorchDispatchMode):
-    """Runs operators of TOGETHER on this rank's gradients together with the other ranks.
+    """Lets all ranks run operators of TOGETHER on this rank's gradients at the same time.
 
-    The other ranks run the same torch code, so they reach the same operator. has_met: whether one has run.
+    The other ranks run the same torch code, so they reach the same operator.
+    has_met: whether such an operator has run.
     """
 
     has_met = False
@@ -120,7 +127,10 @@ def _is_own_sparse(value: Any) -> bool:
 
 
 def _stand_in(gradient: OwnGradient) -> Tensor:
-    """Return the remote tensor that other ranks have for a sparse gradient; return a dense gradient as is."""
+    """Return the remote tensor that other ranks have in place of a sparse gradient.
+
+    Return a dense gradient as it is.
+    """
     remote_gradients, index = gradient.place
     return remote_gradients.make_stand_in(gradient, index) if _is_own_sparse(gradient) else gradient
 
@@ -138,7 +148,7 @@ def _refuse_norm(remote_gradients: RemoteGradients, index: int, what: str) -> No
 
 
 def mark_own(gradient: Tensor, remote_gradients: RemoteGradients, index: int) -> None:
-    """Mark a gradient of this rank as that of the parameter with an index."""
+    """Mark a gradient of this rank as the gradient of the parameter with this index, which all ranks know."""
     if type(gradient) is Tensor:
         gradient.__class__ = OwnGradient
     if isinstance(gradient, OwnGradient):
@@ -155,10 +165,12 @@ class OwnedParameter:
 
 
 class RemoteGradients:
-    """The gradients of a model's parameters over ranks. Knows the parameters in order, and the rank of each.
+    """The gradients of a model's parameters over all ranks.
 
-    exchange: exchanges numbers between ranks. me: this rank. alone: whether there is only one rank, so that gradients
-    stay plain tensors.
+    named: the name, the parameter and its rank, for all parameters in an order that all ranks share.
+    exchange: exchanges numbers between ranks.
+    me: this rank.
+    alone: whether there is only one rank, so that gradients stay plain tensors.
     """
 
     def __init__(
@@ -184,9 +196,9 @@ class RemoteGradients:
         return self._entries[index].name
 
     def send_away(self, index: int, device: torch.device | None = None) -> None:
-        """Make a parameter remote: free its values here, as another rank owns them.
+        """Free the values of a parameter that another rank owns, and make it a remote tensor.
 
-        device: the device that the parameter reports afterwards (default: its present one).
+        device: the device that the parameter reports afterwards (default: its present device).
         """
         entry = self._entries[index]
         weight = entry.weight()
@@ -202,7 +214,7 @@ class RemoteGradients:
         return [float(self._get_own(e) is not None or id(e.weight()) in soon) for e in self._entries]
 
     def share_present(self, found: Sequence[Sequence[float]] | None = None) -> None:
-        """Give each parameter a gradient on every rank if its owner has one, else none. This rank's own gradients stay.
+        """Give each parameter a gradient on every rank if its owner has one, else None. This rank's own gradients stay.
 
         found: the result of `list_present` on each rank, if it is known already.
         """
@@ -226,7 +238,7 @@ class RemoteGradients:
         return make_remote(RemoteTensor, weight, replace(weight.owner, gradient=True, index=index, collective=self))
 
     def make_stand_in(self, gradient: Tensor, index: int) -> Tensor:
-        """Return the remote tensor that other ranks have for the gradient of a parameter."""
+        """Return the remote tensor that other ranks have in place of the gradient of a parameter."""
         entry = self._entries[index]
         return make_remote(RemoteTensor, gradient, Owner(entry.name, entry.rank, index, self, gradient=True))
 
@@ -238,7 +250,7 @@ class RemoteGradients:
     # Operators that ranks run together
 
     def run_together(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of TOGETHER on gradients of all ranks. All ranks must call it now."""
+        """Run an operator of TOGETHER on gradients of all ranks. All ranks call this at the same time."""
         if func is UNSCALE:
             return self._unscale(*args, **kwargs)
         return self._find_all_norms(*args, **kwargs) if func is NORMS else self._find_one_norm(*args, **kwargs)
@@ -304,7 +316,11 @@ class RemoteGradients:
         return self._gather(numbers, what)
 
     def _find_norm(self, gradient: Tensor, norms: list[list[float]], ord: float, dtype: torch.dtype | None) -> Tensor:
-        """Look up the norm of a gradient in the ranks' numbers, or compute it if the gradient is none of these."""
+        """Return the norm of a gradient.
+
+        If it belongs to one of the parameters, take it from `norms`, those of all ranks.
+        Compute the norm of any other gradient here.
+        """
         index = self._find_index(gradient)
         if index is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -314,7 +330,7 @@ class RemoteGradients:
         return torch.tensor(norms[self._entries[index].rank][index], dtype=kind, device=gradient.device)
 
     def _find_index(self, gradient: Tensor) -> int | None:
-        """Return the index of a gradient's parameter, or None."""
+        """Return the index of the parameter that a gradient belongs to, or None if it belongs to none of these."""
         if isinstance(gradient, RemoteTensor):
             return gradient.owner.index if gradient.owner.collective is self else None
         if isinstance(gradient, OwnGradient):
@@ -323,7 +339,10 @@ class RemoteGradients:
         return None
 
     def _gather(self, numbers: Sequence[float], what: str) -> list[list[float]]:
-        """Exchange numbers between all ranks. Raises RanksDiffer if a rank called for another reason."""
+        """Exchange numbers between all ranks. `what`: the reason.
+
+        Raises RanksDiffer if a rank calls it for another reason.
+        """
         mark = float(zlib.crc32(what.encode()))
         # Always the same size, so that ranks that call for different reasons find out instead of blocking.
         mine = torch.zeros(2 + len(self._entries), dtype=torch.float64)
@@ -339,14 +358,17 @@ class RemoteGradients:
 
 
 def _try_norm(gradient: Tensor, *args: Any, dtype: torch.dtype | None) -> None:
-    """Raise torch's errors for the arguments of a norm on every rank, before the ranks wait for each other."""
+    """Raise torch's errors for wrong arguments of a norm, on every rank, before the ranks wait for each other."""
     bare = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
     with torch._C.DisableTorchFunctionSubclass():
         torch.linalg.vector_norm(bare, *args, dtype=dtype)
 
 
 class _EndCallback:
-    """A callback at the end of a backward. Calls `otherwise` if autograd drops it without calling it."""
+    """A callback for the end of a backward.
+
+    If autograd drops it uncalled, the backward has failed: calls `otherwise`.
+    """
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function = function
@@ -368,6 +390,6 @@ def call_after_backward(function: Callable[[], None], otherwise: Callable[[], No
 
 @cache
 def _let_clipping_take_lists() -> None:
-    """Make clipping compute the norms of a whole list of gradients at once, instead of one by one."""
+    """Let torch's gradient clipping compute the norms of a whole list of gradients at once, and not one by one."""
     # torch's own DTensor does the same.
     foreach._foreach_supported_types += [OwnGradient, RemoteTensor]

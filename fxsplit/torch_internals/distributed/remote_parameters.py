@@ -25,7 +25,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     """A parameter on another rank."""
 
     aside: Tensor | None = None
-    """Its gradient while an optimizer steps."""
+    """The parameter's gradient while an optimizer steps: it is hidden from the optimizer here."""
 
 
 @cache
@@ -47,10 +47,11 @@ def _get_own_class(weight: Tensor) -> Any:
 
 
 def send_away(weight: Tensor, owner: Owner, device: torch.device | None = None) -> None:
-    """Make a weight remote: free its values, which another rank owns. The weight stays the same object.
+    """Free the values of a weight that another rank owns, and make it a remote tensor.
 
-    device: the device that the weight reports, by default its current device. If the weight is remote already, its
-    owner is updated.
+    The weight stays the same object.
+    device: the device that the weight reports afterwards (default: its present device). If the weight is remote
+        already, only its owner is updated.
     """
     exchange(
         weight, make_remote(_derive(type(weight)), weight, owner, requires_grad=weight.requires_grad, device=device)
@@ -64,9 +65,9 @@ def bring_back(weight: Tensor, value: Tensor) -> None:
 
 
 def borrow(weight: RemoteTensor) -> Tensor:
-    """Return a local version of a remote weight that shares memory with its lent values.
+    """Return an ordinary tensor in place of a remote weight. It shares memory with the values that were lent.
 
-    Raises ElsewhereError if no values are lent.
+    Raises ElsewhereError if no values were lent.
     """
     if weight.lent is None:
         weight.owner.refuse("to run the model")
@@ -86,7 +87,7 @@ def call_with_lent(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
 
 @cache
 def refuse_scripts() -> None:
-    """Make TorchScript refuse modules with remote weights, for the life of the process.
+    """Make TorchScript refuse modules with remote weights, from now until the process ends.
 
     TorchScript's C++ code does not look at a tensor's class, and would save memory that does not exist.
     """

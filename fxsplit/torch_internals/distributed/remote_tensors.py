@@ -1,8 +1,8 @@
-"""Remote tensors, which have their values on another rank. They have a shape, a dtype and a device, but no memory.
+"""Remote tensors: tensors whose values are on another rank. They have a shape, a dtype and a device, but no memory.
 
 Operators on remote tensors compute shapes only. A result computed from a remote tensor is remote too. A write to a
-remote tensor does nothing here, since its owner runs the same write. An operator that would read values, or mix them
-with values of this rank, raises an error that names the weight:
+remote tensor does nothing here, since the rank that owns the values runs the same write. An operator that would read
+values, or mix them with values of this rank, raises an error that names the weight:
 
     remote * 2               -> remote
     remote.mul_(2)           -> the same remote tensor; only its owner computes
@@ -29,7 +29,7 @@ from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
 T = TypeVar("T", bound=Tensor)
 LOCAL = "pipe.local_parameters() are those of this rank, and the ranks with the same ones are mesh.get_group('dp')"
-"""The alternative for collectives that the user calls."""
+"""The advice in the error for a user's own collective on a remote tensor."""
 aten = torch.ops.aten
 
 SAME = {aten.detach.default, aten.alias.default}
@@ -45,17 +45,21 @@ DRAW_BY_VALUES = {"multinomial", "poisson", "binomial", "_standard_gamma", "_sam
 
 
 class CollectiveOperators(Protocol):
-    """Runs operators of TOGETHER, which all ranks call at the same time."""
+    """Runs operators of `TOGETHER`, such as norms of gradients, on all ranks at the same time."""
 
     def run_together(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the operator's result for the gradients of all ranks."""
+        """Run the operator `func` with these arguments on the gradients of all ranks, and return its result.
+
+        All ranks call this at the same time, since each rank has the values of only some gradients.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """The rank that owns a weight, and the weight's name in the model.
+    """The rank that owns a weight's values, and the weight's name in the model. Each remote tensor has one.
 
     index: the weight's index among the parameters of `collective`.
+    collective: runs operators on the gradients of all ranks, for a gradient.
     """
 
     name: str
@@ -65,17 +69,17 @@ class Owner:
     gradient: bool = False
     """Whether this is the weight's gradient instead of its values."""
     derived: bool = False
-    """Whether this was computed from the weight or the gradient."""
+    """Whether the tensor was computed from the weight or the gradient, and is neither of them itself."""
     absent: frozenset[int] = frozenset()
-    """The ranks of torch's default group that do not have it, including this rank."""
+    """The ranks of torch's default group that do not have the values, including this rank."""
 
     def __str__(self) -> str:
         return f"the gradient of {self.name!r}" if self.gradient else repr(self.name)
 
     def refuse(self, what: str, way: str = "") -> NoReturn:
-        """Raise ElsewhereError.
+        """Raise ElsewhereError for an operation that needs the values.
 
-        what: the operation that needs the values. way: the alternative to suggest.
+        what: names the operation. way: the alternative that the error suggests.
         """
         if not way:
             way = (
@@ -110,11 +114,11 @@ class RemoteStorage(torch.UntypedStorage):
 
 
 class RemoteTensor(Tensor):
-    """A tensor with its values on another rank, given by `owner`."""
+    """A tensor whose values are on another rank. `owner` says on which."""
 
     owner: Owner
     lent: Tensor | None = None
-    """The values in host memory, while all ranks compile together."""
+    """The values in host memory, which the owner lends while all ranks compile together (None: not lent)."""
     # Operators go to __torch_dispatch__ only, including those that torch calls internally.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -212,7 +216,10 @@ def make_remote(
 
 
 def exchange(tensor: Tensor, made: Tensor) -> None:
-    """Swap the class and the C++ tensor of two tensors, and give `tensor` the attributes of both. Both objects stay."""
+    """Swap the class and the C++ tensor of two tensors, and give `tensor` the attributes of both.
+
+    Both Python objects stay, so that everything that refers to `tensor` refers to the new contents.
+    """
     new: Any = type(made)
     old: Any = type(tensor)
     # Like torch.utils.swap_tensors, but it allows weak references, which keep referring to `tensor`. From C, so that an
@@ -233,7 +240,7 @@ def _is_gradient(tensor: RemoteTensor) -> bool:
 
 
 def _get_collective(gradient: RemoteTensor) -> CollectiveOperators:
-    """Return the object through which ranks run operators on a gradient together."""
+    """Return the object through which all ranks run operators on a gradient together."""
     assert gradient.owner.collective is not None, "gradients have one"
     return gradient.owner.collective
 
@@ -254,9 +261,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Sequence[RemoteTensor]) -> Any:
-    """Take part in a broadcast among ranks without the values, as made by optimizers that shard their steps.
+    """Take part in a broadcast among ranks that do not have the values.
 
-    A single number is sent instead of the values, so that the ranks' collectives stay matched.
+    Optimizers that shard their steps make such calls.
+    A single number is sent instead of the values: each rank must still take part in the same collectives.
     """
     ranks = dist.get_process_group_ranks(ProcessGroup.unbox(args[1]))
     for one in found:
@@ -268,7 +276,7 @@ def _broadcast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Se
 
 
 def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, found: Sequence[RemoteTensor]) -> Any:
-    """Run one operator on its arguments. `found` are the remote ones."""
+    """Run one operator, which is not on lists of tensors. `found`: the remote tensors among its arguments."""
     owner = found[0].owner
     other = next((one.owner for one in found if one.owner.rank != owner.rank), None)
     if other is not None:
@@ -297,7 +305,7 @@ def _run_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, 
 
 
 def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owner: Owner, name: str) -> None:
-    """Draw as many random numbers as the weight's owner, and drop them, to keep the ranks' generators in step.
+    """Draw as many random numbers as the weight's owner does, and drop them, so that all ranks' generators stay equal.
 
     Otherwise, ranks that re-initialise a model would give layers on two ranks the same numbers.
     """
@@ -342,7 +350,7 @@ def _list_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def _run_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    """Run an operator on lists element by element. Remote elements are left to their owners."""
+    """Run an operator on lists of tensors element by element. Remote elements are left to their owners."""
     n = len(args[0])
 
     def is_list(value: Any) -> bool:
@@ -373,7 +381,7 @@ def _run_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str)
 def _list_leaves(
     places: Sequence[int], values: Sequence[Any], is_list: Callable[[Any], bool]
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the elements of lists at these positions, with the position."""
+    """Yield (position, element) for the elements at these positions of each value that is a list."""
     for value in values:
         if is_list(value):
             yield from ((i, value[i]) for i in places)

@@ -26,11 +26,14 @@ STRIDE = 7_919
 SPREAD = 0.1
 """The standard deviation of vectors around 1. Vectors may be scales, shifts or variances, which must be positive."""
 KEPT = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
-"""Operators that keep the values of a weight, so that their result is made up as well."""
+"""Operators that keep the values of a weight, so that their result is a made-up weight as well."""
 
 
 class MadeUp(Tensor):
-    """A weight with made-up values. `number` distinguishes weights of the same shape."""
+    """A weight whose values are made up whenever an operator reads it.
+
+    `number` distinguishes weights of the same shape.
+    """
 
     number: int
     # Operators go to __torch_dispatch__ only, including those that torch calls internally.
@@ -76,7 +79,7 @@ def make_up(weight: Tensor, number: int, dtype: torch.dtype | None = None) -> Ma
 
 
 def make_values(weight: MadeUp) -> Tensor:
-    """Return the values of a weight. They are the same in each dtype, up to rounding.
+    """Return the made-up values of a weight. They are the same in each dtype, up to rounding.
 
     Matrices are normally distributed, and scaled so that a product is about as large as its operand. Vectors and
     buffers are near 1. Integers are zeros, which are valid indices of any table, and booleans are true.

@@ -20,7 +20,7 @@ NO_BACKWARD = -1
 
 
 class WatchedFakeMode(FakeTensorMode):
-    """A fake tensor mode that reproduces the side effects of real operators for which observers look.
+    """A fake tensor mode with those side effects of real operators that observers look for.
 
     An operator that draws advances the random generator. An operator that updates running statistics increments their
     version counters.

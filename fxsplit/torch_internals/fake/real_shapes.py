@@ -1,8 +1,8 @@
 """Infer shapes if a fake kernel refuses to: by the real kernel on made-up values, or by the fake kernel in bfloat16.
 
 A *fake kernel* infers an operator's result from the shapes of its arguments. Some fake kernels are stricter than the
-real one: that of `aten._grouped_mm`, used in mixtures of experts, requires bfloat16, but the real kernel takes float32
-too.
+real kernel: the fake kernel of `aten._grouped_mm`, used in mixtures of experts, requires bfloat16, but the real kernel
+takes float32 too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPEND_ON_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""Errors of fake kernels if the result depends on values, so that made-up values cannot help."""
+"""Errors of fake kernels for results that depend on values, so that made-up values cannot help."""
 
 
 class RealShapes:
@@ -76,9 +76,9 @@ class RealShapes:
 
 @contextmanager
 def ask_in_bfloat16() -> Iterator[None]:
-    """Let fake kernels that refuse a dtype infer shapes in bfloat16 in the block, even for symbolic sizes.
+    """Inside the block, let fake kernels that refuse a dtype infer shapes in bfloat16, even for symbolic sizes.
 
-    The exported program is compared with the model later, which detects a real kernel that refuses the dtype.
+    If the real kernel refuses the dtype too, a later comparison of the exported program with the model detects it.
     """
 
     def wrap(dispatch: Method) -> Method:
@@ -107,7 +107,7 @@ def ask_in_bfloat16() -> Iterator[None]:
 
 
 def _convert(mode: FakeTensorMode, own: torch.dtype, other: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return a fake tensor of dtype `other` for a tensor of dtype `own`; return any other tensor as is."""
+    """Return a fake tensor of dtype `other` for a tensor of dtype `own`. Return any other tensor as it is."""
     if tensor.dtype != own:
         return tensor
     with mode:

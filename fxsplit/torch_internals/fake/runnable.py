@@ -34,15 +34,14 @@ P = TypeVar("P", bound=Tensor)
 def make_runnable(
     module: M, tensors: Sequence[Tensor], from_shapes: bool, device: torch.device | None = None
 ) -> Iterator[tuple[M, list[Tensor]]]:
-    """Yield the module and inputs for it that can run on one device.
+    """Yield the module and inputs for it in a form that can run on one device.
 
-    With `from_shapes`, all parameters, buffers and inputs are fake tensors during the block, on `device` (which need
-    not exist), by default the first input's device.
-
-    Otherwise weights and inputs are copied to host memory for the block if the weights are on several devices, as after
-    stages have been placed, or if no input is on their device. Weights of other ranks are replaced by the values that
-    these ranks have lent. In all other cases the module and the inputs are yielded unchanged. Raises ElsewhereError for
-    a weight of another rank that has not been lent.
+    With `from_shapes`, all parameters, buffers and inputs are fake tensors inside the block. They are on `device`,
+    which need not exist (default: the first input's device).
+    Otherwise weights and inputs are copied to host memory for the block, if the weights are on several devices, as
+    after stages have been placed, or if no input is on their device. Weights of other ranks are replaced by the values
+    that these ranks have lent. In all other cases the module and the inputs are yielded unchanged.
+    Raises ElsewhereError for a weight of another rank that has not been lent.
     """
     weights = (*module.parameters(), *module.buffers())
     if from_shapes:
@@ -59,7 +58,7 @@ def make_runnable(
 
 @contextmanager
 def make_up_weights(module: M, tensors: Sequence[Tensor]) -> Iterator[tuple[M, list[Tensor]]]:
-    """Yield the module and inputs for it that run in host memory on made-up weights (see `made_up`).
+    """Yield the module and inputs for it in a form that runs in host memory, on made-up weights (see `made_up`).
 
     Buffers with values here, or with values lent by another rank, are copied. Raises InputError for an input without
     values.
@@ -101,9 +100,9 @@ def _copy_to_host(weight: P) -> P:
 
 @contextmanager
 def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Replace all parameters and buffers of a module by fake tensors on `device` for the block.
+    """Inside the block, replace all parameters and buffers of a module by fake tensors on `device`.
 
-    Yields a function that returns the fake tensor of a tensor, always the same one.
+    Yields a function that returns the fake tensor for a tensor. It returns the same fake tensor each time.
     """
     mode = WatchedFakeMode()
     made: dict[Tensor, Tensor] = {}
@@ -128,7 +127,7 @@ def _replace_by_fakes(module: nn.Module, device: torch.device) -> Iterator[Any]:
 
 @contextmanager
 def _replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace all parameters and buffers by the results of `make` for the block."""
+    """Inside the block, replace all parameters and buffers of a module by the results of `make`."""
     made: dict[Tensor, Tensor] = {}
     registries: list[dict[str, Any]] = [d for part in module.modules() for d in (part._parameters, part._buffers)]
     before = [(held, dict(held)) for held in registries]

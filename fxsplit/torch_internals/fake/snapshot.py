@@ -14,13 +14,13 @@ from fxsplit.torch_internals.tensors.layouts import list_parts
 
 
 class Snapshot:
-    """A copy of tensors' values, to detect later writes. For fake tensors, their version counters."""
+    """A copy of tensors' values, to detect later writes. For fake tensors it keeps only their version counters."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._kept = [(t, *((0, t.detach().clone()) if has_values(t) else (t._version, None))) for t in tensors]
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors that have been written to since."""
+        """Return the tensors that have been written to since the snapshot was made."""
         return [t for t, version, value in self._kept if _differs(t, version, value)]
 
     def restore(self) -> None:
@@ -38,7 +38,7 @@ class Snapshot:
 
 @contextmanager
 def keep_values(tensors: Iterable[Tensor]) -> Iterator[Snapshot]:
-    """Restore the values of tensors after the block, at whichever line an interrupt comes. Yields the snapshot."""
+    """Restore the values of tensors after the block, even if an interrupt ends it. Yields the snapshot."""
     snapshot = Snapshot(tensors)
     with restore_after(snapshot.restore):
         yield snapshot

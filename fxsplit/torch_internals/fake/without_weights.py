@@ -16,7 +16,7 @@ from fxsplit.torch_internals.tensors.dress import fill_like
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Build a model without memory for its parameters: inside the block they are made on the meta device.
+    """Inside the block, build models without memory for their parameters: these are made on the meta device.
 
     Buffers keep their values. A file of weights may not contain them, and `torch.device("meta")` would lose them. Each
     parameter is allocated and freed before the next one, and initialisers have no values to compute.
@@ -40,9 +40,9 @@ def without_weights() -> Iterator[None]:
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Return whether the values of any parameter or buffer are not in this process.
+    """Return whether the values of any parameter or buffer are missing in this process.
 
-    They are not if the weight is on the meta device, or on another rank that has not sent a copy for now.
+    They are missing if the weight is on the meta device, or on another rank that has not lent its values.
     """
     weights = (*model.parameters(), *model.buffers())
     return any(w.is_meta or (isinstance(w, RemoteTensor) and w.lent is None) for w in weights)

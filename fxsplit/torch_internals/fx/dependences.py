@@ -65,14 +65,15 @@ def find_inseparable(
 
 
 def _list_readers(kv_cache: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
-    """Return a node that reads a KV cache, and the nodes that read its value unchanged or rearranged."""
+    """Return a node that reads a KV cache, and the nodes that read the cache's value as it is or rearranged."""
     found, left = dict.fromkeys([kv_cache.name]), [kv_cache]
     while left:
         for user in left.pop().users:
             if user.op == "output" or user.name in found:
                 continue
             found[user.name] = None
-            # For example, repeating the heads that several queries share: no other inputs, and no smaller value.
+            # Follow a node that only rearranges the value, for example repeats heads: it has no other inputs, and its
+            # value is not smaller.
             others = [i for i in user.all_input_nodes if i.name not in found and seen[i.name].output_bytes]
             if not others and seen[user.name].output_bytes >= seen[kv_cache.name].output_bytes:
                 left.append(user)
@@ -80,7 +81,10 @@ def _list_readers(kv_cache: fx.Node, seen: Mapping[str, Observation]) -> list[st
 
 
 def find_fetched_module_buffers(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> set[str]:
-    """Return the get_attr nodes of buffers that a called module also holds and may write to, as batch norm does."""
+    """Return the get_attr nodes that fetch buffers of a called module.
+
+    The module may write to them, as batch norm does.
+    """
     modules = [gm.get_submodule(str(n.target)) for n in gm.graph.find_nodes(op="call_module")]
     held = {get_storage_id(buffer) for module in modules for buffer in module.buffers()}
     return {
@@ -119,7 +123,7 @@ def find_ordered_pairs(gm: fx.GraphModule, seen: Mapping[str, Observation]) -> l
 
 
 def list_node_weights(gm: fx.GraphModule, node: fx.Node) -> Iterator[Tensor]:
-    """Yield the weights of a node: all in the module that it calls, or the tensor that it fetches."""
+    """Yield the weights that a node holds: all weights of the module that it calls, or the tensor that it fetches."""
     held = find_target(gm, node) if node.op in ("call_module", "get_attr") else None
     if isinstance(held, nn.Module):
         yield from held.parameters()

@@ -1,7 +1,7 @@
 """Make a graph create its constants on the device of its stage.
 
-A model captured on one device creates constants there, for example by `torch.arange(n, device=x.device)`. After the
-cut, each stage runs on its own device.
+A model that was captured on one device creates constants there, for example by `torch.arange(n, device=x.device)`.
+After the cut, each stage runs on its own device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx, nn
 def fix_constant_devices(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """Replace each read of a tensor's device (`x.device`) in a graph by `device`, in place. Returns the graph.
 
-    Otherwise the device would be a value that crosses stages, and would name the wrong stage's device.
+    Otherwise the device would be a value that is handed from stage to stage, and would name the wrong stage's device.
     """
     asking = [n for n in gm.graph.nodes if n.target is getattr and n.args[1:2] == ("device",)]
     for node in asking:

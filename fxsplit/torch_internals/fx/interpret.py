@@ -1,6 +1,6 @@
 """Interpret a graph node by node, without lasting side effects.
 
-The check of a captured graph, its observation and its timing all run it this way, before a pipeline exists.
+Before a pipeline exists, the check of a captured graph, its observation and its timing all run a graph in this way.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Interpreter(fx.Interpreter):
 
 @contextmanager
 def preserve(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block. Mutes gradient hooks in it.
+    """Restore the buffers of `module` and the random generators after the block. Gradient hooks are muted inside it.
 
-    Covers the generators of all devices in use and of `devices`, even if the block is the first to use them.
+    The generators are those of all devices in use and of `devices`, even if the block is the first to use them.
     """
     # The context of fake tensors restores generators itself, and a generator's state cannot be read inside it.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))

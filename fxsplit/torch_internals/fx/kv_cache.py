@@ -1,7 +1,7 @@
-"""KV caches: tensors that a stage keeps from call to call, such as the keys and values of earlier tokens.
+"""KV caches: tensors that a stage keeps from call to call, such as the attention keys and values of earlier tokens.
 
 Two operators access the cache of the calling thread. `fxsplit::extend` appends new entries and returns all entries;
-`fxsplit::recall` returns all entries. So the graph shows where keys and values are used, but they are no inputs or
+`fxsplit::recall` returns all entries. So the graph shows where keys and values are used, but they are not inputs or
 outputs of a stage, and are never sent. Each stage has one cache per microbatch, and a thread selects it with
 `use_kv_cache` before it runs the stage:
 
@@ -31,9 +31,10 @@ LENGTH_DIM = 2
 
 
 class KVCache:
-    """The KV cache of one stage and microbatch, by slot. Each pair of operators in a model has its own slot number.
+    """The KV cache of one stage and microbatch.
 
-    most: the length to allocate at first. If a slot outgrows it, its entries move to a larger allocation.
+    A *slot* holds the entries of one pair of `extend` and `recall` in the model.
+    most: the length to allocate at first. If a slot needs more, its entries move to a larger allocation.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -65,7 +66,7 @@ class KVCache:
         return [room.narrow(LENGTH_DIM, 0, self._lengths[slot]) for slot, room in self._room.items()]
 
     def _make_room(self, slot: int, new: Tensor, most: int) -> Tensor:
-        """Allocate room for `most` entries like `new`, copy the slot's entries to it, and return it."""
+        """Allocate memory for `most` entries like `new`, copy the slot's entries to it, and return the memory."""
         rows, heads, _, features = new.shape
         room = new.new_empty((rows, heads, most, features))
         if slot in self._room:
@@ -105,9 +106,9 @@ _thread = _Thread()
 
 @contextmanager
 def use_kv_cache(kv_cache: KVCache | None) -> Iterator[None]:
-    """Make the operators of this thread read and extend a KV cache in the block.
+    """Inside the block, let the operators of this thread read and extend this KV cache.
 
-    With None they run on made-up keys and values of the right shape, as in a profile.
+    None: the operators return made-up keys and values of the right shape, as a profile needs them.
     """
     with restore_after(partial(setattr, _thread, "kv_cache", _thread.kv_cache)):
         _thread.kv_cache = kv_cache
@@ -123,7 +124,7 @@ def extend(new: Tensor, total: int | torch.SymInt, slot: int) -> Tensor:
 def recall(rows: Tensor, heads: int, total: int | torch.SymInt, features: int, dtype: torch.dtype, slot: int) -> Tensor:
     """Return all entries of a slot, (rows, heads, total, features).
 
-    rows: a tensor with one row per row of the batch.
+    rows: a tensor whose first dimension is the number of rows of the batch. The other parameters give shape and dtype.
     """
     made: Tensor = torch.ops.fxsplit.recall(rows, heads, total, features, dtype, slot)
     return made

@@ -1,4 +1,4 @@
-"""The submodules and the user's lines in which a node of a graph was traced, as recorded by fx and torch.export."""
+"""Find the submodules and the user's lines from which a node of a graph was traced. fx and torch.export record them."""
 
 from __future__ import annotations
 

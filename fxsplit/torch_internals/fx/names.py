@@ -1,4 +1,4 @@
-"""Functions of torch by name, and the names of functions: `torch.relu`, `torch.ops.aten.view.default`, `operator.add`.
+"""Convert functions of torch to names and back: `torch.relu`, `torch.ops.aten.view.default`, `operator.add`.
 
 A name from a file is looked up among functions that compute with tensors, and never imported.
 """
@@ -29,7 +29,7 @@ _ROOMS: dict[str, Any] = {
 """The places in which a function is looked up."""
 
 _REFUSED = ("from_file", "call", "methodcaller", "attrgetter", "itemgetter", "apply_", "map_", "map2_")
-"""Functions in these places that read files, or call any other function."""
+"""Functions in these places that are refused, since they read files, or call any other function."""
 _FACTORIES: tuple[str, ...] = (
     "arange",
     "empty",
@@ -44,11 +44,11 @@ _FACTORIES: tuple[str, ...] = (
     "randperm",
 )
 _FACTORIES += ("scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros")
-"""Functions of torch that make tensors of numbers only, which torch's overrides leave out."""
+"""Functions of torch that make tensors from numbers. torch's list of overridable functions leaves them out."""
 
 
 def name_function(target: Any) -> str:
-    """Return the name of a function: that under which `find_function` finds it, or else the name in its code."""
+    """Return the name of a function: the name under which `find_function` finds it, or else the name in its code."""
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{target}"
     stated = getattr(target, "fxsplit_name", None)
@@ -66,7 +66,7 @@ def name_function(target: Any) -> str:
 
 
 def find_function(name: str) -> Callable[..., Any] | None:
-    """Return the function of torch, operator or math called `name`; None if none of their functions has this name."""
+    """Return the function of torch, operator or math that has this name, or None if there is no such function."""
     if name.startswith("torch.ops."):
         return _find_operator(name.removeprefix("torch.ops.").split("."))
     room, _, own = name.rpartition(".")
@@ -89,12 +89,15 @@ def _find_operator(parts: list[str]) -> Callable[..., Any] | None:
 
 @cache
 def _list_overridable() -> frozenset[int]:
-    """Return the identities of the functions that torch's own overrides know: they compute with tensors."""
+    """Return the ids of the functions in torch's list of overridable functions: these compute with tensors."""
     return frozenset(id(f) for functions in torch.overrides.get_overridable_functions().values() for f in functions)
 
 
 def _computes(room: str, found: Any) -> bool:
-    """Return whether a function computes with tensors or numbers, and is no class or module."""
+    """Return whether an object is a function that computes with tensors or numbers.
+
+    `room`: the place that it is from.
+    """
     if not callable(found) or isinstance(found, (type, types.ModuleType)):
         return False
     if room in ("operator", "math", "torch._C._nn"):
@@ -104,7 +107,10 @@ def _computes(room: str, found: Any) -> bool:
 
 
 class UnknownFunction:
-    """Stands for a function in a file that is none of torch's: its graph can be planned, and does not run."""
+    """Stands for a function that a file names and that torch does not have.
+
+    A graph with it can be planned, but not run.
+    """
 
     def __init__(self, name: str, short: str) -> None:
         self.fxsplit_name = name

@@ -1,4 +1,4 @@
-"""Run a graph once on an example, and record what each node allocates, saves for backward, writes and draws.
+"""Run a graph once on an example, and record for each node what it allocates, saves for backward, writes and draws.
 
 Front ends say what a graph computes. Its side effects on memory and random generators can only be observed.
 """
@@ -25,7 +25,7 @@ from fxsplit.torch_internals.thread_modes import enter_saved_hooks
 from fxsplit.torch_internals.words import is_refusal_of_hooks
 
 JOINS = ("CatBackward0", "StackBackward0")
-"""The autograd names of backwards that return parts of a gradient."""
+"""The names of autograd nodes of concatenations. Their backward returns parts of one gradient."""
 
 CUTS = ("detach_", "requires_grad_")
 """Methods that change a tensor's autograd state, but not its memory."""
@@ -46,11 +46,11 @@ class _BackwardInsideError(FxsplitError):
 
 @dataclass
 class Observation:
-    """The effects of one node.
+    """The effects of one node on memory and random generators.
 
     text: dtype and shape of its tensor, such as `float32[8, 64]`, or the type name of any other value.
     is_container: whether its value is a container of tensors, such as the parts of a split.
-    output_bytes, gradient_bytes: the size of its tensor, and of the gradient that comes back for it (0 without one).
+    output_bytes, gradient_bytes: the size of its tensor, and of the gradient that comes back for it (0: no gradient).
     kept_bytes: the bytes of its memory that autograd saves for backward, without parameters.
     written_bytes: the bytes of the model's buffers that it wrote.
     kept_for, kept_for_bytes: the part of kept_bytes that only later nodes save, and the first of these nodes.
@@ -64,7 +64,8 @@ class Observation:
     is_read_turned: whether a reader views its tensor with dimensions in another memory order, as a transpose does. The
         gradient then comes back in that order.
     is_joined: whether its tensor was concatenated from several. The backward then returns parts of one gradient.
-    is_read_joined: whether a reader concatenates its tensor with other tensors. Its gradient is then such a part.
+    is_read_joined: whether a reader concatenates its tensor with other tensors. The gradient of its tensor is then such
+        a part.
     """
 
     text: str = "none"
@@ -88,9 +89,10 @@ class Observation:
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph in the current grad mode, and fills `seen` with one Observation per node.
+    """Interprets a graph in the current grad mode, and fills `seen` with an Observation of each node.
 
-    renamed: the device on which the graph was captured, and the device to use instead.
+    visit: called before each call node runs.
+    renamed: the device on which the graph was captured, and the device to use in its place.
     """
 
     def __init__(
@@ -154,19 +156,25 @@ class ObservingInterpreter(Interpreter):
         return value
 
     def list_made(self) -> list[Tensor]:
-        """Return the tensors that calls have made. A hook may make one require a gradient that nothing reads."""
+        """Return the tensors that calls have made.
+
+        A hook may make such a tensor require a gradient that nothing reads.
+        """
         values = (self.env.get(node) for node in self._nodes if node.op.startswith("call"))
         return [t for value in values for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
     def note_unkept(self) -> None:
-        """Record how much of each node's memory autograd does not save. Called last, since a later node may save it."""
+        """Record how much of each node's memory autograd does not save.
+
+        Call it after the run: a later node may save memory.
+        """
         there = self._kept | self._weights
         for name, storages in self._made.items():
             self.seen[name].storage_bytes = sum(s.nbytes() for key, s in storages.items() if key not in self._weights)
             self.seen[name].unkept_bytes = sum(s.nbytes() for key, s in storages.items() if key not in there)
 
     def note_layouts(self) -> None:
-        """Record which gradients come back in another memory order than their tensor, or as part of a larger one."""
+        """Record which gradients will come back in another memory order, or as a part of a larger gradient."""
         # From the last node backwards: nodes that pass a tensor on, or compute element by element, also pass on the
         # order of its gradient. Operators with weights allocate a new gradient.
         for node in reversed(self._nodes):
@@ -206,7 +214,7 @@ class ObservingInterpreter(Interpreter):
         return super().run_node(n), [part.untyped_storage() for t in tensors for part in list_parts(t)]
 
     def _charge(self, n: fx.Node, saved: list[UntypedStorage]) -> None:
-        """Charge each newly saved storage to the node that allocated it, or to `n` if it is internal to `n`."""
+        """Count each newly saved storage for the node that allocated it, or for `n` if no node's value holds it."""
         for storage in saved:
             key = int(storage._cdata)
             # Weights stay in memory anyway, and a storage saved by two nodes is counted once.
@@ -233,12 +241,11 @@ def observe(
     from_shapes: bool = False,
     device: torch.device | None = None,
 ) -> dict[str, Observation]:
-    """Run `gm` on copies of `tensors` in grad mode, and return an Observation of each node, by its name.
+    """Run `gm` on copies of `tensors` in grad mode, and return an Observation of each node, by the node's name.
 
-    visit: called before each call node runs. from_shapes: compute no values; derive all observations from the shapes of
-    the weights and of `tensors`. device: with `from_shapes`, the assumed device of the weights and of `tensors`; it
-    need not exist.
-
+    visit: called before each call node runs.
+    from_shapes: compute no values; derive all observations from the shapes of the weights and of `tensors`.
+    device: with `from_shapes`, the assumed device of the weights and of `tensors`; it need not exist.
     Buffers, random generators and gradients are restored afterwards. Raises TraceError for a graph that trains a tensor
     that is not a parameter.
     """

@@ -1,4 +1,4 @@
-"""Find nodes that read only the shape or dtype of a tensor, so that their result does not depend on its values."""
+"""Find nodes that read only the shape or dtype of a tensor. Their result does not depend on the tensor's values."""
 
 from __future__ import annotations
 

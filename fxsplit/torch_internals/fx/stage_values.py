@@ -1,4 +1,4 @@
-"""Run all stages on one microbatch and record the value of every node, real or fake."""
+"""Run all stages on one microbatch and record the value of every node, as a real or a fake tensor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Values = list[Mapping[fx.Node, Any]]
 def record_values(stages: Sequence[fx.GraphModule], tensors: Sequence[Tensor]) -> Values:
     """Return the value of each node of the stages for one microbatch, computed with fake tensors if possible.
 
-    tensors: the inputs of the first stage. If shapes are not enough, for example since a node reads values, the stages
-    run on these tensors and the model's own weights.
+    tensors: the inputs of the first stage. If shapes are not enough, for example because a node reads values, the
+        stages run on these tensors and the model's own weights.
     """
     whole = nn.ModuleList(stages)  # an nn.Module, in which torch finds weights
     try:
@@ -34,7 +34,7 @@ def record_values(stages: Sequence[fx.GraphModule], tensors: Sequence[Tensor]) -
 
 
 def list_outputs(stage: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that a stage outputs."""
+    """Return the nodes whose values a stage outputs."""
     return list(cast("tuple[fx.Node, ...]", stage.graph.output_node().args[0]))
 
 

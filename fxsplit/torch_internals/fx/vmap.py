@@ -1,4 +1,4 @@
-"""Run the body of a torch.vmap as stored in an exported program, which enters and leaves the vmap itself."""
+"""Run the body of a torch.vmap as an exported program stores it. Such a body enters and leaves the vmap itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-
 
 
 def run_vmap(body: Callable[..., Any], *values: Any) -> Any:
-    """Run a body that enters a level of vmap and leaves it again; if the body fails, leave the level for it."""
+    """Run a body that enters a level of vmap and leaves it again. If the body fails, this leaves the level."""
     lazy_load_decompositions()
     before = torch._C._functorch.maybe_current_level()
     try:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms that must not be written while microbatches run.
+"""Keep batch norms from writing their running statistics while microbatches run, and update the statistics later.
 
 With deferred batch norm, the statistics change once per batch instead of once per microbatch. With replicas of a stage,
 microbatches run at the same time, in no fixed order. In both cases a DeferredBatchNorm replaces the layer. It records
@@ -44,8 +44,9 @@ def is_batch_norm(module: Any) -> TypeGuard[_BatchNorm]:
 class DeferredBatchNorm(RunsUncompiled):
     """Calls a batch norm without changing its running statistics, and records the updates for `finish`.
 
-    norm: the batch norm. at_once: whether the statistics change once per batch instead of once per call. calls: the
-    record of calls, shared by the replicas of a stage.
+    norm: the batch norm.
+    at_once: whether the statistics change once per batch instead of once per call.
+    calls: the record of calls, shared by the replicas of a stage.
     """
 
     def __init__(self, norm: _BatchNorm, at_once: bool, calls: Calls) -> None:
@@ -62,7 +63,7 @@ class DeferredBatchNorm(RunsUncompiled):
         return not self.norm.training or not self.norm.track_running_stats or self.norm.running_mean is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the batch norm; raises InputError if its output depends on running statistics in training."""
+        """Call the batch norm. Raises InputError if its output in training depends on its running statistics."""
         norm = self.norm
         if self.idle:
             return cast(Tensor, norm(*args, **kwargs))
@@ -101,7 +102,7 @@ class DeferredBatchNorm(RunsUncompiled):
             self._calls.setdefault(microbatch, []).append(call)
 
     def finish(self) -> None:
-        """Update the running statistics by the recorded calls, in the order of microbatches, and clear the record."""
+        """Update the running statistics with the recorded calls, in the order of microbatches, and clear the record."""
         calls = [call for m in sorted(self._calls) for call in self._calls[m]]
         # Copies of one layer may share a record, and only the first `finish` may apply it.
         self._calls.clear()
@@ -121,7 +122,10 @@ class DeferredBatchNorm(RunsUncompiled):
                 buffer.data.mul_(1.0 - share).add_(value.to(buffer) * share)
 
     def _check(self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise InputError if a user's own batch norm returns other outputs with other running statistics."""
+        """Raise InputError if the outputs of a user's own batch norm depend on its running statistics.
+
+        outputs: the outputs of the call with these arguments.
+        """
         # Compare with very different running statistics.
         with torch.no_grad():
             other = _copy_with_own_statistics(self.norm)
@@ -137,7 +141,10 @@ class DeferredBatchNorm(RunsUncompiled):
 
 
 def _copy_with_own_statistics(norm: _BatchNorm) -> _BatchNorm:
-    """Return a copy that shares the parameters. After a call, its statistics are those of this call only."""
+    """Return a copy of a batch norm that shares its parameters.
+
+    After a call, its statistics are those of only this call.
+    """
     made = copy.copy(norm)
     made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}
     made.momentum = 1.0  # all of the new value, nothing of the old
@@ -162,7 +169,7 @@ def _get_statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def merge_statistics(calls: Sequence[Statistics]) -> Statistics:
-    """Merge the statistics of one or more calls, as if one call had seen all values.
+    """Return the statistics of several calls together, as if one call had seen all their values.
 
     Means and squared deviations are updated call by call, which keeps full precision; sums of squares would not (Chan,
     Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
@@ -189,7 +196,10 @@ def count_as_one_batch(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def note_nothing() -> Iterator[None]:
-    """Record no calls of this thread in the block, in which a stage recomputes a forward that has been recorded."""
+    """Inside the block, record no calls of this thread.
+
+    Use it when a stage recomputes a forward that has been recorded.
+    """
     with restore_after(partial(setattr, _thread, "mute", getattr(_thread, "mute", False))):
         _thread.mute = True
         yield

@@ -15,7 +15,7 @@ from fxsplit.errors import InputError
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module keeps its hooks."""
 CONSTANTS = (torch.Tensor, bool, int, float, complex, str, type(None))
-"""The types of values that a pipeline hands on."""
+"""The types of values that a pipeline can hand on from stage to stage."""
 
 
 def has_global_hooks() -> bool:
@@ -24,7 +24,7 @@ def has_global_hooks() -> bool:
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Rebuild `value` from plain tuples, lists, dicts and named tuples, with `leaf` applied to everything else.
+    """Return `value` rebuilt from plain tuples, lists, dicts and named tuples, with `leaf` applied to everything else.
 
     torch.fx keeps a graph's outputs in immutable containers, but a model returns plain containers. Dataclasses that are
     registered with torch's pytrees become dicts without the fields that are None. Subclasses of dict become dicts with
@@ -57,9 +57,9 @@ def to_plain_outputs(value: Any) -> Any:
 
 
 def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
-    """Drop fields of a model's output that hold anything but tensors and constants. Returns their names too.
+    """Return a model's output without the fields that a pipeline cannot hand on, and the names of these fields.
 
-    A pipeline cannot send such fields between stages. For example, a language model returns a KV cache unless
+    A field may hold only tensors and constants. For example, a language model returns a KV cache unless
     use_cache=False. Only the items of a dict at the top level are checked.
     """
     register_dataclasses(value)
@@ -73,13 +73,13 @@ def drop_foreign_fields(value: Any) -> tuple[Any, list[str]]:
 
 
 class ForeignOutput(InputError):
-    """A model returns something that no pipeline can hand on; no other front end would help."""
+    """A model returns a value that no pipeline can hand on. No other front end would help."""
 
 
 def refuse_foreign_parts(name: str, value: Any) -> None:
-    """Raise ForeignOutput if model `name` returns a tuple or a list with anything but tensors and constants.
+    """Raise ForeignOutput if model `name` returns a tuple or list that holds a value other than tensors and constants.
 
-    Other containers have fields that are dropped, or are named by the check of the graph.
+    Fields of other containers are dropped, or the check of the graph reports them.
     """
     if type(value) not in (tuple, list):
         return
@@ -87,7 +87,7 @@ def refuse_foreign_parts(name: str, value: Any) -> None:
     plain = (*CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
     found = next((leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, plain)), None)
     if found is not None:
-        # Dropped from a tuple, it would change the places of the parts behind it.
+        # Dropping the value from a tuple would change the places of the values after it.
         raise ForeignOutput(
             f"{name} returns a {type(found).__name__} in a {type(value).__name__}, which a pipeline cannot hand on: "
             "return only tensors, numbers and texts (a model of Hugging Face makes no cache with use_cache=False, and "

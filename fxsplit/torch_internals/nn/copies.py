@@ -1,4 +1,4 @@
-"""Copy a module together with the results of calls that it keeps in attributes.
+"""Copy a module that keeps results of calls in attributes.
 
 torch's deepcopy refuses a tensor that autograd has computed, since its copy would have no graph. A module may keep such
 tensors: its last activations, an attention map for inspection, the weight that `weight_norm` computes. They are results
@@ -32,7 +32,7 @@ def copy_module(module: T, memo: dict[int, Any] | None = None) -> T:
 
 
 class _Detaching(TorchFunctionMode):
-    """Copies the value, gradient and attributes of a tensor separately, since each may have a graph."""
+    """Copies the value, the gradient and the attributes of a tensor one by one, since each of them may have a graph."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,7 +45,7 @@ class _Detaching(TorchFunctionMode):
             return memo[id(tensor)]
         if tensor.is_leaf and tensor.grad is None and not tensor.__dict__:
             return func(*args)
-        # Without graph, gradient and attributes. It shares memory with `tensor`, so their copies share memory too.
+        # `alone` has no graph, gradient or attributes. It shares the memory, so copies of sharing tensors share theirs.
         alone = tensor.detach()
         made = memo[id(tensor)] = func(alone, memo)
         # The memo is keyed by id. Keep `alone`, as deepcopy keeps its objects, so that no other object gets the same

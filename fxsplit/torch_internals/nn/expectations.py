@@ -1,8 +1,8 @@
 """Run a model so that no row depends on random draws or, through batch norm, on other rows.
 
 Every random number is replaced by its average: dropout keeps everything, and noise is zero. Batch norms that would
-normalise by their batch normalise each row by itself. Then a batch differs from its microbatches only if the model
-itself makes rows depend on each other.
+normalise by their batch normalise each row by itself. After that, a batch differs from its microbatches only if the
+model itself makes rows depend on each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Given = dict[str, Any]
 
 
 def _pick(given: Given) -> Tensor:
-    """Return the most likely indices of a multinomial draw."""
+    """Return the indices that a multinomial draw would draw most often, instead of random indices."""
     weights: Tensor = given["self"]
     count: int = given["num_samples"]
     if given.get("replacement"):
@@ -104,7 +104,7 @@ class _Averages(TorchDispatchMode):
 
 
 class _RowwiseNorm(TorchFunctionMode):
-    """Makes batch norms divide each row by its own root mean square instead of using the batch's statistics."""
+    """Makes batch norms divide each row by its own root mean square. The statistics of the batch are not used."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Given | None = None

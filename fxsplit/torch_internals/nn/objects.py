@@ -49,7 +49,7 @@ BLOCK_MASK = "BlockMask"
 class Opaque:
     """The replacement of a value that cannot be taken apart.
 
-    kind: the name of its type. inside: whether it is part of an object. name: the name of the argument.
+    kind: the name of the value's type. inside: whether it is part of an object. name: the name of the argument.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Opaque:
     name: str = ""
 
     def explain(self) -> str:
-        """Return why the value cannot be part of a call, and the next step."""
+        """Return why the value cannot be part of a call, and what the user can do."""
         what = f"argument {self.name!r} is a {self.kind}"
         if self.kind == "ndarray":
             return f"{what}, and a pipeline takes tensors: give torch.from_numpy(...) of the array"
@@ -105,11 +105,10 @@ class ObjectParts:
 
 
 def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Convert a leaf of torch's pytrees to ObjectParts if it is an object with parts, or to Opaque if it is opaque.
+    """Return an object as its parts, an ObjectParts, or as Opaque if it cannot be rebuilt from parts.
 
-    Tensors, constants and stand-ins are returned unchanged.
-
-    around: the ids of the enclosing objects.
+    value: a leaf of torch's pytrees. Tensors, constants and stand-ins are returned unchanged.
+    around: the ids of the objects that contain the value.
     """
     kind = type(value)
     if kind is StandIn or is_a(value, (Tensor, *NAMED, Opaque)):
@@ -121,7 +120,7 @@ def take_apart(value: Any, around: tuple[int, ...] = ()) -> Any:
         return value
     if is_packed(value):
         return Opaque(kind.__qualname__, inside=bool(around))
-    # Opaque: an object that contains itself, since its tree has no end, and a class that attributes do not rebuild.
+    # An object that contains itself has no finite tree. An object whose class has hidden state cannot be rebuilt.
     if id(value) in around or len(around) > 20 or not _can_be_made(kind) or kind.__name__ == BLOCK_MASK:
         return Opaque(kind.__qualname__, inside=bool(around))
     attributes = _read_attributes(value)
@@ -155,7 +154,7 @@ def is_a(value: Any, kinds: Any) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Return whether two leaves that are not tensors are equal in every computation. Calls no user's __eq__."""
+    """Return whether two leaves that are not tensors are equal in every computation. Never calls a user's __eq__."""
     if a is b:
         return True
     # Compare types too: True equals 1, but their graphs may differ. repr() tells 0.0 from -0.0.
@@ -184,7 +183,7 @@ def _find_base(kind: Any) -> Any:
 
 
 def _can_be_made(kind: Any) -> bool:
-    """Return whether attributes and items are the whole state of a class's objects."""
+    """Return whether objects of a class have no state except attributes and items."""
     try:
         # Python refuses if the class has C state of its own, as files, generators and numpy arrays do.
         _find_base(kind).__new__(kind)

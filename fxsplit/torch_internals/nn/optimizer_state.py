@@ -1,7 +1,7 @@
 """Move optimizer state, such as Adam's averages, after its parameter has moved to another device.
 
-The state belongs to the user's optimizer, which fxsplit does not know. So each move of a parameter is recorded, and a
-hook moves the state of these parameters before any optimizer's next step.
+The state belongs to the user's optimizer, of which fxsplit has no reference. So each move of a parameter is recorded,
+and a hook moves the state of these parameters before any optimizer's next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's recurrent modules (LSTM, GRU, RNN): one graph node per layer, and flat weights for cuDNN.
+"""torch's recurrent modules (LSTM, GRU, RNN): one graph node for each layer, and weights in one block for cuDNN.
 
 `nn.LSTM(8, 8, num_layers=3)` is one call of a kernel with the weights of all layers. While a graph is captured, the
 module calls `run_layer` for each layer with that layer's weights instead, so that a cut may lie between two layers.
@@ -33,7 +33,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def flatten_weights(modules: Iterable[nn.Module]) -> None:
     """Copy the weights of recurrent layers on an accelerator into one block of memory, if they are scattered.
 
-    `nn.Module.to` lays them out so for cuDNN. If weights were moved one by one, cuDNN would copy them in every call.
+    cuDNN needs them in one block, and `nn.Module.to` puts them there. If weights were moved one by one, cuDNN would
+    copy them in every call.
     """
     for module in modules:
         if isinstance(module, nn.RNNBase):
@@ -108,7 +109,7 @@ def _run_layers(own: Method, module: Any, input: Any, hx: Any = None) -> Any:
 
 
 def _call(value: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function. If `value` is being traced, the call becomes a single node."""
+    """Call a function. If `value` is a proxy of a trace, the call becomes a single node."""
     return (
         value.tracer.create_proxy("call_function", function, args, {})
         if isinstance(value, fx.Proxy)
@@ -133,9 +134,10 @@ def run_layer(
 ) -> tuple[Tensor, ...]:
     """Return the output of one layer, (rows, length, features) or (length, features), and its final states.
 
-    mode: the module's mode. begin: the initial states, each (directions, rows, features), or None for zeros. sizes: the
-    number of features of a state and of a projected state (0: no projection). flags: whether there are biases, two
-    directions, and rows in the first dimension.
+    mode: the module's mode, a key of KERNELS.
+    begin: the initial states, each (directions, rows, features), or None for zeros.
+    sizes: the number of features of a state and of a projected state (0: no projection).
+    flags: whether there are biases, two directions, and rows in the first dimension.
     """
     bias, bidirectional, batch_first = flags
     batched = input.dim() == 3
@@ -162,7 +164,10 @@ def join_states(states: Sequence[Tensor]) -> Tensor:
 
 
 def drop_unread_states(graph: fx.Graph) -> None:
-    """Remove unread final states from a graph; otherwise each layer's would be sent on to the last stage."""
+    """Remove final states that nothing reads from a graph.
+
+    Otherwise each layer's state would be sent to the last stage.
+    """
     for node in reversed(graph.find_nodes(op="call_function", target=join_states)):
         if not node.users:
             states = list(node.all_input_nodes)

@@ -26,7 +26,7 @@ ENCODE = nn.TransformerEncoder.forward.__code__
 
 @contextmanager
 def take_masks_as_given() -> Iterator[None]:
-    """Make torch's transformers apply masks as given in the block, without checking whether they are causal.
+    """Inside the block, make torch's transformers apply masks as given, without checking whether they are causal.
 
     The causal kernels ignore the mask, so a mask that requires grad would get no gradient from them.
     """
@@ -36,7 +36,7 @@ def take_masks_as_given() -> Iterator[None]:
 
 @contextmanager
 def ask_no_values() -> Iterator[None]:
-    """Make torch's transformers branch on no tensor values in the block, so that they can be traced."""
+    """Inside the block, make torch's transformers never branch on tensor values, so that they can be traced."""
     with take_masks_as_given(), patch_method(nn.TransformerEncoder, "forward", lambda own: partial(_encode, own)):
         yield
 

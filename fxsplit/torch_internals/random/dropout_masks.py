@@ -1,4 +1,4 @@
-"""Dropout as multiplication by a mask, so that torch.compile does not break the graph at dropout.
+"""Dropout as multiplication by a mask, so that torch.compile need not interrupt its graph at dropout.
 
 The mask is dropout applied to ones, by the same function from the same generator state. Multiplying by it therefore
 gives the same result as dropout.
@@ -30,7 +30,7 @@ MASKS: tuple[tuple[Any, str], ...] = (
 
 
 def find_mask(call: Any) -> str | None:
-    """Return which dropout function a graph's function or module calls, if it can be replaced by a product with a mask.
+    """Return the name of the dropout function that a function or module calls, if a product with a mask can replace it.
 
     Returns None for any other function or module, and for a module with hooks.
     """
@@ -41,7 +41,11 @@ def find_mask(call: Any) -> str | None:
 
 @torch.library.custom_op("fxsplit::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_mask(like: Tensor, p: float, name: str, key: str) -> Tensor:
-    """Return a dropout function's mask for a tensor, drawn from the generator state of the node `key`."""
+    """Return the mask with which a dropout function would multiply a tensor.
+
+    like: the tensor. p: the dropout rate. name: the function in torch.nn.functional.
+    key: the name of the graph's node, from which the random numbers follow.
+    """
     draw = SeededCall(key, getattr(F, name))
     result: Tensor = draw(torch.ones_like(like), p, True)
     return result
@@ -53,7 +57,10 @@ def _(like: Tensor, p: float, name: str, key: str) -> Tensor:
 
 
 def multiply_by_mask(draw: SeededCall, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the result of `draw(*args, **kwargs)` for a dropout known to `find_mask`."""
+    """Apply dropout to a tensor: draw the mask in one operator, and multiply the tensor by the mask.
+
+    draw: the dropout call, of a kind for which `find_mask` returns a name. args, kwargs: the arguments of the call.
+    """
     call = draw.call
     if isinstance(call, nn.Module):
         module: Any = call
@@ -64,7 +71,10 @@ def multiply_by_mask(draw: SeededCall, *args: Any, **kwargs: Any) -> Tensor:
 def _drop(
     call: Any, key: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> Tensor:
-    """Multiply a tensor by its mask. The arguments from `p` on are as in torch's dropout functions."""
+    """Return a tensor times its dropout mask. `key`: the name of the graph's node.
+
+    From `p` on, as in torch's dropout.
+    """
     if not (training and train) or p == 0.0:
         return input
     mask = torch.ops.fxsplit.dropout_mask(input.detach(), p, find_mask(call), key)

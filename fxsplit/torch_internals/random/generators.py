@@ -67,8 +67,8 @@ def find_generators(
 ) -> list[tuple[Place, Generator]]:
     """Return the generators from which a call with these arguments may draw, in the order in which locks are taken.
 
-    These are the generators of the devices of its tensors, and of devices named by its arguments. A call of other code
-    than torch's, or a call without a device, may also draw on the CPU and on the devices in `here`.
+    These are the generators of the devices of its tensors, and of devices named by its arguments. A call of code that
+    is not torch's, or a call without a device, may also draw on the CPU and on the devices in `here`.
     """
     places = {place for device in _find_devices(args, kwargs) if (place := find_place(device))}
     # The usual case on a CPU, where nothing can be added.
@@ -81,7 +81,7 @@ def find_generators(
 
 
 def draws_on_argument_devices(call: Any) -> bool:
-    """Return whether a call draws only on its arguments' devices, as functions and layers of torch do."""
+    """Return whether a call draws random numbers only on the devices of its arguments, as functions of torch do."""
     if not isinstance(call, nn.Module):
         return isinstance(call, str) or getattr(call, "__module__", None) in OWN
     # Hooks are user code, which may draw anywhere.
@@ -102,7 +102,7 @@ def take_generators(places: Iterable[Place]) -> Iterator[None]:
 
 @contextmanager
 def lend_generators() -> Iterator[None]:
-    """Let other threads take the places held by this thread, for the block."""
+    """Inside the block, let other threads use the generators that this thread has locked."""
     # A copy, since another thread may add a place.
     held = {place: turn for place, turn in list(_turns.items()) if turn.mine}
     # Sorted in lock order, in which they are taken back.
@@ -150,7 +150,7 @@ def set_next_draws(word: int) -> None:
     """Set Python's and numpy's generators so that every draw comes from the same 32-bit word.
 
     A word of 0 gives the smallest draws, and 2**32 - 1 the largest. After `CHOSEN` words, pseudo-random words follow,
-    so that a function that draws until it accepts a value terminates.
+    so that a function that draws until it accepts a value comes to an end.
     """
     others = random.Random(word)
     key = [_untemper(word)] * CHOSEN + [others.getrandbits(32) for _ in range(WORDS - CHOSEN)]

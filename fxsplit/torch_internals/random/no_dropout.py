@@ -1,4 +1,4 @@
-"""A block in which torch's dropout drops nothing, so that two runs of a model are equal."""
+"""Switch torch's dropout off for a block, so that two runs of a model are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random draws that depend neither on the order of threads nor on the cuts of a graph.
+"""Draw random numbers that depend neither on the order of threads nor on the cuts of a graph.
 
 All threads share torch's default generators, so stages that run dropout at the same time would take draws from each
 other. Each random node therefore runs with its own generator state, derived from the batch's seed, the microbatch and
@@ -36,7 +36,7 @@ _NO_NAMES: Mapping[str, Any] = {}
 
 
 class _Turn(NamedTuple):
-    """The time in which a thread runs one microbatch, whose draws depend on `seed` and its number.
+    """The microbatch that a thread runs now. Random numbers of its nodes depend on `seed` and `microbatch`.
 
     devices: the devices on which code may draw.
     """
@@ -61,10 +61,12 @@ _thread = _Thread()
 
 
 class SeededCall(RunsUncompiled):
-    """Calls a module, a function or a tensor's method with its own generator state during a microbatch's turn.
+    """Calls a module, a function or a tensor's method with random numbers that depend on the microbatch and the node.
 
-    key: the node's name, unique in the graph. call: the module or function, or the name of a method. Outside of any
-    turn, the call draws from the caller's generator, as it would without fxsplit.
+    key: the node's name, unique in the graph.
+    call: the module or function, or the name of a method.
+    drew: whether the call has drawn random numbers in its module's current mode.
+    If the thread runs no microbatch, the call draws from the caller's generator, as it would without fxsplit.
     """
 
     def __init__(self, key: str, call: Any, *, drew: bool = False) -> None:
@@ -76,14 +78,14 @@ class SeededCall(RunsUncompiled):
         self.note(drew=drew)
 
     def note(self, *, drew: bool) -> None:
-        """Record whether the call drew in its module's current mode."""
+        """Record whether the call has drawn random numbers in its module's current mode."""
         if isinstance(self.call, nn.Module) and not self.call.training:
             self.in_evaluation = drew
 
     @property
     def idle(self) -> bool:
-        """Whether the call is a module that draws nothing now: in evaluation, as a rule, or a dropout with p=0."""
-        # Like the model: a dropout that is switched off must not affect the caller's next draws.
+        """Whether the call is a module that draws nothing now, such as dropout in evaluation or with p=0."""
+        # A dropout that is switched off must not affect the caller's next draws, just as in the model.
         return isinstance(self.call, nn.Module) and (
             not (self.call.training or self.in_evaluation) or (is_dropout(self.call) and not self.call.p)
         )
@@ -108,11 +110,11 @@ def isolate_draws(
     kwargs: Mapping[str, Any] = _NO_NAMES,
     devices: Sequence[torch.device] = (),
 ) -> Iterator[Callable[[], bool]]:
-    """Run the block with its own generator state. No other thread draws on the same devices in such a block meanwhile.
+    """Run the block with its own generator state. Meanwhile no other thread draws on the same devices in such a block.
 
     The state is derived from `seed`, `microbatch` and `key`. It is set in the generators of the CPU, of `devices`, and
-    of the devices of tensors in the arguments or named by them. They are restored afterwards. Yields a function that
-    returns, after the block, whether the block drew.
+    of the devices of tensors in the arguments or named by them. These generators are restored afterwards. Yields a
+    function that returns, after the block, whether the block drew random numbers.
     """
     # An unknown function, so that the CPU is included.
     found = find_generators(None, args, kwargs, devices)
@@ -129,7 +131,7 @@ def isolate_draws(
 
 @contextmanager
 def notice_draws() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns, after the block, whether any default generator of torch moved during the block.
+    """Yield a function that returns, after the block, whether torch's default generators were used inside the block.
 
     No other thread enters `isolate_draws` during the block, which would hide a draw by restoring the state. Draws by
     threads outside of fxsplit count as well.
@@ -146,8 +148,9 @@ def notice_draws() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Make this thread draw for one microbatch of the batch with `seed` in the block. Blocks may be nested.
+    """Inside the block, let this thread draw the random numbers of one microbatch. Blocks may be nested.
 
+    seed: the seed of the batch.
     devices: where code that names no device may draw: the stage's device and the default device.
     """
     # Per thread, since workers run different microbatches at the same time.
@@ -158,9 +161,9 @@ def take_turn(seed: int, microbatch: int, devices: Sequence[torch.device] = ()) 
 
 @contextmanager
 def lend_draws() -> Iterator[None]:
-    """Let other threads draw in the block, even if this thread is in a block with its own generator state.
+    """Inside the block, let other threads draw, even if this thread is in a block with its own generator state.
 
-    This thread should wait for them in the block: a loss function may call another pipeline, and its workers draw.
+    This thread should wait for them in the block: a loss function may call another pipeline, whose workers draw.
     Meanwhile, the generators have the states that they had before this thread changed them.
     """
     if not _thread.before:
@@ -173,7 +176,7 @@ def lend_draws() -> Iterator[None]:
     def come_back() -> None:
         for generator, state in own.items():
             before = generator.get_state()
-            # Equal if an interrupt came before the state was set.
+            # The states are equal if an interrupt came before the generator's state was changed.
             if not torch.equal(before, state):
                 blocks[generator][generator] = before
                 generator.set_state(state)
@@ -187,7 +190,7 @@ def lend_draws() -> Iterator[None]:
 
 
 def current_microbatch() -> int:
-    """Return the microbatch of this thread's turn, or 0 outside of any turn."""
+    """Return the microbatch that this thread runs, or 0 if it runs none."""
     return 0 if _thread.now is None else _thread.now.microbatch
 
 
@@ -211,7 +214,7 @@ def can_draw(call: Any) -> bool:
 
 @contextmanager
 def _set_states(generators: Iterable[tuple[Place, Generator]], seed: int, microbatch: int, key: str) -> Iterator[None]:
-    """Seed generators from the numbers and the key for the block. No other thread uses them meanwhile."""
+    """Inside the block, seed generators from the numbers and the key. Meanwhile no other thread uses them."""
     number = _mix(seed, microbatch, zlib.crc32(key.encode()))
     places = [place for place, _ in generators]
     # The usual case is one generator.
@@ -226,7 +229,7 @@ def _set_states(generators: Iterable[tuple[Place, Generator]], seed: int, microb
 
 
 def _put_back(states: Mapping[Generator, Tensor], block: int) -> None:
-    """Restore generator states, and end this thread's blocks of draws from number `block` on."""
+    """Restore the states of generators, and forget this thread's blocks from number `block` on."""
     for generator, state in states.items():
         generator.set_state(state)
     del _thread.before[block:]

@@ -1,4 +1,4 @@
-"""Save and restore the torch modes of a thread, in case an interrupt keeps a `with` block from leaving its mode.
+"""Save and restore the torch modes of a thread, in case an interrupt prevents a `with` block from leaving its mode.
 
 `with torch.no_grad():` is left by Python code, and Ctrl-C may come before that code has run. So code that changes modes
 reads them first, and restores them if it fails.
@@ -28,9 +28,10 @@ _read_flags: Callable[[Any], Any] = operator.itemgetter(*FLAGS)
 class Modes(NamedTuple):
     """The modes of a thread that blocks such as torch.no_grad() change, except inference mode.
 
-    `functions` and `dispatches` are the depths of the stacks of function and dispatch modes. `hooks` are the innermost
-    pack and unpack functions for saved tensors, or None. `autocast` has for each device type whether it is on, and its
-    dtype; `nesting` is the depth of autocast blocks. `flags` holds FLAGS. `lifts` is a flag that fake tensor modes set.
+    functions, dispatches: the depths of the stacks of function and dispatch modes.
+    hooks: the innermost pack and unpack functions for saved tensors, or None.
+    autocast: for each device type, whether autocast is on, and its dtype. nesting: the depth of autocast blocks.
+    flags: the values of FLAGS. lifts: a flag that fake tensor modes set.
     """
 
     grad: bool
@@ -59,14 +60,17 @@ class Modes(NamedTuple):
         )
 
     def take_up(self, blocks: int) -> None:
-        """Enter these gradient and autocast modes in the thread, `blocks` autocast blocks deeper."""
+        """Set these gradient and autocast modes in the thread.
+
+        `blocks`: the number of autocast blocks that the thread enters.
+        """
         for _ in range(blocks):
             torch.autocast_increment_nesting()
         self._set_autocast()
         torch.set_grad_enabled(self.grad)
 
     def put_back(self) -> None:
-        """Restore these modes in the thread that read them, and leave blocks entered since."""
+        """Restore these modes in the thread that read them, and leave the modes that it has entered since."""
         while torch._C._len_torch_function_stack() > self.functions:
             torch._C._pop_torch_function_stack()
         while torch._C._len_torch_dispatch_stack() > self.dispatches:
@@ -103,7 +107,7 @@ read_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_de
 
 
 def drop_hooks(innermost: Any) -> None:
-    """Remove hooks on saved tensors until these are the innermost. Equal entries are taken for one."""
+    """Remove hooks on saved tensors until the given hooks are the innermost. They may be on the stack several times."""
     while (hooks := read_hooks()) is not None and hooks != innermost:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 

@@ -1,7 +1,8 @@
 """Patch a method of torch for the duration of a block, in one thread only.
 
-Once patched, a method keeps a dispatcher, which looks up the calling thread's patches and calls the original without
-any. Nothing has to be restored in torch, so an interrupt cannot leave a patch behind.
+A patched method is replaced for good by a dispatcher. The dispatcher calls the patch of the calling thread, or the
+original method if the thread has none. So nothing has to be restored in torch, and an interrupt cannot leave a patch
+active.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Key = tuple[Owner, str]
 
 
 class _Patches(threading.local):
-    """The replacements of each method in one thread, the innermost last."""
+    """The patches of each method in one thread, the innermost last."""
 
     def __init__(self) -> None:
         self.instead: dict[Key, tuple[Method, ...]] = {}
@@ -35,12 +36,11 @@ _patches = _Patches()
 
 @contextmanager
 def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) -> Iterator[None]:
-    """Redirect this thread's calls of a method to `around(method)` in the block. Other threads are not affected.
+    """Inside the block, replace this thread's calls of a method by calls of `around(method)`.
 
     owner: a class with the method, as a function or classmethod, in Python or C; or a module with a function that its
-    own code calls by name. around: gets a function that takes the object or the class first, and returns the
-    replacement.
-
+        own code calls by name.
+    around: gets a function that takes the object or the class first, and returns the replacement.
     Blocks nest, and blocks of several threads may overlap in any way.
     """
     key = owner, name
@@ -52,7 +52,7 @@ def patch_method(owner: Owner, name: str, around: Callable[[Method], Method]) ->
 
 
 def find_owner_of_apply() -> type:
-    """Return the class with the `apply` through which every call of an autograd.Function goes.
+    """Return the class whose `apply` every call of an autograd.Function goes through.
 
     A reference made earlier, such as `act = Act.apply`, bypasses a patch of torch's own apply(). If that apply() is
     written in Python, it calls the apply() of its base class, which can be patched.

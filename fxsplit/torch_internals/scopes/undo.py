@@ -1,4 +1,4 @@
-"""Restore temporary changes after a block, whichever line an interrupt comes at.
+"""Restore temporary changes after a block, even if an interrupt comes, at whichever line.
 
 Ctrl-C raises KeyboardInterrupt between any two instructions: before a `try` begins, or in the middle of a `finally`. So
 code that makes a temporary change first records in the thread's *journal* how to undo it. If the block is interrupted
@@ -27,7 +27,7 @@ R = TypeVar("R")
 Undo = Callable[[], object]
 """Undoes a change. It may be called before the change was made, and again after it was undone."""
 Entry = list[Undo]
-"""A change to undo once: a list of its one undo, which is empty once the change is undone."""
+"""A list that holds the function which undoes a change. It is emptied after the function has run."""
 
 
 class _Journal(threading.local):
@@ -65,7 +65,7 @@ def restores_all(function: Callable[P, R]) -> Callable[P, R]:
     def undoing(*args: P.args, **kwargs: P.kwargs) -> R:
         begin = len(_journal.entries)
         modes = Modes.read()
-        # Twice: an interrupt may cut off the first.
+        # Roll back twice below: an interrupt may end the first call.
         try:
             try:
                 return function(*args, **kwargs)
@@ -97,16 +97,17 @@ def restore_after(undo: Undo) -> Iterator[None]:
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Call functions in order, from C. If they run no Python, an interrupt comes before or after all of them."""
+    """Call functions in order, from C code. If they run no Python, an interrupt comes before or after all of them."""
     one_by_one: Any = map(operator.call, calls)  # mypy does not know a call without arguments
     deque(one_by_one, maxlen=0)
 
 
 class CallerLock:
-    """A lock that is free after a block, whichever line an interrupt comes at. The holder may take it again.
+    """A lock that is free after a block, at whichever line an interrupt comes.
 
+    The thread that holds it may take it again.
     waiting: returns a context for a thread that waits for the lock, for example to lend things that the holder may
-    need.
+        need.
     """
 
     def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -134,7 +135,10 @@ class CallerLock:
 
     @contextmanager
     def lend(self) -> Iterator[None]:
-        """Release the lock for the block, if the calling thread holds it, while this thread waits for other threads."""
+        """Release the lock inside the block, if the calling thread holds it.
+
+        The thread waits for other threads meanwhile.
+        """
         if not self.mine:
             yield
             return

@@ -70,9 +70,9 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def keep_until_read(tensor: Tensor, stream: torch.Stream) -> None:
-    """Keep a tensor's memory allocated until a stream has finished the work queued when the tensor is freed.
+    """Keep a tensor's memory allocated until `stream` has finished the work that is queued when the tensor is freed.
 
-    The allocator itself only tracks the stream on which it allocated the memory.
+    torch's allocator itself watches only the stream on which the memory was allocated.
     """
     # torch records streams of strided tensors only.
     for part in list_parts(tensor):
@@ -87,8 +87,9 @@ def hand_over(values: Iterable[Any]) -> None:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in pinned host memory, from which an accelerator can read. Returns other tensors as is.
+    """Return a copy of a tensor in pinned host memory, from which an accelerator can read.
 
+    Returns other tensors as they are.
     A copy from memory that is not pinned makes the host wait until the stream has finished all earlier work.
     """
     if tensor.device.type != "cpu":

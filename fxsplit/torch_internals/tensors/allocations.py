@@ -19,9 +19,9 @@ from fxsplit.torch_internals.scopes.undo import restore_after
 
 @dataclass
 class Allocations:
-    """The peak memory in bytes that the block of `count_allocations` allocated, on top of earlier allocations.
+    """The peak of the memory that the block of `count_allocations` allocated, in bytes, on top of earlier allocations.
 
-    Set when the block ends. None if a profiler was already running in this thread.
+    peak_bytes: set when the block ends. None if a profiler was already running in this thread.
     """
 
     peak_bytes: int | None = None

@@ -76,7 +76,10 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def make_view(block: Tensor, part: TensorLayout, begin: int) -> Tensor:
-    """Return the tensor at an offset in a block of bytes. To autograd it is not a view."""
+    """Return a tensor at an offset in a block of bytes.
+
+    It shares the block's memory, but to autograd it is not a view.
+    """
     made = torch.empty(0, dtype=part.dtype, device=block.device)
     at = (block.storage_offset() + begin) // part.dtype.itemsize
     return made.set_(block.untyped_storage(), at, part.shape, part.strides)
@@ -89,13 +92,13 @@ def read_bytes(tensor: Tensor, begin: int, count: int) -> bytes:
 
 
 def copy_all(places: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values to destinations of the same shapes, in one call."""
+    """Copy each value to the tensor at the same index of `places`, which has the same shape, in one call."""
     with torch.no_grad():
         torch._foreach_copy_(places, values)
 
 
 def read_part(tensor: Any) -> TensorLayout:
-    """Return the layout of a tensor, or the default layout of its shape if it is not dense."""
+    """Return the layout of a tensor. If the tensor is not dense, return torch's default layout for its shape."""
     dense = is_dense(tensor)
     strides = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
     return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(strides))

@@ -1,4 +1,4 @@
-"""Perturb results in a coarser dtype than the model's weights by one rounding error of that dtype."""
+"""Perturb results in coarser dtypes than the model's weights by one rounding error, to measure its effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.thread_modes import enter_dispatch_mode
 
 EXACT = {"clone", "cat", "stack", "copy_", "index", "index_select", "gather", "embedding", "constant_pad_nd"}
-"""Operators that move values and compute none. `_to_copy` to another dtype is perturbed, since it rounds."""
+"""Operators that only move values. `_to_copy` is not among them: it rounds if it converts to another dtype."""
 SEED = 0
 
 
@@ -24,10 +24,11 @@ def find_eps(dtype: torch.dtype) -> float:
 
 
 class CoarseRounding(TorchDispatchMode):
-    """Multiplies results coarser than `dtype` by 1 ± their own eps. `eps` is the coarsest eps met so far.
+    """Multiplies each result in a dtype coarser than `dtype` by 1 + eps or 1 - eps of its own dtype.
 
-    Whole numbers are not perturbed, since every dtype represents small ones exactly: masks, zeros and counts have no
-    rounding error.
+    eps: an attribute, the coarsest eps met so far.
+    Whole numbers are not perturbed, since every dtype represents small whole numbers exactly: masks, zeros and counts
+    have no rounding error.
     """
 
     supports_higher_order_operators = True
@@ -75,7 +76,10 @@ class CoarseRounding(TorchDispatchMode):
 
 @contextmanager
 def shake_coarse_parts(dtype: torch.dtype) -> Iterator[CoarseRounding]:
-    """Perturb results in a coarser dtype in the block, on this thread. Compiled functions run as written."""
+    """Inside the block, perturb results in a dtype coarser than `dtype`, on this thread.
+
+    Compiled functions run uncompiled.
+    """
     mode = CoarseRounding(dtype)
     with torch.compiler.set_stance("force_eager"), enter_dispatch_mode(mode):
         yield mode

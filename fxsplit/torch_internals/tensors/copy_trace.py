@@ -1,4 +1,4 @@
-"""Trace how a function joins, cuts and transposes tensors, so that the same result can be filled in part by part.
+"""Trace how a function joins, cuts and transposes tensors, so that its result can later be filled in part by part.
 
 A function that stacks eight tensors needs memory for all of them and for the result. Tracing it on the meta device,
 where tensors have no values, shows which part of the result each source becomes. The sources can then be loaded one by
@@ -53,10 +53,12 @@ Parts = tuple[CopiedPart, ...]
 def trace_copies(
     make: Callable[[Callable[[str], Tensor]], dict[str, Tensor]], sources: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Parts] | None]:
-    """Run `make` on meta tensors. Returns its results and their parts, both by the names of the results.
+    """Find out which parts of which sources make up each result of `make`, by running `make` on meta tensors.
 
-    make: gets a function that returns a source by name. The parts cover each result exactly once. They are None if
-    `make` does anything but copy values to other positions.
+    make: gets a function that returns a source by name, and returns its results by name.
+    sources: meta tensors of the right shapes, by name.
+    Returns the results, and for each result the parts that it is copied from. The parts cover each result exactly once.
+    In place of the parts, returns None if `make` does anything but copy values to other positions.
     """
     mode = _Copies(sources)
     with enter_dispatch_mode(mode):
@@ -67,7 +69,7 @@ def trace_copies(
 
 
 def fits(parts: Parts, sources: Mapping[str, Tensor], like: Tensor) -> bool:
-    """Return whether parts can fill a tensor with the shape and strides of `like`. Needs no values."""
+    """Return whether these parts can fill a tensor with the shape and strides of `like`. Values are not needed."""
     target = torch.empty_strided(like.shape, like.stride(), device="meta")
     try:
         pairs = [(part.take(sources[part.source]), part.place(target)) for part in parts]
@@ -92,7 +94,7 @@ class _Copies(TorchDispatchMode):
             self._note(tensor, (CopiedPart(name, _keep, _keep),))
 
     def find(self, value: Any) -> Parts:
-        """Return the parts that make up a value, or () if unknown."""
+        """Return the parts that a tensor is made of, or () if they are not known."""
         known = self._parts.get(id(value))
         return known[1] if known else ()
 
@@ -119,7 +121,7 @@ class _Copies(TorchDispatchMode):
         return result
 
     def _join(self, func: Any, tensors: list[Tensor], dim: int = 0) -> Parts:
-        """Return the parts of tensors that are concatenated along a dimension or stacked along a new one."""
+        """Return the parts of a tensor made by torch.cat along a dimension, or by torch.stack along a new one."""
         joined: list[CopiedPart] = []
         at = 0
         for i, tensor in enumerate(tensors):
@@ -138,7 +140,7 @@ class _Copies(TorchDispatchMode):
 
 
 def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None, shape: torch.Size) -> Parts:
-    """Derive the parts of an operator's result from the parts of its input, or () if unknown.
+    """Return the parts of an operator's result, given the parts of its input; () if they are not known.
 
     number: the index of the result, if there are several. shape: the shape of the result.
     """
@@ -172,7 +174,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
 
 
 def _chain(first: View, second: View) -> View:
-    """Compose two views."""
+    """Return the view that applies `first` and then `second`."""
     if first is _keep or second is _keep:
         return second if first is _keep else first
     return lambda tensor: second(first(tensor))

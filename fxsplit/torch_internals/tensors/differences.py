@@ -14,7 +14,8 @@ from torch import Tensor
 class Difference:
     """The largest relative difference of one output, gradient or buffer, and the difference that rounding explains.
 
-    broken: whether the difference cannot be rounding, since the same operators in one piece give another result.
+    kind: a word such as "output" or "gradient".
+    broken: whether rounding cannot be the reason, since the same operators, run as one piece, give another result.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Give a tensor the class, the attributes and requires_grad of a weight."""
+"""Make a tensor look like a weight: with the weight's class, attributes and requires_grad."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fill_like(weight: P, value: Tensor, device: torch.device | None = None, dtyp
 
 
 def dress_like(weight: P, value: Tensor) -> P:
-    """Return a tensor that shares memory with `value`, with class, attributes and requires_grad of `weight`."""
+    """Return a tensor that shares memory with `value` and has the class, attributes and requires_grad of `weight`."""
     made = value
     if isinstance(weight, nn.Parameter):
         # A subclass of Parameter may have its own constructor, which _make_subclass does not call.

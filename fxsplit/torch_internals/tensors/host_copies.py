@@ -13,7 +13,7 @@ from fxsplit.torch_internals.tensors import accelerators
 T = TypeVar("T")
 
 MOST_COMING = 8
-"""The most copies under way at a time. A host that is this far ahead of its accelerator starts no more."""
+"""How many copies may be under way at a time. A host that is further ahead of its accelerator starts no more."""
 
 
 class HostCopy:
@@ -39,7 +39,7 @@ class HostCopy:
 
 
 class PendingCopies(Generic[T]):
-    """A queue of copies under way, the oldest first. The caller attaches an object to each."""
+    """A queue of copies under way, the oldest first. The caller attaches an object to each copy."""
 
     def __init__(self, most: int = MOST_COMING) -> None:
         self._copies: deque[tuple[HostCopy, T]] = deque()
@@ -51,7 +51,7 @@ class PendingCopies(Generic[T]):
         return len(self._copies) >= self._most
 
     def add(self, tensor: Tensor, about: T) -> None:
-        """Start to copy a tensor."""
+        """Start to copy a tensor to the host. `about`: an object to return with the copy."""
         self._copies.append((HostCopy(tensor), about))
 
     def take_arrived(self) -> Iterator[tuple[Tensor, T]]:

@@ -14,7 +14,10 @@ _COMPRESSED = {
 
 
 def list_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that hold a sparse tensor, its values first, or [tensor] for any other tensor."""
+    """Return the strided tensors that a sparse tensor consists of, its values first.
+
+    Return [tensor] for other tensors.
+    """
     if tensor.layout is torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
     if tensor.layout in _COMPRESSED:

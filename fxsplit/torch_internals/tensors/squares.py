@@ -9,7 +9,7 @@ from torch import Tensor
 from fxsplit.torch_internals.tensors.differences import widen
 
 Squares = dict[str, list[float]]
-"""By name: the squared norms of the differences, then the squared norm of the exact tensor."""
+"""For each name: the squared norms of one or more differences, then the squared norm of the exact tensor."""
 
 
 def square(tensor: Tensor) -> float:
@@ -18,7 +18,7 @@ def square(tensor: Tensor) -> float:
 
 
 def square_differences(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> Squares:
-    """Return the squared norms of each difference and each exact tensor, for floating-point tensors on both sides."""
+    """Return the squared norms of each difference and each exact tensor, for float tensors on both sides."""
     # A tensor that only one side has is a lost gradient, which verify() reports elsewhere.
     both = {name: (found.get(name), value) for name, value in exact.items()}
     return {
@@ -29,7 +29,7 @@ def square_differences(found: Mapping[str, Tensor | None], exact: Mapping[str, T
 
 
 def divide(difference: float, exact: float) -> float:
-    """Return the relative norm of a difference from squared norms; 0 if both are zero."""
+    """Return the relative norm of a difference, from two squared norms; 0 if both are zero."""
     return (difference / exact) ** 0.5 if exact else float("inf") if difference else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Trace objects made by torch.compile back to the user's: code objects and wrapped modules."""
+"""Find the user's own code and module inside objects that torch.compile has made."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def is_compiled(function: Any) -> bool:
 def unwrap_compiled(model: Any) -> nn.Module:
     """Return the module inside any nesting of torch.compile and torch.compiler.disable.
 
-    They may wrap the module or its forward(). A module without wrappers is returned as is. Raises InputError for
-    anything else, and for hooks on a wrapper, which the module inside would never call, and TraceError for a module of
-    torch.jit.
+    They may wrap the module or its forward(). A module without wrappers is returned as it is. Raises InputError for
+    anything that is not a module, and for hooks on a wrapper, which the module inside would never call. Raises
+    TraceError for a module of torch.jit.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     kind = getattr(frames, "OptimizedModule", ())

@@ -1,8 +1,8 @@
-"""Modules that torch.compile cannot follow, or would recompile for every microbatch, and how compiled stages call them.
+"""Modules that torch.compile must not compile, since it cannot follow them or would recompile for every microbatch.
 
 SeededCall and DeferredBatchNorm read state that changes with every microbatch. While they are active, a compiled stage
-calls them between two graphs. Dropout stays in the graph: it is a multiplication by a mask, drawn by an operator that
-is opaque to torch.compile.
+calls them between two compiled graphs. Dropout stays in the graph: it is a multiplication by a mask, and torch.compile
+does not look into the operator that draws the mask.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def leave_uncompiled(function: F) -> F:
 
 
 class RunsUncompiled(nn.Module):
-    """A module that a compiled stage calls between two graphs. If it is `idle`, it only forwards its call.
+    """A module that a compiled stage calls between two graphs. If it is `idle`, it only passes its call on.
 
-    row_dims: the dimensions of its output that scale with the number of rows.
+    row_dims: the dimensions of its output whose size follows the number of rows.
     """
 
     row_dims: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
-        """Whether the module only forwards its call in its current state."""
+        """Whether the module, in its current state, only passes its call on to the module or function inside."""
         raise NotImplementedError
 
 
@@ -53,9 +53,9 @@ def call_apart(module: RunsUncompiled, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_calls(module: fx.GraphModule, by: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a graph's function that calls `by[path](submodule, ...)` instead of each submodule in `by`.
+    """Return a graph's function in which some submodules are called through `by`: `by[path](submodule, ...)`.
 
-    It is a method of the same module, so it uses the module's current weights and submodules.
+    The function is a method of the same module, so it uses the module's current weights and submodules.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

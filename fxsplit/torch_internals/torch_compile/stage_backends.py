@@ -15,8 +15,8 @@ RECORDING = "cudagraphs"
 def records_cuda_graphs(backend: str) -> bool:
     """Return whether a backend records stages on a GPU as CUDA graphs in torch's current configuration.
 
-    torch ties the CUDA graphs of a function to one thread, and an assertion fails in any other. Stages run in threads
-    of their own.
+    Stages run in threads of their own. But torch ties the CUDA graphs of a function to one thread, and an assertion
+    fails in any other thread.
     """
     if backend != "inductor":
         return backend == RECORDING
@@ -58,5 +58,5 @@ def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
 
 
 def read_recompile_limit() -> int:
-    """Return how often torch compiles one function at most. After that it runs uncompiled."""
+    """Return how often torch compiles one function at most. After that, torch runs the function uncompiled."""
     return int(torch.compiler.config.recompile_limit)

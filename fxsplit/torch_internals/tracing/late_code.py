@@ -22,7 +22,7 @@ GENERATED = ("forward", "_code", "_in_spec", "_out_spec", "_lineno_map", "_prolo
 
 @contextmanager
 def generate_code_late() -> Iterator[None]:
-    """Delay code generation for graphs that are made or changed in the block until their code is read or run."""
+    """Inside the block, generate the code of a graph that is made or changed only when the code is read or run."""
     with patch_method(GraphModule, "recompile", lambda recompile: partial(_postpone, recompile)):
         yield
 
@@ -36,7 +36,7 @@ def _postpone(recompile: Method, module: GraphModule) -> None:
 
 
 class _Late:
-    """A class attribute that generates the code when it is read."""
+    """A class attribute that stands for generated code. When it is read, it generates the code."""
 
     def __init__(self, recompile: Method, module: GraphModule, name: str) -> None:
         self._recompile = partial(recompile, module)

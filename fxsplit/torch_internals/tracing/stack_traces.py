@@ -1,4 +1,4 @@
-"""Faster stack traces for graph nodes: repeated frames share one object, and source lines are read lazily.
+"""Make stack traces of graph nodes faster: repeated frames share one object, and source lines are read only if needed.
 
 torch stores a stack trace with each node that it records. About a hundred of its frames are torch's own, and do not
 appear in the text. Reading their source lines took longer than tracing the operator.

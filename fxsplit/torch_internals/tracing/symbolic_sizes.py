@@ -32,7 +32,7 @@ from fxsplit.torch_internals.tracing.whole_chunks import divide_by_count
 
 @contextmanager
 def ask_less_of_symbols() -> Iterator[None]:
-    """Reduce checks of symbolic sizes while torch traces in the block. The recorded graph computes the same."""
+    """Inside the block, reduce torch's checks of symbolic sizes. The recorded graph computes the same."""
     with (
         patch_method(FakeTensorMode, "dispatch", lambda dispatch: partial(_make_views_afresh, dispatch)),
         # The cache lasts until the block ends.

@@ -50,7 +50,7 @@ class _Refusal(TorchDispatchMode):
 
 @contextmanager
 def refuse_weight_reads(model: nn.Module) -> Iterator[set[int]]:
-    """Raise TraceError inside the block for an operator that this thread runs on a parameter or buffer.
+    """Inside the block, raise TraceError if this thread runs an operator directly on a parameter or buffer.
 
     Yields the storage ids of the other tensors that operators have read.
     """

@@ -2,9 +2,10 @@
 
 Linear attention pads a length `s` to `e = s + (64 - s % 64) % 64`, counts `e // 64` chunks, and computes the length of
 each chunk as `e // (e // 64)`. torch does not see that this is 64. Each view of a chunk then has a symbolic size, and
-every check of it is algebra.
+every check of that size is algebra.
 
-Modulo 64, such an `e` is periodic in `s`: it is a multiple of 64 for every `s` if it is one for each `s` of one period.
+To prove it, use that `e` modulo 64 is periodic in `s`: `e` is a multiple of 64 for every `s` if it is a multiple for
+each `s` of one period.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def is_multiple(size: Any, of: int) -> bool:
 
 
 def _find_period(size: Any, modulo: int) -> int | None:
-    """Return the period of an expression modulo a number, in values of its symbol, or None if unknown."""
+    """Return after how many values of its symbol an expression repeats modulo a number; None if unknown."""
     if size.is_Integer:
         return 1
     if size.is_Symbol:

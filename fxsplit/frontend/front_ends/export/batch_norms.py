@@ -1,8 +1,9 @@
-"""Find torch's own batch norms in an exported program, which has split each into several nodes.
+"""Find torch's own batch norms in an exported program, which has split each of them into several nodes.
 
 A call of `self.norm`, a BatchNorm1d in training mode, gives two nodes: `aten.add_(norm.num_batches_tracked, 1)`, which
-counts the batch, and `aten.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, ...)`. As
-one call of the module, its statistics can be deferred, or written by replicas in the order of microbatches.
+counts the batch, and `aten.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, ...)`. If
+the graph calls the module instead, the update of its statistics can be deferred, or made by replicas in the order of
+microbatches.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ aten = torch.ops.aten
 
 
 def find_batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node, str | None]:
-    """Return the nodes that call torch's own batch norms, with the path of the module.
+    """Return the nodes that belong to torch's own batch norms, each with the path of the module it calls.
 
-    None for a node that only counts.
-
+    The path is None for a node that only counts batches.
     A batch norm with hooks, or with a forward() of its own, does more than its two nodes and is left as it is.
     """
     found: dict[str, dict[fx.Node, str | None]] = defaultdict(dict)  # by path, to find out at the end which to keep
@@ -43,9 +43,9 @@ def find_batch_norms(program: fx.GraphModule, model: nn.Module) -> dict[fx.Node,
 
 
 def find_counter(program: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """Return the node that fetches the buffer which `node`, a write in place, counts on.
+    """Return the node that fetches the buffer on which `node`, a write in place, counts.
 
-    The second call of a layer counts on the result of the first one, which a block may have returned:
+    The second call of a layer counts on the result of the first call, which a block may have returned:
 
         counter = get_attr norm.num_batches_tracked;  add_ = aten.add_(counter, 1);  add__1 = aten.add_(add_, 1)
     """

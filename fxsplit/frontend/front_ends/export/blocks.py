@@ -1,11 +1,11 @@
-"""Blocks of an exported program: calls that run a part of it under a mode, such as no_grad or autocast.
+"""Blocks of an exported program: calls that run a part of the program under a mode, such as no_grad or autocast.
 
 `with torch.no_grad(): y = x * 2` becomes `wrap_with_set_grad_enabled(False, submod_1, x)`: a node with a higher order
 operator as its target. Its arguments are the options of the mode (`False`), the *body* (`submod_1`, a GraphModule), and
 the values of the body's placeholders.
 
-A vmap is a block too. In a program it is a sequence of nodes, from one that begins the vmap to one that ends it. These
-nodes are cut out, and become a body.
+A vmap is a block too. In a program it is a sequence of nodes, from a node that begins the vmap to a node that ends it.
+These nodes are cut out, and become a body.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VMAPS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
 class Region(nn.Module):
-    """Calls the body of a block under the block's mode, in graphs that call the block as a module."""
+    """A block as a module, which runs the block's body under the block's mode. Graphs call it."""
 
     def __init__(self, block: Callable[..., Any], options: Sequence[Any], body: fx.GraphModule) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ def find_body(program: fx.GraphModule, block: fx.Node) -> tuple[int, fx.GraphMod
 def can_be_inlined(options: Sequence[Any], body: fx.GraphModule) -> bool:
     """Return whether a block for the grad mode only disables gradients, writes nothing, and has no inner blocks.
 
-    Such a block equals its nodes with detached results. A write under no_grad is more than that: autograd must not see
-    it.
+    The nodes of such a block, with detached results, compute the same as the block. A write under no_grad would not:
+    autograd must not see the write.
     """
     nodes = list(body.graph.nodes)
     nested = any(n.op == "get_attr" and _fetches_body(body, n) for n in nodes)
@@ -71,7 +71,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def find_vmaps(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """Return the nodes of each outermost vmap of a program, from its begin to its end, by the node that begins it."""
+    """Return the nodes of each outermost vmap of a program, from begin to end, by the node that begins the vmap."""
     found: dict[fx.Node, list[fx.Node]] = {}
     begin, depth = None, 0
     for node in program.graph.nodes:
@@ -88,7 +88,7 @@ def find_vmaps(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
 def cut_out(program: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """Return some nodes of a program as a body, the nodes for its placeholders, and the nodes that it returns.
 
-    The body itself fetches attributes that are no tensors.
+    The body itself fetches attributes that are not tensors.
     """
     inside, graph = set(nodes), fx.Graph()
     read = dict.fromkeys(value for node in nodes for value in node.all_input_nodes)

@@ -59,9 +59,10 @@ SIZE = re.compile(r"L\['in_(\d+)'\]\.size\(\)\[(\d+)\]")
 
 @dataclass(frozen=True)
 class TorchExport:
-    """Exports a model with torch.export, for the lengths of the example or, with `lengths_vary`, for any if possible.
+    """Exports a model with torch.export.
 
-    `rows_vary`: for any number of rows as well; otherwise only for that of the example.
+    lengths_vary: for any lengths of the inputs, as far as possible; otherwise only for the lengths of the example.
+    rows_vary: for any number of rows; otherwise only for the number of rows of the example.
     """
 
     name: str = "export"
@@ -69,9 +70,9 @@ class TorchExport:
     rows_vary: bool = True
 
     def attempt(self, subject: Subject) -> Graph:
-        """Return the exported graph; raises TraceError with the line and submodule that torch.export cannot follow.
+        """Return the exported graph. Raises TraceError with the line and submodule that torch.export cannot follow.
 
-        The graph's Scope says for which numbers of rows it is right: for those between two bounds that also pass the
+        The graph's Scope says for which numbers of rows the graph is right: between two bounds, if they also pass the
         conditions that torch.export has found.
         """
         model = subject.model
@@ -87,7 +88,7 @@ class TorchExport:
 
 
 def _export(subject: Subject, front_end: TorchExport) -> Graph:
-    """Return the exported graph, with the model's own parameters, buffers and modules in it."""
+    """Return the exported graph, which uses the model's own parameters, buffers and modules."""
     model, specs = subject.model, subject.inputs.specs
     numbers = [number.place.read() for number in subject.numbers]
     rows = subject.rows
@@ -155,7 +156,10 @@ def _wrap_number(value: float) -> Tensor:
 
 
 def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) -> Callable[..., Any] | None:
-    """Return a guard that only takes the tensors."""
+    """Return a guard that takes only the tensors.
+
+    It calls `guard` with the tensors and the present values of `numbers`.
+    """
     if guard is None or not numbers:
         return guard
     wrapped = [_wrap_number(value) for value in numbers]
@@ -163,7 +167,7 @@ def _give_numbers(guard: Callable[..., Any] | None, numbers: Sequence[float]) ->
 
 
 def _list_symbols(spec: TensorSpec, tensor: Tensor, front_end: TorchExport) -> dict[int, Any] | None:
-    """Return the dimensions of a tensor that are symbols in the program; None if none is."""
+    """Return the dimensions of a tensor whose size may vary in the program, as symbols; None if none may."""
     # AUTO becomes a constant if forward() needs one, and DYNAMIC fails then. A length of 1 is always a constant.
     lengths = [d for d, length in enumerate(tensor.shape) if length > 1] if front_end.lengths_vary else []
     symbols = dict.fromkeys(lengths, torch.export.Dim.AUTO)
@@ -173,10 +177,10 @@ def _list_symbols(spec: TensorSpec, tensor: Tensor, front_end: TorchExport) -> d
 
 
 def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a graph fetches and calls, by path, with the model's own weights and modules in it.
+    """Return the attributes that a graph fetches and calls, by path, with the model's own weights and modules.
 
-    `held` are the attributes of the exported model, which may be a copy of the model, or hold fake tensors. Raises
-    TraceError for a fake tensor that is none of the model's own: a constant of the graph with an unknown value.
+    held: the attributes of the exported model, which may be a copy of the model, or hold fake tensors.
+    Raises TraceError for a fake tensor that is not the model's: it is a constant of the graph with an unknown value.
     """
     # Weights of stages are the user's own objects, so that optimizers see them.
     own = {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -190,9 +194,9 @@ def _find_own(model: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[ChunkSpec]) -> tuple[int, int | None]:
-    """Return the fewest and the most rows that the program is right for; forward() takes another branch beyond.
+    """Return the fewest and the most rows for which the program is right (None: no limit).
 
-    `cuts` are the batch dimensions of its inputs.
+    With other numbers of rows, forward() takes another branch. `cuts`: the batch dimensions of the program's inputs.
     """
     placeholders = program.graph.find_nodes(op="placeholder")
     given = placeholders[len(placeholders) - len(cuts) :]  # weights come first
@@ -206,7 +210,7 @@ def _read_bounds(program: torch.export.ExportedProgram, cuts: Sequence[ChunkSpec
 
 @contextmanager
 def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[NumberPlace]) -> Iterator[None]:
-    """Let forward() take one positional argument for each tensor and each number, and return plain containers.
+    """Inside the block, let forward() take one argument for each tensor and number, and return plain containers.
 
     torch.export reads the signature of forward(), and would make arguments of the call's other values too.
     """
@@ -233,7 +237,7 @@ def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number
 
 @contextmanager
 def _notice_checkpoints() -> Iterator[list[None]]:
-    """Yield a list that is not empty once the block has put hooks on tensors saved for backward."""
+    """Yield a list. It gets an item if the block changes how tensors are saved for backward, as checkpoint() does."""
     entered: list[None] = []
 
     def note(enter: Method, hooks: saved_tensors_hooks) -> None:
@@ -258,7 +262,7 @@ def _make_torch_followable() -> Iterator[None]:
 
 @contextmanager
 def _skip_idle_conversions() -> Iterator[None]:
-    """Skip module.to(...) inside forward() if it would change nothing, since torch.export cannot follow it."""
+    """Inside the block, skip module.to(...) in forward() if it changes nothing: torch.export cannot follow it."""
 
     def convert(to: Method, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # As nn.Module.to itself reads its arguments: a device, a dtype, or a tensor that has both.

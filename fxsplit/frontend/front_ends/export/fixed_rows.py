@@ -2,7 +2,7 @@
 
 `b = int(y.shape[0] / windows)`, as in Swin's own window code, is a number in an exported graph, and the graph is only
 right for that number of rows. A batch of 7 rows has microbatches of 4 and 3, so there are two exports. They have the
-same nodes but different numbers, so they become one graph that looks its numbers up:
+same nodes but different numbers. So they become one graph, which looks up each number by the number of rows:
 
     for 4 rows:  view = aten.view(x, [4, 16, 8])        rows = aten.sym_size(in_0, 0)
     for 3 rows:  view = aten.view(x, [3, 16, 8])        number = {4: 4, 3: 3}[rows]
@@ -35,7 +35,10 @@ class OtherGraph(TraceError):
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Exports a model with `export` only for the sizes of its microbatches, and merges the exports into one graph."""
+    """Exports a model once for each size of its microbatches, and merges the exports into one graph.
+
+    export: the front end that makes each export.
+    """
 
     export: FrontEnd
     name: str = "export, rows fixed"
@@ -60,7 +63,7 @@ class FixedRows:
 
 
 def _join_guards(inputs: Inputs, guards: Mapping[int, Guard | None]) -> Guard:
-    """Return a guard that calls the guard for the number of rows of its tensors."""
+    """Return a guard that calls, of `guards`, the guard for the number of rows of the given tensors."""
 
     def guard(*tensors: Tensor) -> None:
         own = guards[inputs.count_rows(tensors)]
@@ -71,7 +74,7 @@ def _join_guards(inputs: Inputs, guards: Mapping[int, Guard | None]) -> Guard:
 
 
 class _Merge:
-    """Writes one graph from graphs of one model for microbatches of different `sizes`."""
+    """Writes one graph from the graphs of one model for microbatches of different `sizes`."""
 
     def __init__(self, subject: Subject, sizes: Sequence[int], graphs: Sequence[Graph]) -> None:
         self._subject, self._sizes = subject, sizes
@@ -96,7 +99,7 @@ class _Merge:
         return fx.GraphModule(self._gms[0], self._graph, class_name=self._subject.name)
 
     def _write_node(self, nodes: Sequence[fx.Node]) -> None:
-        """Write one node, given its counterpart in the graph of each size."""
+        """Write one node. `nodes`: the node and its counterparts in the graphs of the other sizes."""
         first = nodes[0]
         if any(node.op != first.op or not _is_same_target(node.target, first.target) for node in nodes):
             names = ", ".join(f"{node.name!r} for {size} rows" for node, size in zip(nodes, self._sizes, strict=True))
@@ -112,14 +115,14 @@ class _Merge:
         self._written.update(dict.fromkeys(nodes, written))
 
     def _write_rows(self) -> fx.Node:
-        """Write the node that reads the number of rows, or a multiple of it, off an input."""
+        """Write the node that reads the number of rows, or a multiple of it, from the size of an input."""
         specs = self._subject.inputs.specs
         place, (dim, _) = next((i, spec.cut) for i, spec in enumerate(specs) if spec.cut.dim is not None)
         given = self._graph.find_nodes(op="placeholder")[place]
         return self._graph.call_function(aten.sym_size.int, (given, dim))
 
     def _join(self, values: Sequence[Any], node: fx.Node) -> Any:
-        """Return the merged value of an argument of `node`, given its value in the graph of each size."""
+        """Return the merged value of an argument of `node`. `values`: the argument in the graph of each size."""
         first = values[0]
         if all(isinstance(v, fx.Node) for v in values):
             if len({self._written[v] for v in values}) > 1:
@@ -140,7 +143,10 @@ class _Merge:
         raise self._make_error(f"node {node.name!r} has {first!r} and {values[-1]!r} in one place", node)
 
     def _look_up(self, numbers: Sequence[float]) -> fx.Node:
-        """Return the node that looks up the number for the present size of microbatch."""
+        """Return the node that looks up a number by the size of the present microbatch.
+
+        `numbers`: the number for each size.
+        """
         key = tuple(numbers)
         if key not in self._numbers:
             assert self._rows is not None, "placeholders have no other numbers"
@@ -172,7 +178,7 @@ class _Merge:
 def _is_same_target(a: Any, b: Any) -> bool:
     """Return whether two nodes call the same target.
 
-    Each export has its own functions for calls of autograd.Functions.
+    Each export makes its own functions for calls of autograd.Functions, so these are compared by their contents.
     """
     if not callable(a) or not callable(b) or not hasattr(a, "held") or not hasattr(b, "held"):
         return bool(a == b)

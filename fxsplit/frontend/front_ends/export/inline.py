@@ -59,24 +59,25 @@ aten = torch.ops.aten
 END = 2**63 - 1
 """The end of a slice that goes to the end of a dimension."""
 ASSERTS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
-"""Checks of the example's dtypes and sizes, which the pipeline checks at each call."""
+"""Operators that check the dtypes and sizes of the example. The pipeline checks these itself at each call."""
 IDLE = (*ASSERTS, "_guards_fn")
-"""Nodes that are not written: guards run once for each number of rows, and not at each call."""
+"""Nodes that are left out of the graph. Guards run once for each number of rows, and not at each call."""
 VALUE_ASSERTS = (aten._assert_async.default, aten._assert_async.msg)
-"""Checks of a tensor's values, which the model does at each call, and so does the graph."""
+"""Operators that check a tensor's values. The model checks them at each call, and so does the graph."""
 UNWRAPS = (aten.item.default, aten._local_scalar_dense.default)
 """Operators that make a Python number of a tensor."""
 Calls = Sequence[Callable[..., Any]]
 WholeCalls = Sequence[WholeCall]
 Use = Callable[[Any], Any]
-"""Returns the counterpart of a node's value in the written graph."""
+"""From a node of the program: the node that stands for the same value in the written graph."""
 
 
 class GraphWriter:
-    """Writes `graph` from a program and the bodies of its blocks; `held` are the attributes that the graph uses.
+    """Writes `graph` from a program and the bodies of its blocks. `held`: the attributes that the graph uses.
 
-    `model` is the exported model. `functions` are the marked calls of autograd.Functions, `wholes` the calls of
-    submodules that stay whole, both by the number in their operators.
+    model: the exported model.
+    functions: the marked calls of autograd.Functions, by the number in their marks.
+    wholes: the calls of submodules that stay whole, by the number in their operators.
     """
 
     def __init__(self, program: fx.GraphModule, model: nn.Module, functions: Calls, wholes: WholeCalls) -> None:
@@ -93,21 +94,24 @@ class GraphWriter:
     def write_program(
         self, inputs: Sequence[str], returns: pytree.TreeSpec, numbers: Mapping[str, float] = MappingProxyType({})
     ) -> None:
-        """Write the whole graph: `inputs` are the names of its placeholders, `returns` the structure of its output.
+        """Write the whole graph. Raises TraceError for a block that a graph cannot hold.
 
-        `numbers` are further placeholders with their defaults, which the program has as tensors. Raises TraceError for
-        a block that a graph cannot hold.
+        inputs: the names of the graph's placeholders. returns: the structure of its output.
+        numbers: further placeholders with their defaults; the program has them as tensors.
         """
         placeholders = self._program.graph.find_nodes(op="placeholder")
         written = [self.graph.placeholder(name) for name in inputs]
         written += [self.graph.placeholder(name, default_value=value) for name, value in numbers.items()]
         values = dict(zip(placeholders, written, strict=True))
         self.graph.output(pytree.tree_unflatten(self.write(self._program, values), returns))
-        # Unused are fetches of weights that batch norms have themselves, and operators between marks.
+        # This removes fetches of weights that batch norm modules read themselves, and operators between marks.
         self.graph.eliminate_dead_code(_is_needed_unused)
 
     def write(self, body: fx.GraphModule, values: Mapping[fx.Node, Any]) -> list[Any]:
-        """Write the nodes of a program or a block's body, with `values` for its placeholders; return its outputs."""
+        """Write the nodes of a program or of a block's body, and return its outputs.
+
+        `values`: the values of its placeholders.
+        """
         written = dict(values)
 
         def use(value: Any) -> Any:
@@ -133,9 +137,9 @@ class GraphWriter:
         return _copy_meta(self.graph.create_node("get_attr", name), value)
 
     def _write_node(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
-        """Write the operator of one node of `body` into the graph, and return the node that has its value there.
+        """Write the operator of one node of `body` into the graph, and return the written node.
 
-        use: returns the node in the graph for a node of the body that was written before.
+        use: returns the written node for a node of the body that was written before.
         """
         args: Any = node.args
         if node in self._batch_norms:
@@ -165,7 +169,7 @@ class GraphWriter:
         return self.graph.node_copy(node, use)
 
     def _write_block(self, body: fx.GraphModule, node: fx.Node, use: Use) -> Any:
-        """Write a block: as its nodes if it only disables gradients, otherwise as one call of a module."""
+        """Write a block: as its own nodes if it only disables gradients, otherwise as one call of a module."""
         position, inside = find_body(body, node)
         options, given = node.args[:position], [fx.node.map_arg(a, use) for a in node.args[position + 1 :]]
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(options)):
@@ -182,7 +186,7 @@ class GraphWriter:
         return self._write_region(node, Region(node.target, options, inside), given)  # type: ignore[arg-type]
 
     def _write_vmap(self, body: fx.GraphModule, nodes: Sequence[fx.Node], use: Use) -> dict[fx.Node, Any]:
-        """Write a vmap as one call of a module; return the counterparts of its nodes that are read outside."""
+        """Write a vmap as one call of a module. Returns the written node for each of its nodes that is read outside."""
         inside, given, returned = cut_out(body, nodes)
         call = self._write_region(nodes[0], Region(run_vmap, (), inside), [use(value) for value in given])
         results = (self.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned)))
@@ -201,7 +205,7 @@ class GraphWriter:
         return _copy_meta(self.graph.call_module(name, tuple(given)), node)
 
     def _refuse_calls(self, body: fx.GraphModule) -> None:
-        """Raise TraceError for marked calls in the body of a block, since nothing can be put back inside."""
+        """Raise TraceError for marked calls in the body of a block: there, a call cannot be put back."""
         for node in body.graph.nodes:
             args: Any = node.args
             if node.target is enter:
@@ -219,7 +223,7 @@ class GraphWriter:
                 )
 
     def _write_function(self, node: fx.Node, number: int, output: int) -> fx.Node:
-        """Return an output of the marked call `number` of an autograd.Function, which leaves the call at `node`.
+        """Return the node of an output of the marked call `number` of an autograd.Function. `node`: the output's mark.
 
         The operators between the marks, which torch.export has seen inside the call, become unused.
         """
@@ -229,8 +233,9 @@ class GraphWriter:
         return self.graph.call_function(operator.getitem, (self._called[leave, number], output))
 
     def _write_whole(self, node: fx.Node, use: Use) -> fx.Node:
-        """Write the call of a submodule that stays whole, unless it is written; return the node of one of its outputs.
+        """Write the call of a submodule that stays whole, unless it is written already.
 
+        Returns the node of one of its outputs.
         node: the node of this output in the exported graph.
         """
         given, _, _, _, number, output = node.args
@@ -242,7 +247,7 @@ class GraphWriter:
         return call.write_output(self._called[whole, number], output)
 
     def _detach(self, value: Any) -> Any:
-        """Return a tensor's node without the gradient; any other value as it is."""
+        """Return a node without gradient for a tensor's node, and any other value as it is."""
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
             return value
         return _copy_meta(self.graph.call_function(aten.detach.default, (value,)), value)

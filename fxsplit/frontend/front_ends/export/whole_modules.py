@@ -1,13 +1,13 @@
-"""Submodules that stay whole in an exported program: torch.export only sees their outputs.
+"""Submodules that stay whole in an exported program: torch.export sees their outputs, and nothing else of them.
 
 A submodule may have code that torch.export cannot follow, such as `if h.sum() > 0`. During the export, a call of such a
 submodule returns made-up tensors of the right shapes, each from one operator:
 
     whole = fxsplit::whole([linear], [rows, 8], [0, 1], float32, 0, 0)        call number 0, output number 0
 
-In the graph the operators of call 0 become `call_module inner(linear)` (`fxsplit.frontend.front_ends.export.inline`).
-The shapes are recorded from two runs of the model: once on the given rows, and once with every row twice. A dimension
-that doubles is a multiple of the number of rows.
+In the graph, the operators of call 0 become `call_module inner(linear)` (`front_ends/export/inline.py`). The shapes are
+recorded from two runs of the model: once on the given rows, and once with every row twice. A dimension that doubles is
+a multiple of the number of rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ torch.library.define(
 def _make_output(
     given: list[Tensor], shape: list[Any], order: list[int], dtype: torch.dtype, call: int, i: int
 ) -> Tensor:
-    """Return a tensor without values, with its dimensions in memory in this `order`, the outermost first."""
+    """Return a tensor without values, as the output of a call.
+
+    order: the dimensions as they lie in memory, the outermost first. call, i: the numbers of the call and of the
+        output.
+    """
     if not is_fake(given[0]):
         raise AssertionError("a call that stays whole was left out of the graph")
     inverse = [order.index(d) for d in range(len(order))]
@@ -55,10 +59,10 @@ CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devi
 
 @dataclass(frozen=True)
 class WholeCall:
-    """One call of the submodule at `path` by the submodule at `around` (None: the model itself).
+    """One call of the submodule at `path` by the submodule at `around` (None: by the model itself).
 
-    `leaves` and `structure` are the flat arguments, with Ellipsis in the place of each tensor. `outputs` are, for each
-    returned tensor, the keys that lead to it in the returned value.
+    leaves, structure: the arguments, flattened, with Ellipsis in the place of each tensor.
+    outputs: for each returned tensor, the keys that lead to it in the returned value.
     """
 
     path: str
@@ -75,7 +79,10 @@ class WholeCall:
         return graph.call_module(self.path, args, kwargs)
 
     def write_output(self, node: fx.Node, position: int) -> fx.Node:
-        """Return a new node for one tensor in the output of `node`, the call."""
+        """Return a new node for one tensor in the output of the call `node`.
+
+        `position`: the tensor's index in `outputs`.
+        """
         value: Any = fx.Proxy(node)
         # An index or an attribute access on a proxy becomes a node of its graph.
         for key in self.outputs[position]:
@@ -89,7 +96,7 @@ Result = tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]
 
 
 class WholeModules:
-    """The submodules of a model that stay whole; `calls` fills while the model is exported."""
+    """The submodules of a model that stay whole. `calls` gets an entry for each of their calls during the export."""
 
     def __init__(self, here: Runnable, paths: Sequence[str]) -> None:
         self.calls: list[WholeCall] = []
@@ -110,7 +117,7 @@ class WholeModules:
 
     @contextmanager
     def replace_calls(self) -> Iterator[None]:
-        """Replace calls of the submodules, in this thread, by one operator for each returned tensor."""
+        """Inside the block, replace this thread's calls of the submodules by one operator for each returned tensor."""
         with ExitStack() as stack:
             for path, module in self._modules.items():
                 stack.enter_context(replace_forward(module, self._make_forward(path, module)))
@@ -118,7 +125,7 @@ class WholeModules:
 
     def _make_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Return the replacement for the forward() of a submodule."""
-        # In the order of the recorded calls, and from the start again if torch.export runs forward() once more.
+        # Take the results of the recorded calls in order, and from the start if torch.export runs forward() once more.
         forward, thread, results = module.forward, threading.get_ident(), itertools.cycle(self._results[path])
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,6 +154,7 @@ class WholeModules:
     def _make_result(self, path: str, tensors: list[Tensor], once: Result, twice: Result) -> Any:
         """Return the result of the latest call of a submodule, with an operator's output in each tensor's place.
 
+        once, twice: the recorded results for the example's rows, and for twice as many.
         Raises TraceError for a result that changes with the number of rows, except for tensors' lengths.
         """
         (pairs, structure), (pairs_twice, structure_twice) = once, twice
@@ -169,7 +177,7 @@ class WholeModules:
     def _find_shape(self, path: str, once: Tensor, twice: Tensor) -> list[Any]:
         """Return the shape of an output for the number of rows of the export.
 
-        (6, 8) for 3 rows and (12, 8) for 6 rows is [2 * rows, 8].
+        For example, (6, 8) for 3 rows and (12, 8) for 6 rows become [2 * rows, 8].
         """
         shape: list[Any] = []
         for a, b in zip(once.shape, twice.shape, strict=True):
@@ -190,7 +198,7 @@ class WholeModules:
         return TraceError(f"submodule {path!r} {why}: keep a module around it whole", submodule=self._find_around(path))
 
     def _find_around(self, path: str) -> str | None:
-        """Return the path of the submodule that calls the one at `path`; None if it is the model itself."""
+        """Return the path of the submodule that calls the submodule at `path`; None if the model itself calls it."""
         while path := path.rpartition(".")[0]:
             # Lists and dicts of modules are never called.
             if not isinstance(self._model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
@@ -200,7 +208,7 @@ class WholeModules:
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Redirect calls of one module to `forward` inside the block."""
+    """Call `forward` in place of a module's own forward() inside the block."""
     own = module.__dict__.get("forward")
 
     def put_back() -> None:
@@ -216,7 +224,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 def _find_memory_order(tensor: Tensor) -> list[int]:
-    """Return a tensor's dimensions as they lie in memory, the outermost first; [0, 2, 1] for transposed rows."""
+    """Return a tensor's dimensions as they lie in memory, the outermost first.
+
+    For a transposed tensor, they may be [0, 2, 1].
+    """
     # Later operators, such as view(), may need the true strides of the submodule's output.
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))

@@ -1,6 +1,6 @@
-"""Find the kinds that fit an output on one batch, from its values for the whole batch and for pieces of the batch.
+"""Find how an output of a batch may follow from the outputs of pieces of the batch: the kinds that fit, such as a mean.
 
-If one batch leaves several kinds open, `mix_rows` makes other rows of the same sort to try.
+If several kinds fit on one batch, `mix_rows` makes other rows of the same sort, on which to compare again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ Results of lower precision are compared in double precision, or else within `LOO
 LOOSE = 1e-4
 LOOSE_IN_HALF = 5e-2
 SHARE = 0.7
-"""The share of its own row in a mixed row."""
+"""The share of the first row in a mixed row, which is a weighted mean of two rows."""
 
 
 def is_close(a: Tensor, b: Tensor, largest: float | None = None, *, loose: bool = False) -> bool:
-    """Return whether two tensors of the same shape are equal up to rounding, relative to the `largest` value."""
+    """Return whether two tensors of the same shape are equal up to rounding.
+
+    largest: the size relative to which rounding is measured (default: the largest value of the two).
+    loose: allow the rounding of single or half precision.
+    """
     if not (a.is_floating_point() or a.is_complex()) or a.numel() == 0:
         return torch.equal(a, b)
     size = _find_largest(a, b) if largest is None else largest
@@ -33,10 +37,11 @@ def is_close(a: Tensor, b: Tensor, largest: float | None = None, *, loose: bool 
 
 
 def list_kinds(whole: Tensor, pieces: Sequence[Tensor], rows: Sequence[int], *, loose: bool = False) -> set[Kind]:
-    """Return the kinds that make `whole` from `pieces`, which all have its shape, such as a number's.
+    """Return the kinds that make `whole` from `pieces`, which have the same shape as `whole`.
 
-    `rows` has the number of rows of each piece. Several kinds fit if the pieces are alike: zeros are the sum of zeros
-    as well as their mean. No kind fits an output that compares rows of different pieces.
+    rows: the number of rows of each piece.
+    Several kinds fit if the pieces are alike: zeros are the sum of zeros as well as their mean. No kind fits an output
+    that compares rows of different pieces.
     """
     found: set[Kind] = set()
     largest = _find_largest(whole, *pieces)
@@ -57,10 +62,10 @@ def list_kinds(whole: Tensor, pieces: Sequence[Tensor], rows: Sequence[int], *, 
 
 
 def is_weighted_mean(numbers: dict[str, Tensor]) -> bool:
-    """Return whether a number is a weighted mean of its pieces with weights of their own, such as counts of labels.
+    """Return whether a number is a mean of its pieces with weights other than rows, such as counts of labels.
 
-    `numbers` has the number for pieces "a", "b" and "c", and for "ab", "bc" and "abc". If each piece has a weight, "ab"
-    and "bc" give all weights up to a common factor, and "abc" follows from them.
+    numbers: the number for pieces "a", "b" and "c", and for the joined pieces "ab", "bc" and "abc". If each piece has a
+        weight, "ab" and "bc" give all weights up to a common factor, and "abc" must follow from them.
     """
     a, b, c, ab, bc, abc = (float(numbers[name]) for name in ("a", "b", "c", "ab", "bc", "abc"))
     if a == b or b == c:
@@ -78,9 +83,9 @@ def is_weighted_mean(numbers: dict[str, Tensor]) -> bool:
 
 
 def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: Sequence[int]) -> tuple[int, int] | None:
-    """Return the dimension that is `each` times as long as there are rows, and `each`; None if no dimension is.
+    """Return (dimension, each): the dimension that is `each` times as long as there are rows; None if there is none.
 
-    `whole` and `pieces` are shapes, for the sum of `rows` and for each number of rows.
+    whole: the shape for the sum of `rows`. pieces: the shape for each number of rows.
     """
     if any(len(piece) != len(whole) for piece in pieces):
         return None
@@ -95,8 +100,8 @@ def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: S
 def mix_rows(tensor: Tensor, dim: int, each: int = 1, shift: int = 1) -> Tensor:
     """Return the same number of new rows: floats lie between two rows of the tensor, other dtypes are another row.
 
-    Each row has `each` entries along `dim`. A value between two probabilities, masks or images is again such a value. A
-    single row is scaled.
+    each: how many entries along `dim` a row has. shift: how far the second row is from the first.
+    A value between two probabilities, masks or images is again such a value. A tensor with only one row is scaled.
     """
     other = tensor.roll(shift * each, dim)
     if not tensor.is_floating_point():

@@ -1,7 +1,8 @@
 """Inputs: the arguments of a call of the model as a flat list of tensors, with the batch dimension of each.
 
-`Inputs.of` learns them from the example. Each later call is bound to them: it must have the same structure and
-constants, and tensors of the same kind. `make_call` replaces the tensors, for example by the tensors of a microbatch.
+`Inputs.of` learns them from the example. Each later call is compared with them: it must have the same structure and
+constants, and tensors of the same kind. `make_call` makes a call with other tensors, for example with the tensors of a
+microbatch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from fxsplit.torch_internals.nn.objects import Opaque, StandIn, is_packed, take_
 from fxsplit.torch_internals.scopes.modes import is_autocast_on
 
 MOST_LISTED = 10
-"""At most this number of arguments is named in a message; a list of numbers may have any length."""
+"""How many arguments a message names at most: a list of numbers may have any length."""
 
 PLAIN = (type(None), bool, int, float, str)
-"""Types of arguments, besides tensors, that have no parts. Most arguments are of one of them."""
+"""Types of arguments without parts, besides tensors. Most arguments are of one of these types."""
 
 FlatCall = tuple[list[str], list[Any], pytree.TreeSpec, list[str]]
 """Names, values and structure of a call, and for each value the argument of forward() that holds it."""
@@ -52,14 +53,17 @@ class TensorSpec:
     cut: ChunkSpec
 
     def takes_kind(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> bool:
-        """Return whether the graph takes a tensor of this dtype and number of dimensions; arguments as in `check`."""
+        """Return whether the graph accepts a tensor of this dtype and number of dimensions.
+
+        The arguments are as in `check`.
+        """
         # After model.double() the inputs are double too. Under autocast each operator converts its own inputs.
         follows = value.is_floating_point() and self.dtype.is_floating_point and value.dtype == dtype
         known = value.dtype == self.dtype or follows or is_autocast_on([value.device.type, *kinds])
         return known and value.ndim == len(self.shape)
 
     def check(self, value: Tensor, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> None:
-        """Raise InputError unless the graph takes `value` for this argument.
+        """Raise InputError unless the graph accepts `value` for this argument.
 
         - `dtype` is the present floating dtype of the model
         - `kinds` are the device types of the stages
@@ -84,10 +88,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The structure of one call: `leaves` holds a TensorSpec for each tensor, and all other values themselves.
+    """The structure of one call: `leaves` has a TensorSpec for each tensor, and every other value itself.
 
     A number that is an input of the graph is a NumberSpec. If an argument is an object of a user's own class, forward()
-    may read only the tensors in it, and an Opaque stands for each other value.
+    may read only the tensors in it, and each other value in it is replaced by an Opaque.
     """
 
     signature: inspect.Signature
@@ -150,7 +154,7 @@ class Inputs:
     def find_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return the numbers among the arguments of a call: name -> (the leaf of the example, the number now).
 
-        A leaf that is no number in this call is left out. The result is empty for a call of another structure, which
+        A leaf that is not a number in this call is left out. The result is empty for a call of another structure, which
         `bind` refuses.
         """
         if not self._has_numbers:
@@ -176,7 +180,7 @@ class Inputs:
         """Return whether a call has the same form: the same arguments are tensors of the same kinds, None, and so on.
 
         Numbers may differ, and so may objects without a value of their own, such as functions; `bind` checks these.
-        `dtype` and `kinds` are as in `bind`.
+        dtype, kinds: as in `bind`.
         """
         _, values, structure, _ = flat
         if structure != self.structure:
@@ -238,15 +242,18 @@ class Inputs:
     ) -> list[Tensor]:
         """Return the tensors of a later call.
 
-        `dtype` is the present floating dtype of the parameters: inputs may follow the model to it. `kinds` are the
-        device types of the stages: under autocast for one of them, an input may have another dtype. Raises InputError,
-        with the name of the argument, if the call has another structure, constant, dtype, device or number of
-        dimensions.
+        dtype: the present floating dtype of the parameters, in which inputs may be too.
+        kinds: the device types of the stages. Under autocast for one of them, an input may have another dtype.
+        Raises InputError, with the name of the argument, if the call has another structure, constant, dtype, device or
+        number of dimensions.
         """
         return self.bind_flat(flatten_call(self.signature, args, kwargs), dtype, kinds)
 
     def bind_flat(self, flat: FlatCall, dtype: torch.dtype | None, kinds: Collection[str] = ()) -> list[Tensor]:
-        """Return the tensors of a flattened call, as `bind` does."""
+        """Return the tensors of a later call that is flattened already (see `flatten_call`).
+
+        Raises the errors of `bind`.
+        """
         names, values, structure, _ = flat
         refuse_opaque(values)
         # The graph has exactly one placeholder for each tensor of the example.
@@ -276,12 +283,12 @@ class Inputs:
         return _list_leaves(self.leaves)
 
     def cut_otherwise(self, cuts: Mapping[str, ChunkSpec]) -> Inputs:
-        """Return the same call with other batch dimensions for some tensors, by name."""
+        """Return the same call with other batch dimensions for the tensors that `cuts` names."""
         leaves = [replace(v, cut=cuts.get(v.name, v.cut)) if isinstance(v, TensorSpec) else v for v in self.leaves]
         return replace(self, leaves=tuple(leaves))
 
     def find_rewritten(self, call: Call, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the arguments in which forward() has changed an object, a list or a dict of the caller.
+        """Return the names of arguments that are objects, lists or dicts of the caller and that forward() has changed.
 
         - `call` has the arguments as forward() has left them
         - `tensors` are the tensors that the call was made with
@@ -297,9 +304,9 @@ class Inputs:
         return sorted({root for *_, root in made ^ left})
 
     def count_rows(self, tensors: Sequence[Tensor]) -> int:
-        """Return the batch size, which all tensor arguments with a batch dimension share.
+        """Return the batch size, which must be the same for all tensor arguments with a batch dimension.
 
-        Raises InputError if they do not share it, if it is 0, or if no tensor has a batch dimension.
+        Raises InputError if it is not the same, if it is 0, or if no tensor has a batch dimension.
         """
         pairs = zip(self.specs, tensors, strict=True)
         batched = [(s, tuple(t.shape), int(t.shape[s.cut.dim])) for s, t in pairs if s.cut.dim is not None]
@@ -340,8 +347,9 @@ class Inputs:
 
 
 def flatten_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatCall:
-    """Return a call as one flat list of values, with names, structure and arguments, however the arguments were passed.
+    """Return a call as a flat list of values, with names, structure and arguments.
 
+    It does not matter how they were passed.
     `model(x, extra={"bias": b, "gain": 2.0})` gives the values [x, b, 2.0] with the names x, extra_bias and extra_gain.
     Defaults are values too, so leaving an argument out is the same as passing its default. Raises CallError if the
     arguments do not fit the signature.
@@ -395,14 +403,17 @@ def refuse_sparse(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Non
 
 
 def refuse_opaque(values: Iterable[Any]) -> None:
-    """Raise InputError for an opaque value as an argument; inside an object it is allowed, since nobody reads it."""
+    """Raise InputError for an argument that cannot be taken apart.
+
+    Inside an object it is allowed: forward() may not read it.
+    """
     found = next((value for value in values if type(value) is Opaque and not value.inside), None)
     if found is not None:
         raise InputError(found.explain())
 
 
 def _read_key(entry: Any) -> str:
-    """Return one step of the path to a value: a key, a position or a field."""
+    """Return one step of the path to a value as text: a key, a position or the name of a field."""
     return str(next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry))
 
 
@@ -433,7 +444,7 @@ def _shorten(text: str, most: int = 80) -> str:
 def parse_example_inputs(example_inputs: Any, what: str = "example_inputs") -> Call:
     """Return example inputs as the arguments of a call: a tensor or a tuple by position, a dict by name.
 
-    A Call comes back as it is. Raises InputError for anything else; `what` names the inputs in it.
+    A Call is returned as it is. Raises InputError for anything else; `what` is the name of the inputs in that error.
     """
     if isinstance(example_inputs, Call):
         return example_inputs

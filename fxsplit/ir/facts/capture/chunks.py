@@ -17,19 +17,19 @@ from fxsplit.system.figures import show
 
 
 class Replicate:
-    """Takes the place of a dimension in `chunks=`: every microbatch gets the whole tensor."""
+    """Stands in `chunks=` in place of a dimension: every microbatch gets the whole tensor."""
 
 
 Chunks = Mapping[str, "int | type[Replicate]"]
 """The dimension to cut into microbatches, or Replicate, for each argument or part of an argument."""
 TARGET = "target"
-"""The name of the target of `step` in `chunks`."""
+"""The name under which `chunks` states the dimension of the target of `step`."""
 
 
 class ChunkSpec(NamedTuple):
-    """The batch dimension of a tensor, and the number of entries of each row along it.
+    """The batch dimension of a tensor (`dim`), and how many entries along it each row has (`each`).
 
-    `dim` is None for a tensor without rows, which every microbatch gets whole.
+    dim: None for a tensor without rows, which every microbatch gets whole.
     """
 
     dim: int | None
@@ -40,7 +40,7 @@ class ChunkSpec(NamedTuple):
         return tensor if self.dim is None else tensor.narrow(self.dim, start * self.each, rows * self.each)
 
     def split(self, tensor: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the pieces of a tensor, with the numbers of rows in `rows`, as views."""
+        """Return a tensor cut into pieces, as views. `rows`: the number of rows of each piece."""
         if self.dim is None:
             return (tensor,) * len(rows)
         return torch.split(tensor, [count * self.each for count in rows], self.dim)
@@ -68,13 +68,13 @@ def check_chunks(chunks: object) -> None:
 def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: Chunks) -> dict[str, ChunkSpec]:
     """Return the batch dimension of each tensor.
 
-    `roots` is the argument that holds each tensor. For dimensions that `chunks` does not state: the first tensor that
-    has a dimension to cut gives the number of rows. A tensor with this length in its first dimension is cut there. A
-    tensor without a dimension of this length is replicated. If `chunks` states several dimensions, the shortest gives
-    the number of rows; a dimension four times as long has four entries for each row.
-
+    roots: for each tensor, the name of the argument that holds it.
+    A dimension that `chunks` does not state is found as follows. The first tensor that has a dimension to cut gives the
+    number of rows. A tensor with this length in its first dimension is cut there. A tensor without a dimension of this
+    length is replicated. If `chunks` states several dimensions, the shortest gives the number of rows; a dimension four
+    times as long has four entries for each row.
     Raises InputError for a tensor with this length in another dimension, which may or may not be the batch; for names
-    in `chunks` that are no argument; and for dimensions that a tensor does not have.
+    in `chunks` that are not arguments; and for dimensions that a tensor does not have.
     """
     stated = {name: find_stated_dim(name, roots[name], chunks) for name in tensors}
     # An argument that is None now may be a tuple or dict of tensors in another call.
@@ -121,7 +121,7 @@ def find_cuts(tensors: Mapping[str, Tensor], roots: Mapping[str, str], chunks: C
 
 
 def find_stated_dim(name: str, root: str, chunks: Chunks) -> int | type[Replicate] | None:
-    """Return the rule in `chunks` for a tensor, by its own name or by the argument that holds it; None without a rule.
+    """Return what `chunks` states for a tensor, by its own name or by the argument that holds it; None if nothing.
 
     Raises InputError for a value that is not a dimension.
     """

@@ -1,4 +1,4 @@
-"""Counts: the divisors of means over some entries, if the divisor is not the number of rows.
+"""Counts: the numbers that means over some entries are divided by, if that is not the number of rows.
 
 A loss over labels averages the labels that are not ignored, and a loss under a mask divides by the sum of the mask. The
 share of a microbatch in such a count is not its share of the rows. With counts c_m of the microbatches and c of the
@@ -30,28 +30,29 @@ NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 MEAN = (None, 1, "mean")
 """The values of `reduction` for a mean: the default, torch's own number for it, and the name."""
 EVEN = 1e-9
-"""Shares within this distance of the shares of the rows are equal: the quotients agree up to rounding."""
+"""The difference up to which a share of a count equals a share of the rows: a larger one is not rounding."""
 _COUNTED = "is divided by a count of its own, such as the number of labels other than ignore_index"
 DIFFERS = (
     f"{_COUNTED}: the pipeline averages it by rows, which differs from the whole batch if the counts of microbatches "
     "differ; pass the count to the model (Hugging Face: num_items_in_batch=), or compile with n_microbatches=1"
 )
-"""The end of a sentence about a number that cannot be made from microbatches; its name comes first."""
+"""A warning about a number that cannot be made from microbatches. The name of the number is put before it."""
 LACKS = (
     f"{_COUNTED}, and that count is zero in a microbatch and not in the batch: the microbatch's number is 0 / 0; "
     "compile with fewer microbatches, or with n_microbatches=1"
 )
-"""The end of an error about such a number, if a microbatch has nothing to count."""
+"""An error about such a number, if a microbatch has no entries to count. The name is put before it."""
 
 
 Weights = Sequence[float | Tensor]
-"""Weights of microbatches: numbers, or double tensors on an accelerator that the host need not wait for."""
+"""Weights of microbatches: numbers, or tensors on an accelerator, so that the host need not wait for them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """The divisor of a number. `compute` computes it from the tensors of a call, or from the target of a loss.
+    """The count that a number is divided by, such as the labels that a loss averages.
 
+    - `compute`: returns the count from the tensors of a call, or from the target of a loss
     - `by_rows`: the number to divide is a mean over rows; otherwise it is a sum
     - `safe`: with a count of zero and the weight zero, the gradients are zero, as for torch's means over labels. A sum
       divided by zero has other gradients (see `keep_zeros`)
@@ -67,16 +68,17 @@ class Count:
     additive: bool = True
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
-        """Return the weight of the number of each piece in the number of the whole; `rows` has the rows of each piece.
+        """Return the weight of each piece's number in the number of the whole.
 
-        Without `whole`, its count is the sum of the pieces' counts. If the pieces are on an accelerator, the host waits
-        for it once.
+        pieces: the tensors of each piece. rows: the rows of each piece.
+        whole: the tensors of the whole. Without them, the count of the whole is the sum of the pieces' counts.
+        If the pieces are on an accelerator, the host waits for it once.
         """
         weights: list[float] = self.compute_weights(pieces, rows, whole).tolist()
         return weights
 
     def weigh_there(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> Weights:
-        """Return the same weights; on an accelerator they stay tensors, so that the host need not wait."""
+        """Return the same weights as `weigh`. On an accelerator they stay tensors, so that the host need not wait."""
         weights = self.compute_weights(pieces, rows, whole)
         if not is_on_host(weights):
             return list(weights.unbind())
@@ -93,12 +95,12 @@ class Count:
             return (divisors / total).where(total != 0, 1.0)
 
     def find_divisor(self, tensors: Sequence[Any], rows: int) -> float:
-        """Return the factor that turns the number of `rows` rows into their sum."""
+        """Return the factor that turns the number for `rows` rows, which is a mean of counted entries, into a sum."""
         with torch.no_grad():
             return float(self._make_divisors([self._count(tensors)], [rows]))
 
     def find_count(self, tensors: Sequence[Any]) -> float:
-        """Return the count of these tensors; the host waits for the accelerator that holds them."""
+        """Return the count for these tensors. The host waits for the accelerator that holds them."""
         with torch.no_grad():
             return float(self._count(tensors))
 
@@ -110,18 +112,23 @@ class Count:
         return torch.as_tensor(count).reshape(())
 
     def _make_divisors(self, counts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Return the factors that turn numbers of `rows` rows into sums, from their counts, in double precision."""
+        """Return the factors that turn means of counted entries into sums, in double precision.
+
+        counts: the count of each piece. rows: the rows of each piece.
+        """
         if self.by_rows:
             counts = [count.double() * n for count, n in zip(counts, rows, strict=True)]
         return torch.stack(list(counts)).double()
 
 
 class CountWatch:
-    """Counts inside a number that is more than a quotient: it is averaged by rows, with a warning once a count differs.
+    """Compares counts inside a number that uses counts in other ways than as its only divisor.
 
-    If a count is zero in a microbatch and not in the batch, the number of that microbatch is 0 / 0: an error says so.
-    `name` is the name of the number, and `said` whether a warning has been given. If the counts are on an accelerator,
-    the host does not wait for them: the warning or the error comes with a later batch.
+    Such a number is averaged by rows. This is right only if every microbatch has the same count per row, so a warning
+    is given once if a count differs. If a count is zero in a microbatch and not in the batch, the number of that
+    microbatch is 0 / 0, and an error says so. If the counts are on an accelerator, the host does not wait for them: the
+    warning or the error comes with a later batch.
+    name: the name of the number. said: an attribute, whether a warning has been given.
     """
 
     def __init__(self, name: str, counts: Sequence[Count]) -> None:
@@ -131,7 +138,7 @@ class CountWatch:
         self._coming: PendingCopies[None] = PendingCopies()
 
     def weigh(self, pieces: Sequence[Sequence[Any]], rows: Sequence[int], whole: Sequence[Any] = ()) -> list[float]:
-        """Return the share of each piece in the rows; warn once if a count has other shares.
+        """Return the share of each piece in the rows. Warns once if a count has other shares.
 
         Raises InputError if a count is zero in a piece and not in the whole.
         """
@@ -152,7 +159,7 @@ class CountWatch:
 
 
 def share_rows(rows: Sequence[int]) -> list[float]:
-    """Return the share of each microbatch in the rows of all."""
+    """Return, for each microbatch, its share of the rows of all microbatches."""
     total = sum(rows)
     return [count / total for count in rows]
 
@@ -161,22 +168,25 @@ COUNTS_NOTHING = (
     "the model divides by a count that is zero in this microbatch and not in the batch; compile with n_microbatches=1, "
     "or divide outside of the model"
 )
-"""The end of an error about a number that was divided by a count of zero, and is not 0 / 0."""
+"""An error about a number that was divided by a count of zero, and is not 0 / 0. The name is put before it."""
 
 
 def check_nothing_counts(number: Tensor | None, name: str) -> None:
-    """Raise InputError unless a number with a count of zero is 0 / 0, or zero."""
+    """Raise InputError unless a number that has been divided by a count of zero is NaN (0 / 0), or zero."""
     if number is not None and not (number.isnan() | (number == 0)).all():
         raise InputError(f"{name} is {number.item()}: {COUNTS_NOTHING}")
 
 
 def find_miscounted(numbers: Tensor, weights: Tensor) -> Tensor:
-    """Return a flag, as a tensor: whether any number of weight zero is neither 0 / 0 nor zero."""
+    """Return a flag, as a tensor: whether any number of weight zero is neither NaN (0 / 0) nor zero."""
     return ((weights == 0) & ~numbers.isnan() & (numbers != 0)).any()
 
 
 def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
-    """Return the count of the labels in part `place` of a target, under the options of a loss."""
+    """Return the count of the labels that a loss averages over.
+
+    options: the arguments of the loss, by name. place: the index of the labels among the tensors of the target.
+    """
     weight, ignore_index = options.get("weight"), options.get("ignore_index", -100)
     # torch gives ignored labels a gradient of zero, but divides by zero for classes of weight zero.
     safe = weight is None or bool((weight > 0).all())
@@ -190,8 +200,8 @@ def make_label_count(options: Mapping[str, Any], place: int = 0) -> Count:
 def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the number of labels that are not ignored, or the sum of the weights of their classes.
 
-    If the target holds probabilities of classes, nothing is ignored and weights are no divisor: the count is their
-    number.
+    If the target holds probabilities of classes, nothing is ignored and weights are not a divisor. The count is then
+    the number of probabilities.
     """
     if labels.is_floating_point():
         return torch.tensor(labels.numel())
@@ -202,7 +212,7 @@ def count_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 
 def count_selected(*places: Any) -> Tensor:
-    """Return the number of entries that a mask selects, or that indices have; `nonzero` gives a tuple of indices."""
+    """Return how many entries a mask selects, or how many a tuple of indices selects, as from `nonzero`."""
     given: list[Tensor] = pytree.tree_leaves(places)
     if len(given) == 1 and given[0].dtype is torch.bool:
         return given[0].sum()
@@ -210,16 +220,19 @@ def count_selected(*places: Any) -> Tensor:
 
 
 def divide_one_by(factor: Tensor) -> Tensor:
-    """Return the divisor that is equivalent to a multiplication by `factor`."""
+    """Return the number by which to divide to get the same result as by multiplying by `factor`."""
     return factor.double().reciprocal()
 
 
 def read_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of one of LABEL_FUNCTIONS by name; arguments with their default may be missing."""
+    """Return the arguments of a call of one of LABEL_FUNCTIONS by name. An argument that was not passed is missing."""
     return {**dict(zip(NAMES, args, strict=False)), **kwargs}
 
 
 def is_mean(options: Mapping[str, Any]) -> bool:
-    """Return whether a loss over labels is a mean; "size_average" and "reduce" are older ways to state it."""
+    """Return whether a loss over labels is a mean, given its arguments by name.
+
+    "size_average" and "reduce" are older arguments that state the same.
+    """
     older = options.get("size_average") is None and options.get("reduce") is None
     return older and options.get("reduction") in MEAN

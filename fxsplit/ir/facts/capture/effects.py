@@ -1,4 +1,4 @@
-"""Effects: what running a graph changes besides its outputs: memory, random generators and gradients.
+"""Effects: what running a graph changes besides computing its outputs: memory, random generators and gradients.
 
 `Effects` describes one graph, node by node. It is forgotten if a pass rewrites the graph, and the new graph is then
 observed again. `CallEffects` describes the model as a whole, whichever graph computes it.
@@ -30,7 +30,7 @@ from fxsplit.torch_internals.tensors.accelerators import is_present
 
 @dataclass(frozen=True, eq=False)
 class Effects(Fact):
-    """The writes, shared memory and random draws of each node, and their consequences for order and cuts.
+    """What each node writes, which memory it shares, and what it draws, with the consequences for order and cuts.
 
     - `nodes`: the observation of each node, by name
     - `together`: sets of nodes that no cut may separate, such as a node that writes in place and the owner of the
@@ -84,7 +84,7 @@ class Effects(Fact):
 
 
 def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the sets that lie in no set of `kept`.
+    """Return those of `sets` that are not contained in a set of `kept`.
 
     A graph that writes rows in place has about one set per node, so a set is compared only with sets that share a name.
     """
@@ -97,7 +97,7 @@ def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]
         # The empty set lies in any set, if there is one.
         if names in same or (kept and not names):
             continue
-        # The rarest name comes first, so that few sets are left from the start.
+        # Begin with the name that the fewest sets have, so that few sets have to be compared.
         found = sorted((holders.get(name, set()) for name in names), key=len)
         if not found or not set.intersection(*found):
             parted.append(names)
@@ -109,7 +109,10 @@ SIZES = ("text", "output_bytes", "gradient_bytes", "kept_bytes", "kept_for", "ke
 
 
 def find_effects(ir: IR) -> Effects:
-    """Return the known effects of the graph of `ir`, or observe the graph on its Example."""
+    """Return the effects of the graph of `ir`.
+
+    If they are not known yet, run the graph on its Example to observe them.
+    """
     return ir.get(Effects) or observe_effects(ir)
 
 
@@ -120,7 +123,7 @@ def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: 
     - `parameters_together` asks that all users of one parameter are in one stage
 
     If autocast is on for the devices of the stages, and the model is on another kind of device, sizes are for a device
-    of a stage. Raises MissingFact without an Example, and TraceError for a graph that trains a tensor that is no
+    of a stage. Raises MissingFact without an Example, and TraceError for a graph that trains a tensor that is not a
     parameter.
     """
     example = ir[Example]
@@ -135,9 +138,10 @@ def observe_effects(ir: IR, visit: Visit | None = None, *, parameters_together: 
 
 
 def _observe_cast(ir: IR, visit: Visit | None) -> dict[str, Observation]:
-    """Return the observations on a stage's device, if autocast is on there but not on the model's device; else nothing.
+    """Return the observations on a stage's device under autocast; empty unless only that device has autocast.
 
-    Nothing is computed on the device, and no memory is taken.
+    The device of the model may differ from the device of the stage. With autocast on the model's device too, or on
+    neither, nothing has to be observed again.
     """
     example, machine = ir[Example], ir.get(Machine)
     device = machine.devices[0].torch_device if machine else None
@@ -153,7 +157,7 @@ def _observe_cast(ir: IR, visit: Visit | None) -> dict[str, Observation]:
 
 @dataclass(frozen=True, eq=False)
 class CallEffects(GivenFact):
-    """The side effects of one call of the model, whichever graph computes it; found by the check of the capture.
+    """The side effects of one call of the model. The check of the capture finds them; they do not depend on the graph.
 
     - `writes_inputs`: a call writes to its inputs in place
     - `written_buffers`: the buffers that every call writes, by path, without those of batch norms: the batch-norm pass
@@ -161,7 +165,7 @@ class CallEffects(GivenFact):
     - `saved_buffers`: paths of the buffers that every call writes and that an operator may have saved for its backward
     - `sets_hooks`: modules put gradient hooks on activations
     - `containers`: the model's own containers (an OrderedDict, for example), if the graph returns plain ones
-    - `meanings`: for each output tensor, how the batch's follows from those of its microbatches
+    - `meanings`: for each output tensor, how the batch's output follows from those of its microbatches
     """
 
     writes_inputs: bool = False

@@ -13,7 +13,7 @@ from fxsplit.ir.graph import GivenFact
 
 @dataclass(frozen=True)
 class Example(GivenFact):
-    """One microbatch: `tensors` are its tensor arguments in the order of `inputs.specs`, copies of the user's.
+    """One microbatch: `tensors` are copies of the user's tensors, in the order of `inputs.specs`.
 
     - `from_shapes`: the graph was captured from shapes only, and nothing was computed. It is then observed with fake
       tensors, and its operators are timed one by one

@@ -1,4 +1,4 @@
-"""Numbers among the arguments of a call, which may be inputs of the graph like tensors."""
+"""Numbers among the arguments of a call. They may be inputs of the graph, as tensors are."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from fxsplit.ir.facts.capture.python_state import ARGUMENT, Place
 from fxsplit.torch_internals.nn.objects import VALUES, same_constant
 
 NUMBERS = (int, float)
-"""Types of numbers that may be inputs of a graph: no bool, and no class of the user."""
+"""Types of numbers that may be inputs of a graph. bool and the user's own classes may not."""
 
 
 @dataclass(eq=False)
 class NumberSpec:
-    """A number among the arguments that is, or may become, an input of the graph; `value` is the example's."""
+    """A number among the arguments that is, or may become, an input of the graph.
+
+    value: the number in the example.
+    """
 
     name: str
     value: Any
 
     @property
     def place(self) -> Place:
-        """The place at which a capture puts a stand-in for the number, so that calls are made with the stand-in."""
+        """The place of the number in the arguments. A capture puts a stand-in there and calls the model with it."""
         put = partial(setattr, self, "value")
         return Place(f"argument {self.name!r}", partial(getattr, self, "value"), put, (ARGUMENT, self.name))
 
 
 def is_taken_in_way(leaf: Any, value: Any) -> bool:
-    """Return whether two values, neither a tensor, belong to calls of the same form.
+    """Return whether two values that are not tensors may be in calls of the same form.
 
     Values such as None, True and texts select the form, and must be the same. Numbers may differ.
     """
@@ -43,5 +46,5 @@ def is_taken_in_way(leaf: Any, value: Any) -> bool:
 
 
 def is_taken(leaf: Any, value: Any) -> bool:
-    """Return whether a graph takes `value`, which is no tensor, for a leaf."""
+    """Return whether a graph that was captured with `leaf` accepts `value` in its place. Neither is a tensor."""
     return type(value) is type(leaf.value) if isinstance(leaf, NumberSpec) else same_constant(leaf, value)

@@ -20,14 +20,14 @@ from fxsplit.ir.graph import IR
 from fxsplit.torch_internals.scopes.undo import restore_after
 
 Known = tuple[float, float]
-"""Two values that a number has had."""
+"""Two different values that a number has had, one after the other."""
 
 
 def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Known]:
-    """Return the numbers of a call that may be inputs of a new graph, by argument.
+    """Return the numbers among a call's arguments that may be inputs of a new graph, with two values of each.
 
-    Such a number is an input of an `earlier` graph of the model, or has changed since, and no graph has failed to
-    follow it.
+    Such a number is an input of an `earlier` graph of the model, or has changed since, and no attempt to make it an
+    input has failed.
     """
     found: dict[str, Known] = {}
     for ir in earlier:
@@ -43,18 +43,21 @@ def find_arguments(earlier: Iterable[IR], args: Sequence[Any], kwargs: Mapping[s
 
 
 def find_reads(earlier: Iterable[IR]) -> list[NumberPlace]:
-    """Return the numbers that forward() reads and that may be inputs of a new graph, each once."""
+    """Return the numbers, other than arguments, that forward() reads and that may be inputs of a new graph.
+
+    Each comes once.
+    """
     return [*{number.place.key: number for ir in earlier for number in ir[PythonState].list_numbers()}.values()]
 
 
 def name_candidates(ir: IR, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Return the names of all numbers that may be inputs of a new graph."""
+    """Return words for all numbers, arguments or not, that may be inputs of a new graph."""
     reads = {number.place.name for number in find_reads([ir])}
     return reads | {f"argument {name!r}" for name in find_arguments([ir], args, kwargs)}
 
 
 def list_number_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders of numbers: they are the ones with a default."""
+    """Return the placeholders of numbers. Only these have a default."""
     return [node for node in graph.find_nodes(op="placeholder") if node.args]
 
 
@@ -80,7 +83,7 @@ def name_numbers(numbers: Sequence[NumberPlace], taken: Iterable[str]) -> list[s
 
 @contextmanager
 def hold_numbers(numbers: Sequence[NumberPlace], values: Iterable[Any]) -> Iterator[None]:
-    """Let the places hold other values inside the block."""
+    """Write other values to the places of numbers inside the block."""
     before = [(number.place, number.place.read()) for number in numbers]
 
     def put_back() -> None:

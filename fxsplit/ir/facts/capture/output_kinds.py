@@ -18,15 +18,15 @@ Kind = Literal["rows", "mean", "counted", "sum", "same", "all", "any", "unjoined
 
 @dataclass(frozen=True)
 class OutputKind:
-    """The way to make one output tensor of the batch from the microbatches' outputs.
+    """How to make one output tensor of the batch from the microbatches' outputs.
 
     - `kind`: "rows": they are joined along `dim`, where each row of the input has `each` entries. "mean": their mean,
       weighted by rows. "counted": their mean too, although the model divides by an unknown count, so that the model's
-      own number for the batch differs. "sum": their sum. "same": every microbatch has the same. "all", "any": whether
+      own number for the batch differs. "sum": their sum. "same": they are all the same. "all", "any": whether
       all flags are set, or any. "unjoined": they cannot be combined
     - `why`: for "unjoined", the sentence for an error
-    - `count`: for "mean", the divisor of the model, if it is not the number of rows
-    - `weights`: for "mean", the weights of the microbatches of one batch; None means by rows
+    - `count`: for "mean", the count that the model divides by, if it is not the number of rows
+    - `weights`: for "mean", the weights of the microbatches of one batch (None: by rows)
     """
 
     kind: Kind = "rows"
@@ -42,7 +42,10 @@ class OutputKind:
         return ChunkSpec(self.dim, self.each) if self.kind == "rows" else ChunkSpec(None)
 
     def list_weights(self, rows: Sequence[int]) -> Weights:
-        """Return the weight of each microbatch, given their numbers of `rows`: 1 in a sum, its share in a mean."""
+        """Return the weight of each microbatch: 1 in a sum, and its share in a mean.
+
+        `rows`: the rows of each microbatch.
+        """
         if self.kind == "sum":
             return [1.0] * len(rows)
         return share_rows(rows) if self.weights is None else list(self.weights)

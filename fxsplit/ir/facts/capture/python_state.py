@@ -1,4 +1,4 @@
-"""PythonState: the Python values that forward() read during the capture, and a check whether they have changed.
+"""PythonState: the Python values that forward() read during the capture. It checks whether they have changed since.
 
 A graph holds operators on tensors. `forward()` also reads Python values, such as `self.scale`, a global, or a setting
 of torch, and the results become constants of the graph. So these values are compared before every call.
@@ -26,7 +26,7 @@ MOST_LETTERS = 80
 
 
 ARGUMENT = -1
-"""In the key of a place: marks an argument of forward(), by its name. Other places have an identity there."""
+"""The first part of the key of a place that is an argument of forward(). Other places have an id() there."""
 
 DATES = (date, time, timedelta, UUID)
 """Types compared by value, in addition to the types that may be arguments of a call."""
@@ -40,7 +40,7 @@ class _Absent:
 
 
 ABSENT: Final = _Absent()
-"""Takes the place of the value of an attribute or entry that does not exist."""
+"""Stands for the value of an attribute or entry that does not exist."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,9 @@ class Place:
 
 
 class Cached:
-    """The contents of a cache after a call has filled it; tensors, arrays and containers in `value` are copied.
+    """The contents of a cache after a call has filled it. Tensors, arrays and containers in `value` are copied.
 
-    A graph made with an empty cache is right with a filled one too, if the contents are the same.
+    A graph made with an empty cache is also right with a filled cache, if the cache has these contents.
     """
 
     def __init__(self, value: Any) -> None:
@@ -77,12 +77,15 @@ class Cached:
 
 
 def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value, including the leaves of objects in it, with their structure."""
+    """Return the leaves of a value, including those of objects inside it, and their structure."""
     return pytree.tree_flatten(pytree.tree_map(take_apart, value))
 
 
 def _is_alike(kept: Any, leaf: Any) -> bool:
-    """Return whether a leaf equals the kept one; an opaque leaf never does, since its value is unknown."""
+    """Return whether a leaf equals the kept leaf.
+
+    A leaf that cannot be taken apart never does: its value is unknown.
+    """
     if is_a(kept, Contents):
         return has_contents(leaf) and kept.moves_to(leaf)
     return not is_a(leaf, Opaque) and same_constant(kept, leaf)
@@ -90,7 +93,10 @@ def _is_alike(kept: Any, leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NumberPlace:
-    """The place of a number that is, or may become, an input of a graph; `known` are two values it has had."""
+    """The place of a number that is, or may become, an input of a graph.
+
+    `known`: two different values that it has had.
+    """
 
     place: Place
     known: tuple[float, float]
@@ -102,7 +108,7 @@ class NumberPlace:
 
     @property
     def other(self) -> float:
-        """A value other than the present one, to test whether a graph computes with the number or is fixed to it."""
+        """A value other than the present value, to test whether a graph computes with the number or is fixed to it."""
         return next(value for value in self.known if not same(value, self.place.read()))
 
 
@@ -124,7 +130,7 @@ class PythonState(GivenFact):
     made_by: ClassVar[str] = "trace"
 
     def find_changes(self) -> dict[str, tuple[str, str]]:
-        """Return the places with another value than during the capture: name -> (then, now)."""
+        """Return the places that have another value than during the capture: name -> (then, now), in words."""
         # This runs before every call. Nearly always each place still holds the very same object.
         found = ((place, then, place.read()) for place, then in self.reads)
         differ = ((p, then, now) for p, then, now in found if now is not then and not same(then, now))
@@ -135,12 +141,12 @@ class PythonState(GivenFact):
         return made
 
     def _is_filled(self, place: Place, now: Any) -> bool:
-        """Return whether a place is a cache with the contents that a call fills in."""
+        """Return whether a place is a cache that now has the contents which a call fills in."""
         cached = self.cached.get(place.key)
         return cached is not None and cached.holds(now)
 
     def list_numbers(self) -> list[NumberPlace]:
-        """Return the numbers that may be inputs of a new graph: the followed ones, and the floats that have changed."""
+        """Return the numbers that may be inputs of a new graph: the present inputs, and floats that have changed."""
         reads = ((p, v) for p, v in self.reads if type(v) is float and p.write is not None and p.key not in self.stuck)
         found = ((place, then, place.read()) for place, then in reads)
         changed = [NumberPlace(p, (v, now)) for p, v, now in found if type(now) is float and not same(v, now)]
@@ -148,7 +154,7 @@ class PythonState(GivenFact):
         return [number for number in numbers if type(number.place.read()) is float]
 
     def follow(self, numbers: Sequence[NumberPlace], followed: Sequence[NumberPlace]) -> PythonState:
-        """Return the state for a graph that was meant to have `numbers` as inputs, and has only `followed`."""
+        """Return the state for a new graph: `numbers` were tried as its inputs, and only `followed` became inputs."""
         keys = {number.place.key for number in followed}
         stuck = self.stuck | ({number.place.key for number in numbers} - keys)
         reads = tuple((place, value) for place, value in self.reads if place.key not in keys)
@@ -157,7 +163,8 @@ class PythonState(GivenFact):
     def read_numbers(self, arguments: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the current value of each Python number that is an input of the graph.
 
-        `arguments` maps the names of a call's arguments to their values."""
+        arguments: the values of a call's arguments, by name.
+        """
         return tuple(arguments[n.place.key[1]] if n.is_argument else n.place.read() for n in self.followed)
 
     def __str__(self) -> str:
@@ -168,7 +175,7 @@ class PythonState(GivenFact):
 
 
 def same(then: Any, now: Any) -> bool:
-    """Return whether two values of one place are the same to a graph.
+    """Return whether two values of one place are the same for a graph.
 
     Numbers, texts and the like are compared by value, tuples item by item, and all other objects by identity: two
     objects that are equal by a user's `__eq__` may still give different results in forward().
@@ -198,7 +205,7 @@ def _iterate(value: Any) -> Iterator[Any]:
 
 
 def describe_change(then: Any, now: Any) -> tuple[str, str]:
-    """Return two different values in words, such that the words differ too."""
+    """Return texts for two different values. The texts differ too."""
     before, after = describe(then), describe(now)
     if before != after:
         return before, after

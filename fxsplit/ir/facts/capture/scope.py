@@ -1,4 +1,4 @@
-"""Scope: the calls that the captured graph is right for. Every call of a pipeline is checked against it."""
+"""Scope: the calls for which the captured graph is right. Every call of a pipeline is checked against it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ class Scope(GivenFact):
 
     @property
     def fixed_sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that are constants of the graph, the largest first; empty if none is."""
+        """The numbers of rows that the graph holds as constants, largest first; empty if it runs for any number."""
         least, most = self.bounds
         return tuple(range(most, least - 1, -1)) if self.rows_fixed and most is not None else ()
 
     def other_shapes(self, tensors: Sequence[Tensor]) -> Shapes | None:
-        """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes; None if it fits."""
+        """Return the shapes of `tensors`, without rows, if the graph is fixed for other shapes.
+
+        Return None if the graph fits.
+        """
         if not self.fixed:
             return None
         if self.rows_fixed:
@@ -61,7 +64,7 @@ class Scope(GivenFact):
         return None if self.lengths_open and self._takes(shapes, tensors) else shapes
 
     def _takes(self, shapes: Shapes, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the exporter's conditions hold for these shapes; each is checked once."""
+        """Return whether the guard accepts these shapes. Each combination of shapes is checked only once."""
         if self.guard is None:
             return False
         if shapes not in self._lengths:
@@ -101,7 +104,7 @@ class Scope(GivenFact):
             self._passed.add(count)
 
     def pins_rows(self, rows: int) -> bool:
-        """Return whether the guard refuses the numbers of rows around `rows`, and so makes a constant of it."""
+        """Return whether the guard refuses the numbers of rows next to `rows`: the graph holds `rows` as a constant."""
         if self.guard is None or self.rows_fixed:
             return False
 

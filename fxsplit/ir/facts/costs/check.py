@@ -1,4 +1,4 @@
-"""Checks of costs: errors for costs that cannot be right. costs.py calls this file, and not the reverse."""
+"""Check costs: raise errors for costs that cannot be right. costs.py imports this file, which so cannot import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fxsplit.system.figures import check_record, is_count, show
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are sane."""
+    """Raise ProfileError, which names the place, for costs that cannot be right.
+
+    Names must be unique, each node must come after the nodes that it reads, and figures must be in their ranges.
+    """
     if not is_count(costs.rows, least=0):
         raise ProfileError(f"the profile is of microbatches of {show(costs.rows)} rows: give a number of at least 0")
     known: set[str] = set()
@@ -45,7 +48,7 @@ def check_costs(costs: Any) -> None:
 
 
 def check_node(node: Any, known: Collection[str]) -> None:
-    """Raise ProfileError unless a node reads only `known` names, and `weight_ms` is at most `backward_ms`."""
+    """Raise ProfileError if a node reads a name that is not in `known`, or has `weight_ms` above `backward_ms`."""
     for name in node.inputs:
         if name not in known:
             raise ProfileError(
@@ -60,7 +63,7 @@ def check_node(node: Any, known: Collection[str]) -> None:
 
 
 def check_memory(nodes: Sequence[Any], known: Collection[str]) -> None:
-    """Raise ProfileError unless `kept_for` names a later node and `lies_in` an earlier node or an input."""
+    """Raise ProfileError unless each `kept_for` names a later node, and each `lies_in` an earlier node or an input."""
     later: set[str] = set()
     earlier = set(known) - {node.name for node in nodes}
     for node in reversed(nodes):

@@ -62,9 +62,10 @@ def find_row_length(shape: Sequence[int]) -> int:
 
 
 def count_sent_bytes(how: str, made: str, own_bytes: float) -> float:
-    """Return the bytes in which a value crosses a cut; `made` is its dtype and shape, such as `float32[8, 64]`.
+    """Return the bytes in which a value crosses a cut.
 
-    An uncompressed value, or a value of unknown dtype and shape, crosses in its `own_bytes`.
+    made: its dtype and shape, such as `float32[8, 64]`.
+    own_bytes: the bytes of a value that is not compressed, or whose dtype and shape are unknown.
     """
     # There is no gradient, or only the type of the value is known.
     found = parse_tensor(made)

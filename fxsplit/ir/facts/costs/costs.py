@@ -113,7 +113,7 @@ class NodeCost:
 
     @property
     def owner(self) -> str:
-        """The path of the module that holds the node, or the weight that it fetches; empty for the model itself."""
+        """The path of the module that holds the node, or the weight that the node fetches; empty for the model."""
         # A node that fetches a weight has the weight's path, and its last part is no module.
         return self.module.rpartition(".")[0] if self.op.startswith("get_attr") else self.module
 
@@ -134,13 +134,16 @@ class NodeCost:
 
     @property
     def late_ms(self) -> float:
-        """The part of `backward_ms` for gradients of weights, which schedules such as ZB-H1 leave for later."""
+        """The part of `backward_ms` that computes gradients of weights.
+
+        Schedules such as ZB-H1 leave this part for later.
+        """
         return self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A tensor of the backward pass without a forward counterpart: the nodes that make or read it, in any order."""
+    """A tensor of the backward pass without a counterpart in the forward pass, and the nodes that make or read it."""
 
     output_bytes: float
     nodes: tuple[str, ...]
@@ -148,7 +151,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that several nodes use. Each node counts it in its parameters, or in its buffers if it is frozen."""
+    """A parameter that several nodes use.
+
+    Each of them counts it in its parameters or, if it is frozen, in its buffers.
+    """
 
     parameter_bytes: float
     buffer_bytes: float
@@ -172,7 +178,7 @@ class Costs(Shown, Fact):
     - `together` lists sets of nodes that no cut may separate, and `ordered` pairs that keep their order although no
       value flows between them (both as in Effects)
     - `rows` is the microbatch size, and `device_kind` the hardware as torch names it ("cpu", "cuda")
-    - `exchanges` are tensors of the backward graph of another tool
+    - `exchanges` are tensors of the backward graph, if the profile is of another tool
     - `inference`: these are the costs of only the forward passes (see `keep_forwards`)
     - `compress` is the compression of values that cross cuts; it is not saved in files (see compress.py)
     - `tied` are parameters that several nodes use
@@ -204,7 +210,7 @@ class Costs(Shown, Fact):
 
     @property
     def total_ms(self) -> float:
-        """The time of one microbatch on one device, forward and backward: its own, or its host's if that is longer."""
+        """The forward and backward time of a microbatch on one device, or of its host if that takes longer."""
         return max(self.compute_ms, self.launch_ms)
 
     @property
@@ -219,7 +225,7 @@ class Costs(Shown, Fact):
 
     @cached_property
     def weighed(self) -> bool:
-        """Whether the allocations of every node were measured; otherwise plans do not count them."""
+        """Whether the allocations of every node were measured. Otherwise plans do not count allocations."""
         return all(n.forward_peak_bytes is not None for n in self.nodes)
 
     @cached_property
@@ -231,15 +237,12 @@ class Costs(Shown, Fact):
 
     @property
     def hardware(self) -> str:
-        """The accelerator of the measurement, for people; empty if there was none or it is unknown."""
+        """The accelerator of the measurement, as a text; empty if there was none or it is unknown."""
         return ", ".join(self.environment[key] for key in HARDWARE if key in self.environment)
 
     @property
     def noise(self) -> str | None:
-        """A warning about times that were measured on a busy machine.
-
-        None if they are steady, or the spread is unknown.
-        """
+        """A warning if the times were measured on a busy machine. None if they are steady, or if this is unknown."""
         if self.spread is None or self.spread < UNSTEADY or self.total_ms < LEAST_MS:
             return None
         return (
@@ -250,7 +253,7 @@ class Costs(Shown, Fact):
 
     @cached_property
     def values(self) -> tuple[tuple[str, float, float, tuple[str, ...], bool], ...]:
-        """Every value: name, bytes, bytes of its gradient, the nodes that read it, whether the model returns it."""
+        """Every value: its name, bytes, bytes of its gradient, its readers, and whether the model returns it."""
         sources: list[InputCost | NodeCost] = [*self.inputs, *self.nodes]
         # A node that reads a value twice gets it once.
         readers: dict[str, list[str]] = {source.name: [] for source in sources}
@@ -269,26 +272,23 @@ class Costs(Shown, Fact):
         return {value[0]: value for value in self.values}
 
     def find_unkept(self, name: str, output_bytes: float) -> float:
-        """Return the bytes of a value that no backward keeps; all of its bytes if that was not measured."""
+        """Return the bytes of a value that no backward keeps. If that was not measured, return all of its bytes."""
         known = self.weighed and name in self.by_name
         return min(output_bytes, self.by_name[name].unkept_bytes) if known else output_bytes
 
     def find_surely_unkept(self, name: str, output_bytes: float) -> float:
-        """Return the bytes of a value that certainly no backward keeps.
+        """Return the bytes of a value that surely no backward keeps.
 
-        0 for a view, since another node may keep its memory.
+        0 for a view: another node may keep the memory that the view shares.
         """
         return 0.0 if name in self.by_name and self.by_name[name].lies_in else self.find_unkept(name, output_bytes)
 
     def find_loss(self, outputs_bytes: float) -> LossCost:
-        """Return the memory of the loss for outputs of this size: measured, or assumed if it was not measured."""
+        """Return the memory of the loss for outputs of this size. If it was not measured, return an assumption."""
         return LossCost.assume(outputs_bytes) if self.loss is None else self.loss
 
     def sum_live(self, inside: Collection[str]) -> tuple[float, float, float]:
-        """Return three sums of bytes over a cut after the nodes `inside`: values, their gradients, and both as sent.
-
-        The last is smaller than the sum of the others if cuts are compressed.
-        """
+        """Return the bytes of all values that cross a cut after the nodes `inside`, of their gradients, and as sent."""
         forward = backward = sent = 0.0
         for name, output_bytes, gradient_bytes, readers, is_output in self.values:
             # Inputs exist from the start, and outputs are read after every cut.
@@ -320,7 +320,7 @@ class Costs(Shown, Fact):
         return (*made, *((exchange.output_bytes, exchange.nodes) for exchange in self.exchanges))
 
     def check(self) -> None:
-        """Raise ProfileError, with the place, unless names are unique, inputs come earlier and figures are sane."""
+        """Raise ProfileError, which names the place, for costs that cannot be right (see check_costs)."""
         check_costs(self)
 
     def verify(self, ir: IR) -> None:
@@ -347,11 +347,14 @@ class Costs(Shown, Fact):
             raise BrokenFact(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON; raises FileError, and then leaves existing files unchanged."""
+        """Write the profile as JSON. Raises FileError, and then leaves an existing file unchanged."""
         write_whole(path, self.to_text())
 
     def to_text(self) -> str:
-        """Return the profile as JSON, one node a line; raises ProfileError for costs that `load` would refuse."""
+        """Return the profile as JSON, with a line for each node.
+
+        Raises ProfileError for costs that `load` would refuse.
+        """
         self.check()
         head = {"format": FORMAT, "version": VERSION, "rows": self.rows, "device_kind": self.device_kind}
         head |= {"environment": self.environment, "outputs": self.outputs}
@@ -380,7 +383,10 @@ class Costs(Shown, Fact):
 
     @classmethod
     def parse(cls, data: Any, name: str) -> Costs:
-        """Return the profile in a parsed file; raises ProfileError. `name` is the name of the file, for messages."""
+        """Return the profile from the contents of a file, parsed as JSON. Raises ProfileError.
+
+        `name`: the name of the file.
+        """
         if isinstance(data, dict) and "stages" in data and "format" not in data:
             raise ProfileError(f"{name!r} is a plan, and a profile is needed: give the file of costs.save(path)")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -455,7 +461,7 @@ _SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:
-    """Return the fields of a node for a file; launches and allocations only if they are not zero."""
+    """Return the fields of a node for a file. Fields about launches and allocations are left out if they are zero."""
     return {k: v for k, v in asdict(node).items() if v or k not in _SELDOM}
 
 

@@ -18,7 +18,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 
 @dataclass(frozen=True)
 class Edges:
-    """The bytes of values, and of their gradients, that a stage gets from other stages and gives to other stages.
+    """The bytes of values, and of their gradients, that a stage takes from other stages and gives to other stages.
 
     - `unkept` is the size of the given values that no backward keeps
     - `sent` is the size of the taken values and of their gradients, as they are sent
@@ -37,9 +37,10 @@ class Edges:
 def list_crossed(
     stage_of: Mapping[str, int], name: str, readers: Iterable[str], count: int, *, returned: bool
 ) -> range:
-    """Return the boundaries that a value crosses if `count` stages hand values on; boundary b lies before stage b.
+    """Return the boundaries that a value crosses if `count` stages hand values on. Boundary b lies before stage b.
 
     They lie between the stage that makes the value and the last stage that reads it.
+    returned: whether the model returns the value.
     """
     # An input exists before the first stage. A returned value is read after the last stage.
     born = stage_of.get(name, -1)
@@ -73,7 +74,7 @@ def price_boundaries(costs: Costs, stage_of: Mapping[str, int], count: int) -> l
 def price_shared(costs: Costs, stage_of: Mapping[str, int], count: int) -> list[Edges]:
     """Return the bytes that each of `count` stages sends to and takes from other stages directly, each tensor once.
 
-    Values from and to the caller are free.
+    Values from and to the caller cost nothing.
     """
     given, taken = [0.0] * count, [0.0] * count
     for bytes_, (maker, *readers) in costs.tensors:

@@ -1,4 +1,4 @@
-"""The costs of only the forward passes: the part of the training costs that inference has."""
+"""Costs of inference: the part of the costs of training that belongs to the forward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def keep_forwards(costs: Costs) -> Costs:
     """Return the costs of the same graph without gradients.
 
     Parameters count like buffers: each is held once, without a gradient and optimizer state. Autograd keeps nothing.
-    `host_ms` and `spread_ms` are those of both passes, so a node keeps the share of its forward.
+    `host_ms` and `spread_ms` were measured for both passes together, so a node keeps the share of its forward.
     """
     if costs.inference:
         return costs

@@ -1,4 +1,4 @@
-"""Known costs: earlier measurements of operators, which are used again."""
+"""Known costs: earlier measurements of operators, so that a profile need not measure them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxsplit.ir.graph import GivenFact
 
 
 class Measured(NamedTuple):
-    """The measurement of an operator, in milliseconds and bytes; see the fields of NodeCost with these names."""
+    """The measurement of an operator, in milliseconds and bytes. NodeCost has fields with the same names."""
 
     forward_ms: float
     backward_ms: float
@@ -35,7 +35,7 @@ _CHOOSES = re.compile(r"\b(bool|u?int\d+)\[")
 
 
 class Observed(NamedTuple):
-    """A node of a graph that has run once, to be looked up among known costs.
+    """A node of a graph that has run once, with all that is needed to look it up among known costs.
 
     signature: its operator with the shapes of its arguments. made: the dtype and shape of its output.
     """
@@ -54,10 +54,11 @@ def _drop_sizes(signature: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class KnownCosts(GivenFact):
-    """Costs measured earlier, which `profile` uses by operator signature.
+    """Costs measured earlier. `profile` looks them up by operator signature instead of measuring.
 
-    With `complete` it measures no operator itself. With `by_name` the model is a copy, in other dtypes, of the model
-    that the costs are of: if it has the same nodes, the costs hold for it as they are.
+    complete: whether `profile` must measure no operator itself.
+    by_name: the model is a copy, in other dtypes, of the model that the costs are of. If it has the same nodes, the
+        costs hold for it as they are.
     """
 
     costs: Costs
@@ -68,7 +69,7 @@ class KnownCosts(GivenFact):
 
     @cached_property
     def times(self) -> dict[str, Measured]:
-        """The times of each operator, by its signature."""
+        """The measurement of each operator, by the operator's signature."""
         return {
             n.signature: Measured(
                 n.forward_ms,
@@ -88,15 +89,16 @@ class KnownCosts(GivenFact):
         }
 
     def covers(self, nodes: Iterable[Observed]) -> bool:
-        """Return whether the costs hold by name, and are of exactly these nodes with these inputs."""
+        """Return whether the costs may be used by name, and are the costs of exactly these nodes with these inputs."""
         found = {name: tuple(inputs) for name, inputs, _, _ in nodes} if self.by_name else None
         return found == {node.name: node.inputs for node in self.costs.nodes}
 
     def find_chosen(self, nodes: Iterable[Observed]) -> dict[str, NodeCost]:
-        """Return the known costs of nodes whose sizes depend on values and have changed, by the names of the nodes.
+        """Return the known costs of nodes whose sizes depend on values, by the names of the nodes.
 
-        These nodes select entries by a mask or by indices, or compute with selected entries. `nodes` are all nodes, in
-        the order of the graph. A node with another size for any other reason is left out.
+        Such a node selects entries by a mask or by indices, or computes with selected entries. Its sizes may differ
+        from those of the earlier measurement only because other entries were selected, so the earlier costs are used.
+        nodes: all nodes, in the order of the graph. A node whose sizes differ for any other reason is left out.
         """
         found: dict[str, NodeCost] = {}
         for name, inputs, signature, made in nodes:

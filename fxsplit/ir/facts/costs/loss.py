@@ -1,4 +1,4 @@
-"""The loss: the function after the last stage, and the memory that it takes."""
+"""The loss: the function that runs after the last stage, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_LOSS = LossCost(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class Loss(GivenFact):
-    """The function that computes the loss from the model's outputs and a target; `profile` measures its memory."""
+    """The function that computes the loss from the model's outputs and a target. `profile` measures its memory."""
 
     function: Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Costs as tables. costs.py calls this file, so it imports nothing from there."""
+"""Show costs as tables. (costs.py imports this file, so this file does not import it.)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxsplit.system.figures import format_bytes, format_count
 from fxsplit.system.shown import Parts, Table
 
 FEW = 40
-"""Up to this number, nodes are shown one by one; if there are more, the largest modules are shown."""
+"""Up to this number of nodes, a table shows each node. If there are more, it shows the largest modules."""
 LARGEST = 20
 """The number of modules shown, the largest first."""
 
@@ -19,7 +19,7 @@ LARGEST = 20
 def list_parts(costs: Any, *, whole: bool) -> Parts:
     """Return a table of the nodes, or of the largest modules if there are many nodes and `whole` is false.
 
-    Lines follow about constraints on cuts and order, and about the measurement.
+    After the table come lines about constraints on cuts and order, and about the measurement.
     """
     # A CPU launches nothing, and needs no column for it.
     launched = bool(costs.launch_ms)
@@ -70,7 +70,7 @@ def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:
 
 
 def _name_group(node: Any, divided: set[str]) -> str:
-    """Return the group of a node: the prefix of its module's path down to the first group that is not divided."""
+    """Return the group of a node: the shortest prefix of its module's path that is not `divided` into parts."""
     parts = _split_path(node)
     taken = 1
     while taken < len(parts) and ".".join(parts[:taken]) in divided:
@@ -79,7 +79,10 @@ def _name_group(node: Any, divided: set[str]) -> str:
 
 
 def _split_path(node: Any) -> list[str]:
-    """Return the parts of a node's module path, numbers joined to the name before; without a module, its name."""
+    """Return the parts of a node's module path. A number is joined to the name before it.
+
+    Without a module: the node's name.
+    """
     return re.sub(r"\.\d+(?=\.|$)", ":*", node.owner).split(".") if node.owner else [node.name]
 
 
@@ -89,7 +92,10 @@ def _has_parts(nodes: Sequence[Any], name: str) -> bool:
 
 
 def _name_shown(group: str, nodes: Sequence[Any]) -> str:
-    """Return the name of a group for people: with a number in place of `*` if all of its nodes have the same number."""
+    """Return the name of a group as tables show it.
+
+    A number stands in place of `*` if all its nodes have that number.
+    """
     paths = Counter(".".join(node.module.split(".")[: group.replace(":", ".").count(".") + 1]) for node in nodes)
     shown = group.replace(":", ".")
     return next(iter(paths)) if "*" in shown and len(paths) == 1 else shown

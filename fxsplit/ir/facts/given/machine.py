@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes a second to load, and a planned machine has no 
 
 DeviceLike: TypeAlias = "str | torch.device"
 TransferKind: TypeAlias = Literal["asynchronous", "blocking"]
-"""Devices compute while their messages are under way, or wait for them."""
+"""Whether devices compute while their messages are under way ("asynchronous"), or wait for them ("blocking")."""
 TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 GPU_LINK_BYTES_PER_S = 16e9
 """Assumed for a link between two GPUs if none is stated: a 16-lane PCIe 3 link, the slowest in common use."""
@@ -101,15 +101,16 @@ class Device:
 
 @dataclass(frozen=True, repr=False)
 class Machine(Shown, GivenFact):
-    """Devices in pipeline order, and the bandwidth between each and the next.
+    """Devices in pipeline order, and the bandwidth between each device and the next.
 
     `links[i]` joins devices i and i + 1, in bytes per second. An infinite link hands values over without a copy, as
-    between threads of one process on a CPU. An unrolled machine has a device for each stage: `homes` are the numbers of
-    the real devices of each, `real` the real devices, and `real_links` the links between these.
-
-    `latencies_ms[i]` is how long a message arrives after it has left link i, the same in both directions; all are 0 by
-    default. `transfers` says whether devices compute while their messages are under way, or wait for them. Raises
-    InputError unless names are unique and there is a link for each pair of neighbours.
+    between threads of one process on a CPU.
+    `latencies_ms[i]` is the time from the end of sending a message over link i to its arrival, in both directions; all
+    are 0 by default.
+    `transfers` says whether devices compute while their messages are under way, or wait for them.
+    An unrolled machine has a device for each stage. `real` are then the real devices, `real_links` and
+    `real_latencies_ms` the links between these, and `homes[s]` the numbers of the real devices of stage s.
+    Raises InputError unless names are unique and there is a link for each pair of neighbours.
     """
 
     devices: tuple[Device, ...]
@@ -150,7 +151,7 @@ class Machine(Shown, GivenFact):
         self._check_messages()
 
     def _check_messages(self) -> None:
-        """Raise InputError for latencies of other links, that are no amounts, and for unknown transfers."""
+        """Raise InputError for latencies that do not fit the links or are no amounts, or unknown kinds of transfer."""
         for latencies, links in ((self.latencies_ms, self.links), (self.real_latencies_ms, self.real_links)):
             if latencies and len(latencies) != len(links):
                 raise InputError(f"{len(latencies)} latencies of {len(links)} links: give one in ms for each link")
@@ -266,7 +267,7 @@ class Machine(Shown, GivenFact):
 
     @property
     def uniform(self) -> bool:
-        """Whether all devices are alike and all links too, so that it does not matter which of them stay idle."""
+        """Whether all devices are alike and all links too. It then does not matter which devices stay idle."""
         kinds = {(d.memory_bytes, d.speed, d.bytes_per_s, d.host) for d in self.devices}
         return len(kinds) == 1 and self.equal_links
 
@@ -276,7 +277,7 @@ class Machine(Shown, GivenFact):
         return len(set(self.links)) <= 1 and len(set(self.latencies_ms)) <= 1
 
     def rolled(self) -> Machine:
-        """Return the machine that an unrolled one was made from: its real devices and their links."""
+        """Return the machine from which an unrolled machine was made: its real devices and their links."""
         if not self.real:
             return self
         return Machine(self.real, self.real_links, latencies_ms=self.real_latencies_ms, transfers=self.transfers)
@@ -286,7 +287,7 @@ class Machine(Shown, GivenFact):
         return replace(self, devices=tuple(replace(d, memory_bytes=inf) for d in self.devices))
 
     def bytes_per_ms(self, own: int, other: int) -> float:
-        """Return the bandwidth from device `own` to device `other`, limited by the link of `own`, in bytes per ms.
+        """Return the bandwidth from device `own` to device `other`, limited by the own link of `own`, in bytes per ms.
 
         Devices that are not neighbours count as joined by the slowest link. This happens in plans that take devices in
         another order than the machine's, or leave some out.
@@ -318,7 +319,7 @@ class Machine(Shown, GivenFact):
         return self.latencies_ms[min(one, other)] if abs(one - other) == 1 else max(self.latencies_ms)
 
     def reduce_ms_per_byte(self, devices: Sequence[int]) -> float:
-        """Return the time in which r neighbouring devices sum one byte of gradients of each, in milliseconds.
+        """Return how long r neighbouring devices take to sum their gradients, in milliseconds per byte of gradients.
 
         4 (r - 1) / (r^2 bandwidth), as in PipeDream (Narayanan et al. 2019), over the slowest link among them.
         """
@@ -346,7 +347,7 @@ class Machine(Shown, GivenFact):
         return max(1, (os.cpu_count() or 1) // max(1, sharers))
 
     def to_record(self, ir: IR) -> Record:
-        """Return the machine as it is stored in text."""
+        """Return the machine in the form in which it is stored in text."""
         values: Row = {"devices": [_to_row(d) for d in self.devices], "links": tuple(self.links)}
         values |= {"homes": self.homes} if self.homes else {}
         if self.real:
@@ -401,12 +402,12 @@ def _from_row(record: Record, row: Row, table: str) -> Device:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a number, and no bool."""
+    """Return whether a value is a number. A bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _format_rate(bytes_per_s: float) -> str:
-    """Return a bandwidth for people."""
+    """Return a bandwidth as a text for tables."""
     return "unlimited" if bytes_per_s == inf else f"{bytes_per_s:.6g} B/s"
 
 
@@ -426,5 +427,5 @@ def _check_here(devices: Sequence[Device]) -> None:
 
 
 def _name_device(device: torch.device, position: int) -> str:
-    """Return a name that is unique even if a device is repeated: `cpu:1`, or `cuda:0#1` for the second device."""
+    """Return a unique name for a device that may be listed several times: `cpu:1`, or `cuda:0#1` at position 1."""
     return f"{device.type}:{position}" if device.type == "cpu" else f"{device}#{position}"

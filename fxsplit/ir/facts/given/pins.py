@@ -1,4 +1,4 @@
-"""Pins: submodules and nodes that the user has put on a device."""
+"""Pins: the stages that the user has chosen for submodules and nodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxsplit.ir.graph import IR, GivenFact
 from fxsplit.ir.text.records import Record
 
 SHOWN_NAMES = 5
-"""The number of names in an error about a name that is like none of them."""
+"""How many of the known names an error lists, if no known name is similar to the wrong one."""
 
 
 @dataclass(frozen=True)
 class Pins(GivenFact):
-    """The path of a submodule, or the name of a node -> the number of the stage that gets all of it.
+    """The stages of pinned submodules and nodes: path of a submodule, or name of a node -> number of its stage.
 
-    `optional` are paths that the graph may lack: the evaluation mode of a model has no dropout, for example.
+    optional: paths that the graph may lack: the evaluation mode of a model has no dropout, for example.
     """
 
     stages: Mapping[str, int]
@@ -43,7 +43,7 @@ class Pins(GivenFact):
 
     @staticmethod
     def join(several: Sequence[Pins]) -> Pins:
-        """Return the union of several pins; the later of two contradicting pins counts."""
+        """Return several pins as one. If two contradict each other, the later one counts."""
         stages = {path: stage for pins in several for path, stage in pins.stages.items()}
         return Pins(stages, frozenset().union(*(pins.optional for pins in several)))
 
@@ -64,13 +64,13 @@ class Pins(GivenFact):
         return pinned
 
     def verify(self, ir: IR) -> None:
-        """Raise PlanError for a pin that matches no node, as soon as the nodes are known."""
+        """Raise PlanError for a pin that matches no node, if the nodes are known already."""
         costs = ir.get(Costs)
         if costs is not None:
             self.nodes(costs)
 
     def to_record(self, ir: IR) -> Record:
-        """Return the pins as they are stored in text."""
+        """Return the pins in the form in which they are stored in text."""
         optional = {"optional": tuple(sorted(self.optional))} if self.optional else {}
         return Record("Pins", {"stages": dict(self.stages), **optional})
 
@@ -87,13 +87,13 @@ class Pins(GivenFact):
 
 
 def find_nodes(costs: Costs, path: str) -> list[str]:
-    """Return the nodes of a submodule, or the node of that name; empty if the graph has neither."""
+    """Return the nodes of the submodule at `path`, or the node of that name; empty if the graph has neither."""
     # The dot keeps "layer1" from matching "layer10".
     return [n.name for n in costs.nodes if n.name == path or f"{n.module}.".startswith(f"{path}.")]
 
 
 def suggest_names(costs: Costs, path: str) -> str:
-    """Return the end of an error about a name that the graph lacks, with similar names."""
+    """Return the second half of an error about a name that the graph lacks: it suggests similar names."""
     # A misspelt path is the usual reason. A profile of another tool may have no submodules.
     parts = [n.module.split(".") for n in costs.nodes if n.module]
     modules = sorted({".".join(part[: i + 1]) for part in parts for i in range(len(part))})

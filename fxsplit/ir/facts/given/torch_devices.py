@@ -1,7 +1,7 @@
 """Torch devices: find the devices that a user means by a name or a number, and their free memory.
 
-This file is imported only once there is a torch device, so that planning does not load torch. torch calls AMD's GPUs
-"cuda" too, and they are found in the same way.
+Code imports this file only after it has met a torch device, so that planning does not load torch. torch calls AMD's
+GPUs "cuda" too, and this file finds them in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def read_device(device: object, what: str) -> torch.device:
-    """Return a torch device, given as such or by name, with an index if it is a GPU; it need not be present.
+    """Return a torch device that is given as such or by name. A GPU gets an index. The device need not be present.
 
     Raises InputError for anything else, and for a type of device that no stage runs on; `what` names it in the message.
     """
@@ -87,9 +87,12 @@ def normalise(device: torch.device) -> torch.device:
 def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
     """Return the devices that a user means by a number.
 
-    They are GPUs if there are enough, beginning with the GPU of the model. With fewer GPUs, they are all of them,
-    repeated evenly, if the model or torch's default device is on a GPU, and CPU devices otherwise; a warning says
-    which. Without a GPU they are CPU devices. Raises InputError for a model on a device of another kind.
+    - As many GPUs or more: GPUs, beginning with the GPU of the model
+    - Fewer GPUs, and the model or torch's default device is on a GPU: all GPUs, several stages on each, with a warning
+    - Fewer GPUs otherwise: CPU devices, with a warning
+    - No GPU: CPU devices
+
+    Raises InputError for a model on a device of another kind.
     """
     home, reason = _find_home(model)
     if home is not None:
@@ -122,7 +125,7 @@ def choose_devices(count: int, model: nn.Module | None) -> list[torch.device]:
 def read_memory(device: torch.device) -> float:
     """Return the bytes that a plan may use on `device`; unlimited for a CPU, since the operating system pages.
 
-    For a GPU this is its free memory and the memory of this process's allocator, less GPU_RESERVE of both.
+    For a GPU this is its free memory plus the memory that this process's allocator holds, less the share GPU_RESERVE.
     """
     if device.type != "cuda":
         return inf
@@ -133,9 +136,9 @@ def read_memory(device: torch.device) -> float:
 
 
 def _find_home(model: nn.Module | None) -> tuple[torch.device | None, str]:
-    """Return the first non-CPU device of the model, or else torch's default device, and a sentence that says which.
+    """Return the first non-CPU device of the model, or else torch's default device, and a sentence that names it.
 
-    A model on the meta device has no device yet.
+    Return (None, "") if both are CPUs. A model on the meta device has no device yet.
     """
     found = next((d for d in _list_devices(model) if d.type not in ("cpu", "meta")), None)
     if found is not None:
@@ -146,6 +149,6 @@ def _find_home(model: nn.Module | None) -> tuple[torch.device | None, str]:
 
 def _list_devices(model: nn.Module | None) -> Iterator[torch.device]:
     """Yield the device of each parameter and buffer."""
-    # An object that is no model is refused later, by a message that says so.
+    # Nothing is raised for an object that is not a model: a later check refuses it with a better message.
     if isinstance(model, nn.Module):
         yield from (tensor.device for tensor in itertools.chain(model.parameters(), model.buffers()))

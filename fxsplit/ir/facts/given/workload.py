@@ -1,4 +1,4 @@
-"""Workload: the schedule with its microbatches that a plan is made for, and what each stage holds at once under it."""
+"""Workload: the schedule and the microbatches that a plan is made for, and what each stage then holds at once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Workload(GivenFact):
       once: under 1F1B `in_flight[3]` is (3, 2, 1)
     - `versions[k]` lists how many versions of its weights each of k stages keeps at once, if the optimizer steps
       between microbatches; a missing entry means one version
-    - `may_idle` allows stages without a node, which only pass values on. The other mode of a model may need this: its
-      weights stay on the stages of the first mode, and its graph may have no node for some stage
+    - `may_idle`: stages may have no node, and only pass values on. A model in its other mode (train or eval) may need
+      this: its weights stay on the stages of the first mode, and its graph may have no node for some stage
     - `replicated`: the schedule places every stage on several devices, as Chimera does
     - `splits`: backwards leave the gradients of weights for later, as under ZB-H1
     - `inference`: there are no backwards, and nothing is trained
     - `recompute` says which stages keep no activations and run their forward again before their backward: "always" all
-      of them, "never" none, "plan" the stages that the planner chooses within its own option
-    - `schedule_csv`: the actions of a schedule that no name and numbers give again, as a file in torch's format
+      of them, "never" none, "plan" the stages that the planner chooses
+    - `schedule_csv`: the actions of the schedule, as a file in torch's format; empty if the name and the numbers are
+      enough to make the schedule again
     - `moments.get(k)` lists, for a pipeline of k stages, what each stage holds at once (see moments.py). Without it,
       all microbatches of `in_flight` and all `versions` are assumed to be held at the same time
     """
@@ -42,7 +43,7 @@ class Workload(GivenFact):
     replicated: bool = False
     inference: bool = False
     splits: bool = False
-    # It follows from the schedule, and is computed on demand.
+    # The moments follow from the schedule, and are computed on demand.
     moments: MomentsBy | None = field(default=None, repr=False)
     recompute: str = "plan"
     schedule_csv: str = ""
@@ -54,7 +55,7 @@ class Workload(GivenFact):
         return self.versions.get(n_stages, (1,) * n_stages)
 
     def moments_of(self, n_stages: int) -> tuple[Moments, ...]:
-        """Return the moments of each of `n_stages` stages."""
+        """Return the moments of each of `n_stages` stages: the combinations of microbatches that it holds at once."""
         known = None if self.moments is None else self.moments.get(n_stages)
         if known is not None:
             return known
@@ -68,7 +69,10 @@ class Workload(GivenFact):
 
     @classmethod
     def from_record(cls, record: Record, ir: IR) -> Workload:
-        """Return the workload of a record; raises IRSyntaxError. The machine must be known."""
+        """Return the workload that a record of the text describes; raises IRSyntaxError.
+
+        The IR must know the machine.
+        """
         workload, machine = record.make(cls), ir.get(Machine)
         if machine is None:
             record.fail("fact Machine must stand before it, since what stages hold follows from both")

@@ -1,1 +1,1 @@
-"""The lattice: blocks of nodes, their antichains, and the sequence of states that the planner searches."""
+"""The lattice of the places where a graph can be cut: blocks of nodes, sets of blocks, their order for a search."""

@@ -1,8 +1,8 @@
-"""Antichains: the lattice of ideals of the graph of blocks, each named by its augmented antichain.
+"""Antichains: all sets of blocks after which a pipeline can be cut, each named by its augmented antichain.
 
-An *ideal* is a set of blocks that contains all inputs of its members, so a pipeline can be cut after it. Its *augmented
-antichain* contains the members that a block outside reads, and the members that no block inside reads. See
-planner/__init__.py for an example. The pass `augment` makes this fact.
+An *ideal* is a set of blocks that contains all inputs of its members, so a pipeline can be cut after it. The ideals
+form a lattice. The *augmented antichain* of an ideal contains the members that a block outside reads, and the members
+that no block inside reads. See planner/__init__.py for an example. The pass `augment` makes this fact.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from fxsplit.ir.facts.lattice.blocks import Blocks
 from fxsplit.ir.graph import IR, Fact
 
 SHOWN = 40
-"""The number of antichains that a dump lists from each end."""
+"""How many antichains a dump lists from the beginning, and how many from the end."""
 SAMPLED = 50
-"""The number of ideals that are checked against the definition."""
+"""How many ideals `verify` checks against the definition."""
 
 
 @dataclass(frozen=True, eq=False)
 class Levels(ReadOnlyArrays):
-    """Lower bounds on the bytes that any cut sends, by the work before the cut; all arrays are float64 [levels].
+    """Lower bounds on the bytes that any cut sends, by the work before the cut. All arrays are float64 [levels].
 
-    An ideal with work between `low` and `high` ms has at least `least_bytes` live bytes, forward and backward.
+    Level i says: an ideal with work between `low[i]` and `high[i]` ms has at least `least_bytes[i]` live bytes, forward
+    and backward together.
     """
 
     low: Floats
@@ -41,12 +42,12 @@ class Levels(ReadOnlyArrays):
 
 @dataclass(frozen=True, eq=False)
 class Slack(ReadOnlyArrays):
-    """A bound on the slowdown of the best plan, caused by joining light nodes to the nodes that they follow.
+    """Figures that bound how much slower the best plan becomes by joining light nodes to the nodes that they follow.
 
-    The nodes joined to a node are its *tail*. `path` (int32 [tails]) numbers the paths of the graph that the tails lie
-    on: no cut separates two tails of one path. The other arrays are float64 [tails]: the extra figures of a stage that
-    has a tail too. `weighed_ms_per_byte` is the price of a byte of parameters at the time when the light nodes were
-    chosen.
+    The light nodes that are joined to a node are its *tail*. `path` (int32 [tails]) gives the number of the path of the
+    graph that each tail lies on: no cut separates two tails of one path. The other arrays are float64 [tails]: what a
+    stage has more if it has the tail too. `weighed_ms_per_byte` is the price of a byte of parameters that was assumed
+    when the light nodes were chosen.
     """
 
     path: Ints
@@ -80,21 +81,22 @@ class Slack(ReadOnlyArrays):
 class Antichains(ReadOnlyArrays, Fact):
     """Every ideal (downset) of the blocks, numbered so that a subset has the smaller number.
 
-    - `parent` and `last` (int32 [ideals]) build each ideal: it is `parent` and the block `last`. Ideal 0 is empty, the
-      last one is full.
+    - `parent` and `last` (int32 [ideals]) build each ideal: it is the ideal `parent` and the block `last`. Ideal 0 is
+      empty, and the last ideal is full.
     - `pointer`, `node`, `child` are the edges in CSR form: from ideal I to ideal `child`, which also contains block
       `node`
     - `live_bytes` (float64 [ideals]) sums the values that are made inside, or given to the model, and read outside,
-      each once; `live_gradient_bytes` sums the gradients that return for them; `sent_bytes` sums the bytes that both
-      take on a link, which are fewer if they are compressed
-    - `complete` is False if there were too many ideals, and these are only the prefixes of one topological order;
-      `levels` then bound all other ideals
-    - `enumerated` says that the planner has enumerated them; a plan over any other ideals is not called optimal
-    - `slack` bounds the slowdown of the best plan if light nodes were joined
+      each once; `live_gradient_bytes` sums their gradients, which come back; `sent_bytes` sums the bytes of both on a
+      link, which are fewer if they are compressed
+    - `complete` is False if there were too many ideals. The ideals are then only the prefixes of one topological order,
+      and `levels` bounds all other ideals
+    - `enumerated` is True if the planner itself has enumerated the ideals. A plan over any other ideals is not called
+      optimal
+    - `slack` bounds the slowdown of the best plan; None if no light nodes were joined
 
-    `joined` are the nodes whose blocks are larger than the costs demand, because cutting between them is seldom useful.
-    If that loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A pass that
-    replaces the ideals by its own, and wants no further ones, leaves `joined` empty.
+    `joined` are nodes that the costs would allow to cut apart, but that share a block because such a cut is seldom
+    useful. If this loses a plan after all, `partition` enumerates again without joining, up to `max_states` ideals. A
+    pass that replaces the ideals by its own, and wants no others, leaves `joined` empty.
     """
 
     blocks: Blocks
@@ -140,7 +142,7 @@ class Antichains(ReadOnlyArrays, Fact):
         return [b for b in sorted(inside) if not inside.issuperset(after[b]) or inside.isdisjoint(after[b])]
 
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless the lattice is one: sizes add up and every edge adds its block to its ideal."""
+        """Raise BrokenFact unless the ideals form a lattice: sizes add up, and each edge adds its block to an ideal."""
         # A pass may have rewritten the graph and kept the lattice of the old one.
         if set(self.blocks.home) != set(ir[Costs].by_name):
             raise BrokenFact("the antichains describe other nodes than the costs")
@@ -155,7 +157,7 @@ class Antichains(ReadOnlyArrays, Fact):
         self._verify_sample(ir[Costs])
 
     def _verify_sample(self, costs: Costs) -> None:
-        """Raise BrokenFact unless live bytes and neighbours of up to SAMPLED ideals are as defined."""
+        """Raise BrokenFact unless live bytes and neighbours of up to SAMPLED ideals are right by their definition."""
         at = np.unique(np.linspace(0, len(self) - 1, SAMPLED).astype(int))
         for i in [] if self._verified is costs else at:
             inside = set(self.ideal(int(i)))

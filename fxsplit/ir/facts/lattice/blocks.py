@@ -33,10 +33,11 @@ class Blocks:
 
     @classmethod
     def of(cls, costs: Costs) -> Blocks:
-        """Return the blocks that `costs` demand.
+        """Return the smallest blocks that `costs` allow.
 
-        Each set of nodes that stay together is made a cycle; the blocks are then the strongly connected components. A
-        node between two nodes of a set is on a cycle too. So each block is *convex*: no path leaves it and comes back.
+        Each set of nodes that must stay together is made a cycle of the graph; the blocks are then the strongly
+        connected components. A node between two nodes of a set is on a cycle too. So each block is *convex*: no path
+        leaves a block and comes back.
         """
         # The position of each node in the graph, which is a topological order.
         position = {n.name: i for i, n in enumerate(costs.nodes)}
@@ -47,7 +48,7 @@ class Blocks:
 
     @classmethod
     def _of(cls, components: Sequence[Sequence[int]], arrows: set[tuple[int, int]], costs: Costs) -> Blocks:
-        """Return the blocks for convex sets of nodes (given by position), joined by the arrows between them."""
+        """Return the blocks for convex sets of nodes, joined by `arrows`. Sets and arrows give nodes by position."""
         home = {node: b for b, component in enumerate(components) for node in component}
         edges = {(home[a], home[b]) for a, b in arrows if home[a] != home[b]}
         order = _chain_order(len(components), edges)
@@ -66,7 +67,10 @@ class Blocks:
         )
 
     def joined(self, groups: Iterable[Sequence[int]], costs: Costs) -> Blocks:
-        """Return the blocks after joining groups into one block each; each group must be convex."""
+        """Return the blocks after joining each group into one block.
+
+        Each group lists numbers of blocks, and must be convex.
+        """
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         sets = [sorted(position[name] for b in group for name in self.members[b]) for group in groups]
         # Any node can represent its block, since the arrows are between blocks.
@@ -93,7 +97,10 @@ class Blocks:
 
 
 def build_csr(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
-    """Return a list of lists as (pointer, items), both int32."""
+    """Return a list of lists in CSR form: (pointer, items), both int32.
+
+    List i is `items[pointer[i] : pointer[i + 1]]`.
+    """
     lists = [list(row) for row in rows]
     pointer = np.zeros(len(lists) + 1, np.int32)
     np.cumsum([len(row) for row in lists], out=pointer[1:])

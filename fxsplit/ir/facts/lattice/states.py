@@ -1,7 +1,7 @@
 """States: the ideals as a sequence, each after all its subsets, with the sums that a cut after it needs.
 
-The pass `order` makes this fact. The load of a stage from state J to state I follows from sums: the figures of I minus
-those of J, and the bytes that cross at J and at I.
+The pass `order` makes this fact. The load of a stage from state J to state I follows from sums: the sums of I minus
+the sums of J, and the bytes that cross the cuts at J and at I.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FEATURES = (
     "sent_bytes",
 )
 SUMMED = FEATURES[:8]
-"""These are sums over the nodes of an ideal.
+"""The features that are sums over the nodes of an ideal.
 
-The rest are of the values live across it, the last one as they are sent.
+The other features sum the values that cross the cut after the ideal; `sent_bytes` is their size on a link.
 """
 
 
@@ -42,8 +42,8 @@ The rest are of the values live across it, the last one as they are sent.
 class States(ReadOnlyArrays, Fact):
     """The state sequence: row i of `features` (float64 [states, FEATURES]) describes ideal i.
 
-    `in_pointer` and `in_from` (CSR) are the ideals just below each state. They have smaller numbers, so a single sweep
-    in this order sees an ideal after all its subsets.
+    `in_pointer` and `in_from` (CSR) list, for each state, the ideals that lack only one block of it. They have smaller
+    numbers, so a single sweep in this order sees an ideal after all its subsets.
     """
 
     features: Floats
@@ -63,7 +63,7 @@ class States(ReadOnlyArrays, Fact):
         return self.features[:, FEATURES.index(name)]
 
     def verify(self, ir: IR) -> None:
-        """Raise BrokenFact unless the sequence is a linear extension in which sums never decrease."""
+        """Raise BrokenFact unless each state comes after its subsets, and no sum is less than a subset's."""
         if len(self) != len(ir[Antichains]):
             raise BrokenFact(f"{len(self)} states for {len(ir[Antichains])} antichains")
         end = np.repeat(np.arange(len(self)), np.diff(self.in_pointer))
@@ -81,7 +81,7 @@ class States(ReadOnlyArrays, Fact):
             object.__setattr__(self, "_verified", ir[Costs])
 
     def _verify_figures(self, chains: Antichains, costs: Costs) -> None:
-        """Raise BrokenFact unless every figure, and the states below each state, agree with the ideals."""
+        """Raise BrokenFact unless every figure, and the list of states below each state, agree with the ideals."""
         # An ideal has one block more than its parent, so all sums follow from the sums of the empty ideal.
         own = np.array([[sum_figures(costs, names, figure) for figure in SUMMED] for names in chains.blocks.members])
         own = own.reshape(-1, len(SUMMED))
@@ -98,7 +98,7 @@ class States(ReadOnlyArrays, Fact):
             raise BrokenFact("the states have other states below them than the antichains say: run 'order' again")
 
     def __str__(self) -> str:
-        """Return a row for each state: summed times and bytes, and the bytes cut there."""
+        """Return a row for each state: the summed times and bytes, and the bytes that cross the cut after it."""
         head = "state" + "".join(f"{f:>20}" for f in FEATURES)
         rows = list_ends(len(self), lambda i: f"{i:>5}" + "".join(f"{v:>20.3f}" for v in self.features[i]))
         return "\n".join([head, *rows])

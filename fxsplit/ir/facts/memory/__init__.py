@@ -1,1 +1,1 @@
-"""Memory: the memory that a stage holds for one microbatch, for several at once, and permanently."""
+"""Memory: what a stage holds for one microbatch, for several at once, and permanently."""

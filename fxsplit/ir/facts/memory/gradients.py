@@ -10,18 +10,23 @@ from fxsplit.ir.facts.costs.costs import Costs, NodeCost
 
 
 def runs_nothing(node: NodeCost) -> bool:
-    """Return whether a node only fetches an attribute."""
+    """Return whether a node only fetches an attribute, such as a weight."""
     return node.op.startswith("get_attr")
 
 
 def is_part_of_several(node: NodeCost) -> bool:
-    """Return whether a node only fetches one of several outputs of another node."""
+    """Return whether a node only takes one of the several outputs of another node."""
     return node.op == "call_function:getitem" and bool(node.inputs)
 
 
 @dataclass(eq=False)
 class _Memory:
-    """A piece of memory with gradients: its bytes, the number of gradients in it, and whether its owner counts it."""
+    """A piece of memory that holds gradients.
+
+    - `size`: its bytes
+    - `holders`: the number of gradients in it
+    - `foreign`: another stage owns the memory, and it is counted elsewhere
+    """
 
     size: float
     holders: int = 1
@@ -30,45 +35,51 @@ class _Memory:
 
 @dataclass
 class _Gradient:
-    """The gradient of a value, as far as it has arrived: its memory, and whether it may be added to in place."""
+    """The sum of the gradients of a value that have arrived so far.
+
+    `owned`: nothing else shares the memory, so the next gradient may be added in place.
+    """
 
     memory: _Memory
     owned: bool
 
 
 class BackwardGradients:
-    """The gradients of values that exist while a backward runs; `bytes` counts their own memory."""
+    """The gradients of values that exist while a backward runs. `bytes` is their memory, without foreign memory."""
 
     def __init__(self, costs: Costs, sizes: Mapping[str, float]) -> None:
         self.bytes = 0.0
         self._costs = costs
         self._sizes = sizes
         self._found: dict[str, _Gradient] = {}
-        # Foreign memory that waiting weights need, and that only they hold after the first half of a backward; by its
-        # object.
+        # Foreign memory that the delayed gradients of weights need -> its bytes. After the first half of a backward
+        # nothing else holds this memory.
         self.left_behind: dict[_Memory, float] = {}
-        # The gradients of several outputs of a node, until its backward runs.
+        # Node with several outputs -> the gradients of its outputs that have arrived, until its backward runs.
         self._pending: dict[str, list[_Memory]] = {}
 
     def start(self, name: str, *, foreign: bool) -> None:
-        """Let the gradient of a value arrive from after the stage; the memory of a `foreign` one is counted already."""
+        """Let the gradient of a value arrive from outside the stage.
+
+        The memory of a `foreign` gradient is counted elsewhere.
+        """
         size = self._sizes[name]
         self._found[name] = _Gradient(_Memory(size, 1, foreign), owned=False)
         self.bytes += 0.0 if foreign else size
 
     def find_pending(self, name: str) -> float:
-        """Return the bytes of gradients that wait for a node with several outputs."""
+        """Return the bytes of the gradients that have arrived for the outputs of a node with several outputs."""
         return sum(memory.size for memory in self._pending.get(name, ()))
 
     def find_left(self, *, own: bool = False) -> float:
-        """Return the bytes of all existing gradients, each piece of memory once; with `own` without foreign memory."""
+        """Return the bytes of all existing gradients, each piece of memory once. `own` leaves out foreign memory."""
         left = {id(g.memory): g.memory for g in self._found.values()}
         return sum(m.size for m in left.values() if not (own and m.foreign))
 
     def hand_back(self, node: NodeCost) -> float:
-        """Let the gradients that a node's backward returns arrive.
+        """Run the backward of a node: let the gradients of the values that it reads arrive.
 
-        Return the bytes that are needed for a moment besides.
+        Return the bytes that are needed in addition, only while gradients are added up.
         """
         arrived, most = self._found.get(node.name), 0.0
         reads = [name for name in dict.fromkeys(node.inputs) if self._sizes.get(name)]
@@ -88,7 +99,7 @@ class BackwardGradients:
         return most
 
     def _add(self, name: str, memory: _Memory, *, owned: bool) -> float:
-        """Add a gradient to the gradient of a value; return the bytes that the sum needs for a moment besides."""
+        """Add a gradient to the gradient of a value. Return the extra bytes that exist only during the addition."""
         before = self._found.get(name)
         if before is None:
             self._found[name] = _Gradient(memory, owned)
@@ -105,9 +116,10 @@ class BackwardGradients:
         return freed
 
     def leave(self, node: NodeCost, *, waits: bool) -> float:
-        """Free the gradient of a node, unless its weights wait with it.
+        """Free the gradient of a node after its backward.
 
-        Return the waiting bytes that are not yet counted.
+        Keep it if the gradients of the node's weights are delayed (`waits`).
+        Return the bytes that the delayed gradients keep, and that nothing else counts.
         """
         for memory in self._pending.pop(node.name, ()):
             self._release(memory)
@@ -115,8 +127,8 @@ class BackwardGradients:
         if arrived is None:
             return node.waiting_bytes if waits else 0.0
         if waits:
-            # It stays in memory, and its bytes still count. Foreign memory is released by its owner after the first
-            # half.
+            # The gradient stays in memory, and its bytes still count. The owner of foreign memory releases it after
+            # the first half of the backward.
             if arrived.memory.foreign:
                 self.left_behind[arrived.memory] = arrived.memory.size
             return max(node.waiting_bytes - arrived.memory.size, 0.0)
@@ -127,7 +139,10 @@ class BackwardGradients:
         return 0.0
 
     def _release(self, memory: _Memory) -> float:
-        """Free one gradient; return the bytes that this frees."""
+        """Remove one gradient from a piece of memory.
+
+        Return the bytes that become free: 0 if other gradients are still there.
+        """
         memory.holders -= 1
         freed = 0.0 if memory.holders or memory.foreign else memory.size
         self.bytes -= freed
@@ -135,11 +150,12 @@ class BackwardGradients:
 
 
 class TiedGradients(NamedTuple):
-    """Gradients of parameters that several nodes of a stage use, by the position of the node that just ran backward.
+    """Memory for the gradients of tied parameters: parameters that several nodes of a stage use.
 
-    - `change`: the bytes that exist from then on
-    - `more`: the bytes needed for a moment, while two gradients are added into a third
-    - `again`: the node's bytes of parameters with sums that were made after an earlier node
+    Each field maps the position of a node to bytes, from the moment at which the backward of this node has run.
+    - `change`: the change of the bytes that exist
+    - `more`: the bytes that exist only for a moment, while two gradients are added into a third
+    - `again`: the bytes of the node's parameters whose sums an earlier node has made
     """
 
     change: Mapping[int, float]
@@ -148,7 +164,10 @@ class TiedGradients(NamedTuple):
 
 
 def find_ties(costs: Costs, position: Mapping[str, int]) -> TiedGradients:
-    """Return the memory for gradients of tied parameters: autograd adds up all users' before they go to the sum."""
+    """Return the memory for gradients of tied parameters.
+
+    Autograd adds up the gradients of all users of a parameter first.
+    """
     change: dict[int, float] = {}
     more: dict[int, float] = {}
     again: dict[int, float] = {}

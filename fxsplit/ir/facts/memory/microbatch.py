@@ -9,11 +9,11 @@ allocations of each node were measured, and the lives of tensors between nodes f
     value 1, kept by none   |--->|
     gradient of value 2                           |--->|
 
-- activations that autograd keeps for a node live from its forward to its backward; if only later nodes keep them, to
-  the backward of the first of these nodes
+- activations that autograd keeps for a node live from its forward to its backward. If only later nodes keep them, they
+  live to the backward of the first of these nodes
 - a value that no node keeps lives until the last node that reads it, or a view of it, has run. Views take no memory
 - the gradient of a value lives from the backward of the last node that reads the value to the backward of the node
-  that made it. A node may return its incoming gradient, or parts of it; the two are then one piece of memory
+  that made the value. A node may return its incoming gradient, or parts of it; both are then one piece of memory
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class MicrobatchMemory:
     """The memory of a stage for one microbatch, in bytes, without weights, sums of gradients and other microbatches.
 
     - `resting_bytes`: between its forward and its backward
-    - `halfway_bytes`: between the two halves of a divided backward
-    - `forward_bytes`, `whole_bytes`, `early_bytes`, `late_bytes`: at most, while its forward, its backward, or the
-      first or the second half of its backward runs
-    - `first_bytes`: the same for a whole backward that finds no sums of gradients, and includes the sums that it makes
-    - `sent_bytes`, `sent_gradient_bytes`: values, and gradients, made for other stages and otherwise not held here,
-      until they are taken
+    - `halfway_bytes`: between the two halves of a divided backward, whose second half computes the gradients of weights
+    - `forward_bytes`, `whole_bytes`, `early_bytes`, `late_bytes`: the most while a forward, a whole backward, or the
+      first or the second half of a divided backward runs
+    - `first_bytes`: like `whole_bytes`, for the first backward of a step. It includes the sums of gradients, which this
+      backward makes
+    - `sent_bytes`, `sent_gradient_bytes`: values, and gradients, that were made for other stages and wait to be taken,
+      as far as nothing else holds them here
     """
 
     resting_bytes: float = 0.0
@@ -137,7 +138,10 @@ def follow_stage(
 
 
 class _Stage:
-    """The nodes of a stage, the values that it takes from other stages, and the values that it gives to them."""
+    """The nodes of a stage, the values that it takes from other stages, and the values that it gives to them.
+
+    Its methods simulate a forward or a backward, and return the memory that the stage holds meanwhile.
+    """
 
     def __init__(self, costs: Costs, names: Sequence[str], crossings: Crossings) -> None:
         self._nodes = [costs.by_name[name] for name in names]
@@ -145,7 +149,7 @@ class _Stage:
         position = {name: i for i, name in enumerate(names)}
         values = [costs.value_of[name] for name in (*names, *(n for n in crossings.taken))]
         given = set(crossings.given)
-        # The position of the last node that reads a value; after all nodes for a value that other stages read.
+        # Value -> the position of the last node that reads it. For a value that other stages read: after all nodes.
         self._end = {
             v[0]: len(names) if v[0] in given else max([position[r] for r in v[3] if r in position], default=-1)
             for v in values
@@ -169,7 +173,7 @@ class _Stage:
         }
         self.own_outputs = sum(max(owner.storage_bytes, owner.unkept_bytes) for owner in held)
         self.kept_outputs = sum(self._kept_outputs.values())
-        # The end of the memory of a value, which a view may read after the last reader of the value.
+        # Value -> the position of the last node that needs its memory, which may read only a view of the value.
         self._memory_end = dict(self._end)
         for node in self._nodes:
             if node.lies_in in position:
@@ -182,17 +186,20 @@ class _Stage:
         self._position = position
 
     def find_halfway(self, *, ends: bool) -> float:
-        """Return the memory that the stage holds between the halves of its latest backward."""
+        """Return the bytes that the stage holds between the halves of the last backward that `run_backward` ran."""
         return self.taken_bytes + self.kept_bytes + (0.0 if ends else self.unkept_outputs) + self._waiting
 
     def find_late(self) -> float:
-        """Return the bytes that the second half of a backward allocates: one node, and a group of small gradients."""
+        """Return the bytes that the second half of a backward allocates: a node's, and a group of small gradients."""
         waiting = [n for n in self._nodes if n.late_peak_bytes > 0]
         together = min(sum(n.parameter_bytes or n.late_peak_bytes for n in waiting), TOGETHER_BYTES)
         return max((n.late_peak_bytes for n in waiting), default=0.0) + together
 
     def run_forward(self, *, keeps: bool) -> float:
-        """Return the most memory that the stage holds while its forward runs; `keeps` adds the activations."""
+        """Simulate a forward.
+
+        Return the most bytes that the stage holds meanwhile; `keeps`: with the activations it keeps.
+        """
         peak = now = self.taken_bytes
         ends: dict[int, float] = {}
         for i, node in enumerate(self._nodes):
@@ -211,11 +218,12 @@ class _Stage:
         return max(peak, now)
 
     def run_backward(self, *, ends: bool, divided: bool, sums: bool = False) -> tuple[float, float]:
-        """Return the most memory that the stage holds while its backward runs, and the gradients that it gives.
+        """Simulate a backward.
 
-        - `ends`: the gradients of the outputs are autograd's own, since the loss makes them
-        - `divided`: leave the gradients of weights for later, and free nothing
-        - `sums`: count the sums of gradients, which this backward makes
+        Return the most bytes that the stage holds meanwhile, and the bytes of its inputs' gradients.
+        - `ends`: the stage is the last, so the loss makes the gradients of its outputs, and autograd owns their memory
+        - `divided`: run only the first half, which delays the gradients of weights and frees no activations
+        - `sums`: also count the sums of gradients, as in the first backward of a step, which makes them
         """
         run = BackwardGradients(self._costs, self._gradient_bytes)
         kept, small, waiting, summed = self.kept_bytes, 0.0, 0.0, 0.0
@@ -243,14 +251,14 @@ class _Stage:
             if not divided:
                 for bytes_, held in freed[i]:
                     kept -= bytes_
-                    # Handed on, and so held by the stage itself.
+                    # The stage has handed this value on, so it still holds the memory itself.
                     fixed += 0.0 if ends else held
         gradients = run.find_left()
         self._waiting = waiting + sum(run.left_behind.values()) + max(run.bytes - run.find_left(own=True), 0.0)
         return peak, gradients
 
     def _list_freed(self) -> Mapping[int, list[tuple[float, float]]]:
-        """Return the bytes freed after the backward of each node, by position: kept bytes, and held outputs."""
+        """Return, by position of a node, what its backward frees: kept bytes, and the bytes of outputs among them."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for i, node in enumerate(self._nodes):
             held = self._kept_outputs.get(node.name, 0.0)
@@ -261,9 +269,10 @@ class _Stage:
         return found
 
     def _list_summed(self) -> Mapping[int, float]:
-        """Return the bytes of the sums that are made after the backward of each node, by position.
+        """Return, by position of a node, the bytes of new sums of gradients after the backward of this node.
 
-        Small sums are made of the gradients that are handed over at the end, which count anyway.
+        A small gradient becomes its sum itself at the end of the stage's backward. Its memory counts anyway, and not
+        here.
         """
         found: dict[int, float] = defaultdict(float)
         for i, node in enumerate(self._nodes):

@@ -17,16 +17,18 @@ from typing import NamedTuple, Protocol
 
 
 class Moment(NamedTuple):
-    """One moment of a stage.
+    """What a stage holds at one moment of a schedule, apart from its permanent memory.
 
-    - `during`: the name of the figure for the running microbatch (see MicrobatchMemory), empty between two actions
-    - `resting`, `halfway`: the number of other microbatches between forward and backward, and between the halves of a
-      divided backward
-    - `versions`: the number of versions of its weights besides the first
-    - `sent`, `sent_gradients`: the number of values, and gradients, made for other stages that may not have taken them
-      yet
-    - `sums`: 1 if the sums of its gradients exist (they are part of the permanent memory), 0 if a step has just taken
-      them
+    The fields count things, not bytes.
+    - `during`: the action that the stage runs, as the name of its figure in MicrobatchMemory ("whole_bytes": a whole
+      backward); empty between two actions
+    - `resting`: the other microbatches that are between their forward and their backward
+    - `halfway`: the other microbatches that are between the two halves of a divided backward
+    - `versions`: the versions of the stage's weights, without the first
+    - `sent`, `sent_gradients`: the values, and gradients, that the stage has made for other stages and that these may
+      not have taken yet
+    - `sums`: 1 if the sums of the stage's gradients exist (the permanent memory includes them), 0 if an optimizer step
+      has just used them up
     """
 
     during: str = ""
@@ -42,7 +44,7 @@ Moments = tuple[Moment, ...]
 
 
 class MomentsBy(Protocol):
-    """The moments of the stages of a schedule, by the number of stages."""
+    """Looks up the moments of the stages of a schedule by the number of stages."""
 
     def get(self, n_stages: int, /) -> tuple[Moments, ...] | None:
         """Return the moments of each of `n_stages` stages, or None if they are not known."""
@@ -53,23 +55,23 @@ class Figures(Protocol):
 
     @property
     def resting_bytes(self) -> float:
-        """A microbatch between its forward and its backward."""
+        """The bytes of a microbatch between its forward and its backward."""
 
     @property
     def halfway_bytes(self) -> float:
-        """A microbatch between the halves of its backward."""
+        """The bytes of a microbatch between the halves of its backward."""
 
     @property
     def parameter_bytes(self) -> float:
-        """One version of the weights."""
+        """The bytes of one version of the weights."""
 
     @property
     def sent_bytes(self) -> float:
-        """A value on its way to another stage."""
+        """The bytes of a value on its way to another stage."""
 
     @property
     def sent_gradient_bytes(self) -> float:
-        """A gradient on its way to another stage."""
+        """The bytes of a gradient on its way to another stage."""
 
 
 def count_moving(stage: Figures, moment: Moment) -> float:
@@ -82,12 +84,12 @@ def count_moving(stage: Figures, moment: Moment) -> float:
 
 
 def find_fullest(stage: Figures, moments: Iterable[Moment]) -> Moment:
-    """Return the moment in which a stage holds most; the first of equal ones."""
+    """Return the moment in which a stage holds the most bytes; the first of several equal moments."""
     return max(moments, key=lambda moment: count_moving(stage, moment))
 
 
 def keep_largest(moments: Iterable[Moment]) -> Moments:
-    """Return the moments that may be a stage's fullest, without moments that another moment exceeds in everything."""
+    """Return the moments that may be a stage's fullest, without any that another moment of the same action exceeds."""
     by_during: dict[str, set[Moment]] = {}
     for moment in moments:
         by_during.setdefault(moment.during, set()).add(moment)
@@ -102,7 +104,7 @@ def keep_largest(moments: Iterable[Moment]) -> Moments:
 
 @lru_cache(maxsize=256)  # a search asks for each move
 def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool) -> Moments:
-    """Return the moments of a stage if only two numbers are known: all microbatches and versions are held at once."""
+    """Return the moments of a stage if only these numbers are known: all microbatches and versions are held at once."""
     # One of the microbatches is running.
     others, further = in_flight - 1, versions - 1
     if not trains:
@@ -115,7 +117,7 @@ def assume_moments(in_flight: int, versions: int, *, splits: bool, trains: bool)
 
 
 def choose_heaviest(moments: Sequence[Moment]) -> Moment:
-    """Return the moment with most microbatches, preferably one in which a microbatch runs backward."""
+    """Return the moment with most microbatches, preferably a moment in which a microbatch runs backward."""
     # A backward holds activations and gradients at the same time.
     backward = [m for m in moments if m.during in ("whole_bytes", "first_bytes", "early_bytes")]
     return max(backward or moments, key=lambda m: (m.resting + m.halfway, m.versions, m.sums, m.sent_gradients))

@@ -1,7 +1,7 @@
-"""The memory of a stage: permanent, for each microbatch, and at most at once.
+"""The memory of a stage: permanent, for each microbatch, and the most at once.
 
-Plans are priced by this file, and the search uses it to decide whether a stage fits. Both add up the same figures in
-the same order, so that they agree to the byte.
+The price of a plan comes from this file, and the search asks this file whether a stage fits. Both add up the same
+figures in the same order, so that they agree to the byte.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from fxsplit.ir.facts.memory.microbatch import Crossings, MicrobatchMemory, foll
 from fxsplit.ir.facts.memory.moments import Moment, count_moving, find_fullest
 
 WEIGHT_COPIES = 2.0
-"""A stage holds each parameter, and the sum of its gradients during a step, which becomes its `.grad`.
+"""How often a stage holds each parameter: once itself, and once as the sum of its gradients during a step.
 
-If a step begins with a `.grad`, that is a third copy, which plans do not count.
+The sum becomes the parameter's `.grad`. A `.grad` that exists when a step begins is a third copy, which plans ignore.
 """
 STEP_COPIES = 2.0
-"""The allocation of an optimizer step, in sizes of the largest node's parameters: that of Adam on a CPU."""
+"""What an optimizer step allocates, as a multiple of the largest node's parameters. This is Adam's on a CPU."""
 
 NUMBERS_BYTES = 4096.0
 """The most memory of a training stage for single numbers.
 
-These are losses and their weights, and placeholders for gradients that were added to their sums. They count only if the
-allocations of operators are known.
+Such numbers are losses and their weights, and placeholders for gradients that were added to their sums. They count only
+if the allocations of operators are known.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory(MicrobatchMemory):
-    """The memory of a stage, in bytes: `memory_bytes` is the most at once; see StagePlan for the rest.
+    """The memory of a stage, in bytes: `memory_bytes` is the most at once; see StagePlan for the other fields.
 
-    `activations_bytes`, `boundaries_bytes` and `working_bytes` are of the fullest moment: the activations that autograd
-    keeps for all microbatches, the values between stages that nothing keeps, and the rest.
+    `activations_bytes`, `boundaries_bytes` and `working_bytes` divide up the fullest moment: the activations that
+    autograd keeps for all microbatches, the values between stages that nothing keeps, and the rest.
     """
 
     held_bytes: float
@@ -54,7 +54,7 @@ class StageMemory(MicrobatchMemory):
 
 
 _KNOWN: WeakKeyDictionary[Costs, dict[Any, StageMemory]] = WeakKeyDictionary()
-"""The measured stages by the arguments of `measure_stage`, as long as the costs exist."""
+"""The results of `measure_stage` by its arguments, as long as the costs exist."""
 
 
 def measure_stage(
@@ -69,9 +69,11 @@ def measure_stage(
 ) -> StageMemory:
     """Return the memory of a stage of the nodes `names`, in the order of the graph, for one microbatch and permanently.
 
+    - `optimizer_factor`: the optimizer's state, as a multiple of the parameters' bytes
+    - `recompute`: the stage keeps no activations and runs its forward again before its backward
     - `last`: the loss is computed after the stage
-    - `forwards`: stages hand values on; otherwise a stage holds none for other stages, and its memory is counted per
-      node
+    - `forwards`: stages hand on values that later stages read. Otherwise a stage holds none for other stages, and its
+      memory is counted per node
     """
     # The search weighs the stages of a plan before they are priced, and verifying the plan prices them again.
     key = tuple(names), tuple(crossings.taken), tuple(crossings.given), optimizer_factor, recompute, last, forwards
@@ -112,7 +114,7 @@ def sum_boundaries(costs: Costs, crossings: Crossings) -> float:
 
 
 def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True) -> tuple[float, float]:
-    """Return the bytes of parameters and of buffers of some nodes; `shared` counts weights of several nodes once."""
+    """Return the bytes of parameters and of buffers of some nodes; `shared` counts a weight of several nodes once."""
     parameters, buffers = float(sum(n.parameter_bytes for n in nodes)), float(sum(n.buffer_bytes for n in nodes))
     if shared and costs.tied:
         names = {n.name for n in nodes}
@@ -124,12 +126,12 @@ def sum_shared(costs: Costs, nodes: Collection[NodeCost], *, shared: bool = True
 
 
 def find_peak(stage: StageMemory, moments: Iterable[Moment]) -> float:
-    """Return the most bytes that a stage holds at once."""
+    """Return the most bytes that a stage holds at once, over all `moments`."""
     return stage.held_bytes + max(count_moving(stage, moment) for moment in moments)
 
 
 def fill_peak(stage: StageMemory, moments: Sequence[Moment], *, recompute: bool) -> StageMemory:
-    """Return the stage with the most memory that it holds at once, by kind."""
+    """Return the stage with its peak filled in: the most bytes that it holds at once, in all and by kind."""
     fullest = find_fullest(stage, moments)
     moving, versions = count_moving(stage, fullest), fullest.versions * stage.parameter_bytes
     in_hand = getattr(stage, fullest.during) if fullest.during else 0.0
@@ -158,7 +160,7 @@ def spread_activations(
 ) -> MicrobatchMemory:
     """Return the memory of a microbatch if only its activations and boundary values are known.
 
-    All of them are held in each action, and in the first backward also all sums of gradients.
+    It assumes that all of these are held in each action, and in the first backward all sums of gradients too.
     """
     whole = kept + boundary
     return MicrobatchMemory(

@@ -1,4 +1,4 @@
-"""A fault board: ranks post failures here, apart from the message channels, which a failure may block.
+"""A fault board: ranks post failures here. It is separate from message channels, which a failure may block.
 
     rank 1 fails --> post(fault) --> [store: turn 3 / fault] <-- read() <-- rank 0, rank 2
     all ranks raise it, then end_turn() --> turn 4, without a fault
@@ -27,13 +27,15 @@ LOOK_S = 0.02
 
 
 class FaultBoard:
-    """The failures of one pipeline's ranks, in a store that only this object uses.
+    """The failures of one pipeline's ranks, in a store connection that only this object uses.
 
-    A failure ends a *turn* of the board. All ranks raise it and go on with the next turn, which has no failure. A rank
-    that has left counts as a failure in every turn, except for a call that it finished before it left.
+    A failure ends a *turn* of the board. All ranks raise the failure and go on with the next turn, which has none. A
+    rank that has left counts as a failure in every turn, except for a call that it finished before it left.
+
     name: the pipeline's name in the store; other pipelines, and earlier starts of the program, have other names.
-    members: knows which ranks have left (None: nobody tracks them). finished: the number of calls that this rank has
-        finished in this turn, by the ranks that made them; the caller counts them.
+    me, n_ranks: this rank's number, and the number of ranks.
+    members: knows which ranks have left (None: nobody tracks them).
+    finished: for each group of ranks, how many calls this rank has finished with them in this turn; the caller counts.
     """
 
     def __init__(
@@ -56,12 +58,12 @@ class FaultBoard:
         """The ranks of the default group that this rank's call waits for (None: all)."""
 
     def post(self, fault: Fault) -> Fault:
-        """Post this rank's failure, and return the first failure of all ranks, which may be another."""
+        """Post this rank's failure, and return the first failure of all ranks, which may be another rank's."""
         first = self._store.compare_set(self._key("fault"), "", fault.to_text())
         return Fault.parse(first.decode())
 
     def read(self) -> Fault | None:
-        """Return this turn's failure, or the loss of a rank that has not finished this call, or None."""
+        """Return this turn's failure, or the loss of a rank that has not finished this call, or None if all is well."""
         found = self.read_turn()
         return self._members.find_missing(self._is_ahead) if found is None and self._members is not None else found
 
@@ -88,7 +90,7 @@ class FaultBoard:
         return [int(self._store.get(key)) for key in keys] if self._store.check(keys) else None
 
     def end_turn(self) -> None:
-        """Note that this rank has read the failure, and begin the next turn."""
+        """Note that this rank has read the failure, and begin the next turn, which has no failure."""
         self._store.set(self._key(f"seen/{self.me}"), "1")
         self.turn += 1
         self._finished.clear()
@@ -99,12 +101,18 @@ class FaultBoard:
         return look_until(lambda: self._store.check(keys), limit_s)
 
     def tell_finished(self) -> None:
-        """Let other ranks know which calls this rank has finished, before it leaves: they may still be in the last."""
+        """Let other ranks know which calls this rank has finished. Call it before this rank leaves.
+
+        Other ranks may still be in the last of these calls. They then know that it does not need this rank any more.
+        """
         if self._members is not None:
             self._store.set(self._key(f"finished/{self._members.rank}"), json.dumps(list(self._finished.items())))
 
     def _is_ahead(self, rank: int) -> bool:
-        """Return whether this call does not need a rank that has left, or the rank has finished the call."""
+        """Return whether this rank's call can end without a rank that has left.
+
+        This is so if the call does not need that rank, or if that rank has already finished the call.
+        """
         assert self._members is not None, "somebody asks for ranks that have left"
         if self.needed is not None and rank not in self.needed:
             return True
@@ -113,11 +121,11 @@ class FaultBoard:
         return any(n > self._finished[tuple(ranks)] for ranks, n in told if self._members.rank in ranks)
 
     def tell(self, what: str) -> None:
-        """Publish this rank's present activity."""
+        """Publish a text that says what this rank is doing."""
         self._store.set(self._key(f"doing/{self.me}"), what)
 
     def list_told(self) -> Mapping[int, str]:
-        """Return the activities that ranks have published in this turn."""
+        """Return, by rank, the texts that ranks have published with `tell` in this turn."""
         keys = {rank: self._key(f"doing/{rank}") for rank in range(self.n_ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 

@@ -1,7 +1,7 @@
 """Faults: an exception of one rank in a form that other ranks can raise too.
 
-All ranks raise the error of one rank, so that a program's `except` clauses act alike on each of them. An exception
-travels as text: its message, and the names of its types, which are looked up but never imported.
+All ranks raise the error of one rank, so that a program's `except` clauses act alike on each of them. An exception is
+sent as text: its message, and the names of its types. Types are looked up by name but never imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from fxsplit.errors import FxsplitError, RankError, StageError
 
 OUTER = {f"{kind.__module__}:{kind.__qualname__}" for kind in (StageError, FxsplitError)}
-"""The types that a stage's error has in addition to the original exception's."""
+"""The types that an error of a stage has in addition to the type of the original exception."""
 MOST_CHARACTERS = 20_000
 """Longer messages are cut off."""
 
@@ -36,7 +36,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Fault:
-        """Return the fault for an exception of rank `rank`."""
+        """Return the fault for an exception that rank `rank` has raised."""
         kinds = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__ if kind is not object]
         text = str(error) or type(error).__name__
         return cls(rank, tuple(dict.fromkeys(kinds)), text[:MOST_CHARACTERS])
@@ -56,13 +56,13 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """The name of the exception's type, for people."""
+        """The name of the exception's type, for error messages."""
         # A stage's error also has the type of the original exception, which says more.
         names = [kind.partition(":")[2] for kind in self.kinds if kind not in OUTER]
         return names[0] if names else StageError.__name__
 
     def make_error(self, n_ranks: int) -> RankError:
-        """Return the error for other ranks: a RankError that also has the exception's own type, if that is known.
+        """Return the error that other ranks raise: a RankError that also has the exception's own type, if known.
 
         For example, a ValueError of rank 1 is caught by `except ValueError` on rank 0 too.
         """
@@ -79,7 +79,10 @@ class Fault:
 
 
 def _make_of_kinds(kinds: list[type[Exception]], message: str) -> RankError:
-    """Return an error of all `kinds`, or of as many as can be combined. The first kind is RankError."""
+    """Return an error whose class inherits from all `kinds`, or from as many as Python can combine.
+
+    The first kind is RankError.
+    """
     # Some types cannot be subclassed or combined.
     for count in range(len(kinds), 1, -1):
         with suppress(TypeError):

@@ -1,11 +1,11 @@
-"""A fault guard: every rank raises the first failure of any rank, even if it waits inside torch.
+"""A fault guard: every rank raises the first failure of any rank, even if the rank waits inside torch.
 
     rank 1: error --> post on the board --> break its own waits --> raise
     rank 0: in a wait; its watcher thread sees the board --> break waits --> raise the same error
     both:   next call makes new process groups
 
-A failure is posted on a board, and the process groups of waiting ranks are broken, which wakes them. So groups are made
-again after each failure.
+A failure is posted on a board, and the process groups of waiting ranks are broken, which ends the waits. So groups are
+made again after each failure.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ BLAME_S = 2.0
 REST_S = 0.5
 """How long, in seconds, an exiting process waits for torch's threads."""
 SEEN_S = 1.0
-"""How long, in seconds, an exiting rank lets the others read its error: then a launcher may kill them all."""
+"""How long, in seconds, an exiting rank lets others read its error. After it exits, a launcher may kill them all."""
 
 
 class FaultGuard:
     """Shares failures between ranks that run pipelines together.
 
-    name: the name of these ranks in the store through which they met. list_groups: returns the process groups in which
-        this rank may wait. describe: returns this rank's present activity, for the message of a timeout.
+    name: the name of these ranks in the store through which they met.
+    me, n_ranks: this rank's number, and the number of ranks.
+    list_groups: returns the process groups in which this rank may wait.
+    describe: returns a text that says what this rank is doing, for the message of a timeout.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class FaultGuard:
         """Whether a failure has made the groups unusable."""
         self._is_over = False
         self.has_broken_off = False
-        """Whether this rank's wait was broken off here, for example after another rank's failure."""
+        """Whether this guard has broken off a wait of this rank, for example after another rank's failure."""
         _guards.add(self)
         _hear_of_ends()
 
@@ -90,12 +92,13 @@ class FaultGuard:
     def watch(self, limit_s: float, *, firm: bool = False, needed: frozenset[int] | None = None) -> Iterator[None]:
         """Guard a block that all ranks run, for at most `limit_s` seconds: raises the first failure of any rank.
 
-        A rank with an error of its own raises that. Otherwise it raises a RankError that also has the type of the first
-        failure. If a rank leaves, this raises at once, unless that rank has already finished this block. Blocks may be
-        nested: failures of other ranks are raised by the outermost one, and an inner one only adds its time limit.
+        A rank with an error of its own raises its own error. Otherwise it raises a RankError that also has the type of
+        the first failure. If a rank leaves, this raises at once, unless that rank has already finished this block.
+        Blocks may be
+        nested: the outermost block raises failures of other ranks, and an inner block only adds its time limit.
 
-        firm: inner blocks cannot extend this limit. needed: the ranks of the default group that the block needs; other
-            ranks may leave meanwhile (default: all).
+        firm: inner blocks cannot extend this limit.
+        needed: the ranks of the default group that the block needs; other ranks may leave meanwhile (default: all).
         """
         if self._watches:
             with self._watcher.watch(limit_s, firm=firm):
@@ -121,11 +124,11 @@ class FaultGuard:
             self._watches = False
 
     def _refuse_after_left(self) -> None:
-        """Raise RankError if a rank has left: no call can be made together any more."""
+        """Raise RankError if a rank has left: the ranks can make no further call together."""
         left = self._members.find_left()
         if left is None:
             return
-        # The error that ended its program says more; it is raised once.
+        # The error that ended that rank's program says more than "it has left". Let the caller raise that error once.
         with suppress(DistError):
             if not self._is_over and self._board.read_turn() is not None:
                 return
@@ -133,18 +136,18 @@ class FaultGuard:
         raise left.make_error(self._board.n_ranks)
 
     def note_collective(self, ranks: tuple[int, ...]) -> None:
-        """Note that these ranks of the default group have all come to this rank's present block."""
+        """Note that all of these ranks of the default group have taken part in this rank's present block."""
         self._met.add(ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Make all other ranks raise an error that was raised outside a guarded block."""
+        """Make all other ranks raise `error`, which this rank has raised outside a guarded block."""
         if not self._watches:
             self._settle(error)
 
     def renew(self, make_groups: Callable[[], None], limit_s: float) -> None:
-        """Make the groups again on all ranks if a failure has broken them.
+        """Make the process groups again on all ranks if a failure has broken them.
 
-        Raises RankError if a rank does not come for that.
+        Raises RankError if a rank does not come to make them, within `limit_s` seconds.
         """
         if not self.is_broken:
             return
@@ -175,20 +178,23 @@ class FaultGuard:
             raise RankError(f"rank {self._board.me} has waited for all ranks to make their groups again")
 
     def check(self) -> None:
-        """Raise RankError if a rank has failed since the guarded block began, or has left and the block needs it."""
+        """Raise RankError if a rank has failed since the guarded block began, or if a needed rank has left."""
         if (fault := self._board.read()) is not None:
             raise fault.make_error(self._board.n_ranks)
 
     def stop_clock(self, limit_s: float) -> AbstractContextManager[None]:
-        """Give a block `limit_s` seconds. Its time does not count for a firm limit around it."""
+        """Return a context that gives a block `limit_s` seconds.
+
+        Its time does not count for a firm limit of an outer block.
+        """
         return self._watcher.stop_clock(limit_s)
 
     def rest(self) -> None:
-        """End the watching thread until there is a block to guard."""
+        """End the thread that watches for failures. The next guarded block starts it again."""
         self._watcher.rest()
 
     def tell_finished(self) -> None:
-        """Publish which blocks this rank has finished. Call it before the rank leaves."""
+        """Publish which guarded blocks this rank has finished. Call it before the rank leaves."""
         if self._members.is_mine:
             with suppress(DistError):
                 self._board.tell_finished()
@@ -196,7 +202,8 @@ class FaultGuard:
     def leave(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank's program has ended, so that none waits for it.
 
-        After an error, wait briefly until they have read it.
+        error: the error that ended the program (None: it ended normally). After an error, this waits briefly until
+            other ranks have read it.
         """
         if not self._members.is_mine:
             return
@@ -217,7 +224,10 @@ class FaultGuard:
                 self._board.wait_until_seen(SEEN_S)
 
     def find_same(self, error: BaseException) -> RankError | None:
-        """Post an error that ends this program. If another rank posted the same error first, return that, else None."""
+        """Post an error that ends this program.
+
+        Returns another rank's error if that rank posted an equal error first, else None.
+        """
         if not self._members.is_mine:
             return None
         # The store may be gone with its host, a rank or the launcher.
@@ -229,7 +239,7 @@ class FaultGuard:
         return None
 
     def _settle(self, error: BaseException) -> Fault | None:
-        """Post an error for all ranks. Returns the failure that this rank should raise instead, or None."""
+        """Post an error for all ranks. Returns the failure that this rank should raise instead of `error`, or None."""
         own, fault = Fault.of(error, self._board.me), None
         try:
             # A failed rank's connections may close before it has posted its error.
@@ -264,7 +274,7 @@ _guards: weakref.WeakSet[FaultGuard] = weakref.WeakSet()
 
 @cache
 def _hear_of_ends() -> None:
-    """Tell other ranks when this process's program ends, with or without an error."""
+    """Register functions that tell other ranks when this process's program ends, with or without an error."""
     show = sys.excepthook
 
     def hear(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -285,7 +295,7 @@ def _hear_of_ends() -> None:
 
 
 def _find_told_by_another(error: BaseException) -> BaseException | None:
-    """Return the error that another rank shows with its traceback, or None if this rank must show its own.
+    """Return an error that another rank shows with its traceback, or None if this rank must show its own.
 
     If several ranks have raised the same error by themselves, for example for a wrong option, the first rank shows it.
     """
@@ -296,7 +306,7 @@ def _find_told_by_another(error: BaseException) -> BaseException | None:
     same = (guard.find_same(error) for guard in list(_guards)) if isinstance(error, FxsplitError) else ()
     found = next(filter(None, same), None)
     if found is None and error.__cause__ is not None:
-        # A program that raises its own error from another rank's does so on each rank.
+        # A program may raise its own error from (`raise ... from`) another rank's error. All ranks then do so.
         cause = _find_told_by_another(error.__cause__)
         found = None if cause is None else RankError(f"{_shorten(cause)}, raised again as {_name(error)}")
     return found
@@ -337,10 +347,10 @@ def _end() -> None:
 
 
 def _end_soon() -> None:
-    """Make a process that ends with an error exit quickly: other ranks, or the launcher, wait for that.
+    """Make a process that ends with an error exit quickly: other ranks, or the launcher, wait for its end.
 
-    Python would search all of torch's objects for cycles, which takes a second of processor time. Objects in cycles are
-    then freed with the process, and their finalisers do not run.
+    Python would search all of torch's objects for reference cycles, which takes a second of processor time. `gc.freeze`
+    prevents that: objects in cycles are freed with the process, and their finalisers do not run.
     """
     gc.freeze()
 

@@ -1,8 +1,8 @@
-"""Membership: the ranks of the default process group that are still there. A rank that has left never comes back.
+"""Membership: which ranks of the default process group are still running. A rank that has left never comes back.
 
 A program that ends says so in the store through which the ranks met. If it cannot, for example after `kill -9`, its
-connections show it: a group over which nothing is sent, and that nobody breaks, loses its connections only when the
-program is gone.
+connections show it. For this there is a process group over which nothing is sent and that nobody breaks: it loses
+connections only when a program is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Membership:
         self._key = f"fxsplit/{start}/membership/{next(_numbers)}"
         self._left: Fault | None = None
         self._looked = 0.0
-        # Until the next line, the default group's connections show a rank that has ended.
+        # Until the new group exists, the default group's connections show a rank that has ended.
         self._lines = default
         self._lines = make_group(range(self._n_ranks), self.limit_s, look=self.check)
 
@@ -54,23 +54,24 @@ class Membership:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process is the rank, and not a fork of it."""
+        """Whether this process is the rank itself, and not a fork of the rank's process."""
         return os.getpid() == self._process
 
     def make_fault(self, error: BaseException | None) -> Fault:
-        """Return the fault that says that this rank's program has ended, with or without an error."""
+        """Return the fault that says that this rank's program has ended, by an error or normally (None)."""
         why = ", and it makes no more calls" if error is None else f" by {Fault.of(error, self.rank)}"
         return Fault(self.rank, (), f"its program has ended{why}")
 
     def leave(self, fault: Fault) -> None:
-        """Post that this rank has left."""
+        """Post that this rank has left, for the reason in `fault`."""
         self._store.set(f"{self._key}/{fault.rank}", fault.to_text())
         self._store.compare_set(self._key, "", fault.to_text())
 
     def find_left(self, *, sparing: bool = False) -> Fault | None:
-        """Return the fault of the first rank that has left, or None.
+        """Return the fault of the first rank that has left, or None if all ranks are there.
 
-        sparing: for repeated callers; do not look at connections each time.
+        sparing: for callers that repeat this call: look at connections only now and then, since each look costs a
+            message.
         """
         if self._left is None:
             looks = not sparing or self._is_time_to_look()
@@ -78,9 +79,9 @@ class Membership:
         return self._left
 
     def find_missing(self, is_ahead: Callable[[int], bool]) -> Fault | None:
-        """Return the fault of a rank that has left and is needed, or None. For repeated callers.
+        """Return the fault of a rank that has left and is needed, or None. It may be called repeatedly.
 
-        is_ahead: whether a rank that has left has finished all that this rank may wait for.
+        is_ahead: returns whether a rank that has left had finished all that this rank may wait for.
         """
         left = self.find_left(sparing=True)
         if left is None or not is_ahead(left.rank):
@@ -108,7 +109,7 @@ class Membership:
         return time.monotonic() > self._looked + LOOK_S
 
     def _list_gone(self) -> Iterator[int]:
-        """Yield the ranks that have closed their connections, looking at one after the other."""
+        """Yield the ranks that have closed their connections. Connections are looked at one by one."""
         self._looked = time.monotonic()
         return (rank for rank in range(self._n_ranks) if rank != self.rank and has_closed(self._lines, rank))
 

@@ -34,10 +34,11 @@ WAKE = b"\0"
 
 
 class FaultWatcher:
-    """Watches the jobs of one rank.
+    """Watches the jobs of one rank, in a thread.
 
-    board: the board of failures, used only by this object. wake: makes all waits of this rank fail. describe: returns
-        the rank's present activity.
+    board: the board of failures; no other object uses it.
+    wake: makes all waits of this rank fail.
+    describe: returns a text that says what the rank is doing.
     """
 
     def __init__(self, board: FaultBoard, wake: Callable[[], object], describe: Callable[[], str]) -> None:
@@ -63,9 +64,9 @@ class FaultWatcher:
 
     @contextmanager
     def watch(self, limit_s: float, *, firm: bool = False) -> Iterator[None]:
-        """Watch the block, which is given up after `limit_s` seconds. Blocks may be nested.
+        """Watch the block, and give it up after `limit_s` seconds. Blocks may be nested.
 
-        firm: the limit also binds inner blocks, which otherwise have limits of their own.
+        firm: this limit also binds inner blocks. Otherwise an inner block may have a longer limit.
         """
         outer, outer_firm = (self._until, self._limit_s), self._firm
         with self._hear_signals() if outer[0] is None else nullcontext():
@@ -73,20 +74,23 @@ class FaultWatcher:
                 self._firm = min(self._firm, (self._read_clock() + limit_s, limit_s))
             self._until, self._limit_s = min(self._firm, (self._read_clock() + limit_s, limit_s))
             self._start()
-            # Call it only if it sleeps: waking it for many short jobs would take longer than their messages.
+            # Wake the thread only if it sleeps: waking it for each short job would take longer than the job's messages.
             if self._sleeps:
                 self._call()
             try:
                 yield
             finally:
                 with self._turn:
-                    # A block that was given up inside stays given up.
+                    # If an inner block was given up, this block is given up too.
                     self._until, self._limit_s = outer if self._until is not None else (None, 0.0)
                     self._firm = outer_firm
 
     @contextmanager
     def stop_clock(self, limit_s: float) -> Iterator[None]:
-        """Give the block `limit_s` seconds, even inside a shorter firm limit: its time does not count there."""
+        """Give the block `limit_s` seconds, even inside a shorter firm limit.
+
+        Its time does not count for outer blocks.
+        """
         begin, firm, self._firm = time.monotonic(), self._firm, (inf, inf)
         try:
             with self.watch(limit_s):
@@ -97,7 +101,7 @@ class FaultWatcher:
                 self._uncounted_s += time.monotonic() - begin
 
     def _read_clock(self) -> float:
-        """Return the time in seconds, without blocks in which the clock was stopped."""
+        """Return the time in seconds, without the time of blocks in which the clock was stopped."""
         return time.monotonic() - self._uncounted_s
 
     def _start(self) -> None:
@@ -108,7 +112,7 @@ class FaultWatcher:
             self._thread.start()
 
     def rest(self) -> None:
-        """End the thread. It starts again with the next block."""
+        """End the thread. The next watched block starts a new one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ended = True
@@ -117,15 +121,15 @@ class FaultWatcher:
                 thread.join(timeout=5.0)
 
     def _call(self) -> None:
-        """Let the thread look at once."""
+        """Wake the thread, so that it looks for failures at once."""
         # If the buffer is full, unread bytes will wake it anyway.
         with suppress(BlockingIOError):
             self._mouth.send(WAKE)
 
     @contextmanager
     def _hear_signals(self) -> Iterator[None]:
-        """Make signals reach the thread at once; Python itself would handle them only after the wait."""
-        # Python permits this only in the main thread, which is also the only one that signals interrupt.
+        """Make signals wake the thread at once. Python itself would handle them only after the wait inside torch."""
+        # Python permits this only in the main thread, and signals interrupt only the main thread anyway.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -161,7 +165,7 @@ class FaultWatcher:
                 os.write(self._others, signals)
 
     def _look(self, interrupted: bool) -> None:
-        """End the job's waits if another rank has failed, the user interrupts, or the time is over."""
+        """End the waits of a job if another rank has failed, the user has interrupted, or the time limit is over."""
         # If the store or its host is gone, the waits fail by themselves.
         with suppress(DistError):
             if self._read_clock() > (self._until or 0.0):
@@ -172,7 +176,7 @@ class FaultWatcher:
             self._wake()
 
     def _post_timeout(self) -> None:
-        """Post that the job takes too long, with each rank's activity."""
+        """Post that the job takes longer than its limit, with a text for each rank that says what the rank is doing."""
         self._board.tell(self._describe())
         time.sleep(TELL_S)
         told = self._board.list_told()

@@ -1,6 +1,7 @@
-"""Batch shares: each data-parallel pipeline's part of a batch, and so the weight of its loss and gradients.
+"""Batch shares: the part of a batch that each data-parallel pipeline computes.
 
-A mean over rows weighs a pipeline by its rows, a mean over labels by its labels, and a sum by one.
+The share gives the weight of the pipeline's loss and gradients. For a loss that is a mean over rows, the weight follows
+from the pipeline's rows. For a mean over labels it follows from the pipeline's labels. For a sum the weight is 1.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from fxsplit.runtime.microbatches import split_target
 from fxsplit.runtime.program import Batch
 
 Cutting = Callable[[Sequence[int]], tuple[Sequence[Sequence[Any]], Sequence[Any]]]
-"""Returns the inputs that counts read: for pieces with the given numbers of rows, and for the whole."""
+"""From the numbers of rows of pieces: the inputs from which entries are counted, for each piece and for the whole."""
 
 
 class LossReduction(IntEnum):
-    """How the losses of pipelines combine. If pipelines report two kinds, the larger counts."""
+    """How the losses of data-parallel pipelines combine to the loss of the mesh.
+
+    If pipelines report different kinds, the kind with the largest number is used for all.
+    """
 
     UNKNOWN = -1  # on ranks without the last stage
     MEAN = 0  # over rows
@@ -38,10 +42,11 @@ class LossReduction(IntEnum):
 
 
 class BatchShare(NamedTuple):
-    """The share of one pipeline: its rows, its microbatches, and the divisor of its loss.
+    """The share of one pipeline: its rows, its microbatches, and the number that its loss divides by.
 
-    counted: the divisor, if the loss divides by a count. If the loss uses counts in other ways too, a checksum that is
-        equal on pipelines with equal counts in each row.
+    kind: how the losses of pipelines combine, a LossReduction.
+    counted: the number that the loss divides by, if it is a count. For kind WATCHED, a checksum that is equal on
+        pipelines with equal counts in each row.
     """
 
     rows: int
@@ -55,13 +60,13 @@ class BatchShare(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> BatchShare:
-        """Return the share from such integers."""
+        """Return the share from the integers of `to_numbers`."""
         rows, n_microbatches, kind, bits = numbers
         return cls(rows, n_microbatches, kind, *struct.unpack("d", struct.pack("q", bits)))
 
 
 def find_batch_share(request: JobRequest, *, has_loss: bool, ended: bool) -> BatchShare:
-    """Return this pipeline's share in a call, as far as this rank knows it.
+    """Return this pipeline's share of the batch in a call, as far as this rank knows it.
 
     has_loss: whether this rank computes the loss. ended: whether all microbatches have been computed.
     """
@@ -86,7 +91,10 @@ def find_batch_share(request: JobRequest, *, has_loss: bool, ended: bool) -> Bat
 
 
 def _find_counted(count: Count, loss: BatchLoss, batch: Batch, found: BatchShare) -> BatchShare:
-    """Return the share for a loss divided by a count of its target. The host may wait for an accelerator."""
+    """Return the share for a loss divided by a count of its target. The host may wait for an accelerator.
+
+    found: the share with the rows and microbatches, to complete.
+    """
     if count.additive:
         pieces = zip(loss.given_targets, batch.rows, strict=True)
         return found._replace(
@@ -97,7 +105,11 @@ def _find_counted(count: Count, loss: BatchLoss, batch: Batch, found: BatchShare
 
 
 def _add_up(count: Count, cut: Cutting, batch: Batch, found: BatchShare) -> BatchShare:
-    """Return the share for a count. Pipelines' counts can be added if the counts of this batch's pieces can."""
+    """Return the share for a loss divided by a count.
+
+    The counts of several pipelines can be added only if the counts of pieces of this batch can, which is tried here.
+    cut: returns the inputs of the count for pieces of the batch. found: the share to complete.
+    """
     rows = batch.rows if len(batch.rows) > 1 else [sum(batch.rows) - 1, 1]
     if not min(rows):
         return found._replace(kind=LossReduction.OTHER)
@@ -113,7 +125,10 @@ def _add_up(count: Count, cut: Cutting, batch: Batch, found: BatchShare) -> Batc
 
 
 def find_own_batch_share(batch: Batch, found: BatchShare) -> BatchShare:
-    """Return the share for a loss that the model itself computes. `found` has the rows."""
+    """Return the share for a loss that the model itself computes.
+
+    found: the share with the rows and microbatches, to complete.
+    """
     own = find_loss_meaning(batch.program)
     if own.kind == "unjoined":
         return found._replace(kind=LossReduction.COMPARED)
@@ -128,16 +143,19 @@ def find_own_batch_share(batch: Batch, found: BatchShare) -> BatchShare:
 
 
 def _sum_up(watch: CountWatch, pieces: Sequence[Sequence[Any]], rows: Sequence[int]) -> float:
-    """Return a checksum of each count's entries for each row. The host may wait for an accelerator."""
+    """Return a checksum of the counts per row: two pipelines get equal checksums if their counts per row are equal.
+
+    The host may wait for an accelerator.
+    """
     shares = [sum(count.find_divisor(one, n) for one, n in zip(pieces, rows, strict=True)) for count in watch.counts]
-    # Counts for each row are fractions, rounded differently for other numbers of rows.
+    # A count per row is a fraction, which is rounded differently for other numbers of rows: compare nine digits.
     return float(zlib.crc32(str([f"{share / sum(rows):.9g}" for share in shares]).encode()))
 
 
 def weigh_batch_share(own: int, shares: Sequence[BatchShare]) -> float | None:
     """Return the weight of pipeline `own` in the loss of all pipelines (None: not known yet).
 
-    Raises InputError if the loss of all pipelines does not follow from the loss of each.
+    Raises InputError if the loss of all pipelines does not follow from the losses of the single pipelines.
     """
     kind = max(share.kind for share in shares)
     if kind == LossReduction.OPEN:

@@ -6,10 +6,10 @@ from __future__ import annotations
 class BytesSent:
     """The bytes of gradients that one rank has sent since the pipeline was compiled.
 
-    steps: how often gradients were added up.
-    whole_bytes: the size of the whole gradients.
-    sent_bytes: the bytes sent instead (None: a user's hook does not say). The bytes given to a collective count,
-        however it distributes them.
+    steps: how often gradients were added over ranks.
+    whole_bytes: the size of the gradients, uncompressed.
+    sent_bytes: the bytes that were sent for them (None: unknown, since a user's hook does not say). These are the bytes
+        given to a collective operation, however it distributes them.
     """
 
     def __init__(self, hook: str = "allreduce") -> None:
@@ -20,7 +20,7 @@ class BytesSent:
 
     @property
     def saved(self) -> float | None:
-        """The share of bytes saved, from 0 to 1 (None: unknown)."""
+        """The share of the bytes that compression has saved, from 0 to 1 (None: unknown)."""
         if self.sent_bytes is None:
             return None
         return 1 - self.sent_bytes / self.whole_bytes if self.whole_bytes else 0.0

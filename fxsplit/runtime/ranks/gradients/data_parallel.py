@@ -1,4 +1,4 @@
-"""Data parallelism: several pipelines with batches of their own that train one set of weights.
+"""Data parallelism: several pipelines, each with its own batches, that train one set of weights.
 
                 stage 0     stage 1
     pipeline 0  rank 0  -->  rank 1      row: a pipeline
@@ -6,7 +6,8 @@
     pipeline 1  rank 2  -->  rank 3      column: the same stage in all pipelines, adds gradients
 
 Ranks at the same place of all pipelines have the same stages: they are a *column*. Once a step, the ranks of a column
-add the gradients of their weights, bucket by bucket. Each is weighted by its pipeline's share of the whole batch.
+add the gradients of their weights, bucket by bucket. Each gradient is weighted by its pipeline's share of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ OTHERS = "the other pipelines, to add gradients"
 
 
 class DataParallel:
-    """The pipelines of a mesh, from the view of a rank at one place of its own pipeline.
+    """The pipelines of a mesh, as seen by one rank: it adds gradients with the ranks of its column.
 
-    make: makes the reducer of gradients.
+    make: makes the object that adds the gradients.
     """
 
     def __init__(self, world: World, make: Callable[[], Reducer]) -> None:
@@ -43,7 +44,7 @@ class DataParallel:
 
     @cached_property
     def reducer(self) -> Reducer:
-        """The reducer of this column's gradients. Its hook keeps compression errors from step to step."""
+        """The object that adds this column's gradients. Its hook keeps compression errors from step to step."""
         return self._make()
 
     @property
@@ -60,8 +61,8 @@ class DataParallel:
         """Wait for all pipelines to make the same call, and return the weight of this pipeline's loss and gradients.
 
         The weight is None if the kind of the loss is not known yet. The second value says whether all pipelines have
-        the same number of microbatches. share: this rank's knowledge of its pipeline. Raises RanksDiffer if a pipeline
-        makes another call.
+        the same number of microbatches.
+        share: what this rank knows of its pipeline's share. Raises RanksDiffer if a pipeline makes another call.
         """
         whole, n = self._world.whole, len(self._world)
         own = [hash_text(call), *share.to_numbers()]
@@ -97,7 +98,8 @@ class DataParallel:
     def begin(self, sums: Sums, leaves: Sequence[Tensor], weight: float) -> None:
         """Begin to add the gradients of these leaves over the column, and take them out of `sums`.
 
-        leaves: complete, the same on all ranks of a column, and begun in the same order.
+        leaves: weights whose gradients in this step are complete. All ranks of a column begin the same leaves in the
+            same order.
         """
         # The last layers come first, as in a backward.
         offers = [GradientOffer(leaf, densify(sums.totals.pop(leaf, None))) for leaf in reversed(leaves)]
@@ -107,9 +109,9 @@ class DataParallel:
     def reduce(self, sums: Sums, apart: Sequence[Sequence[Tensor]], leaves: Sequence[Tensor], weight: float) -> None:
         """Replace the sums of these leaves by the weighted sums over all pipelines.
 
-        leaves: the same on all ranks of a column, in one order. If a leaf has a gradient in one pipeline, it gets one
-            in all.
-        apart: the leaves, stage by stage, that `begin` may have begun early. The remaining ones are added in the same
+        leaves: the same on all ranks of a column, in the same order. A leaf with a gradient in one pipeline gets a
+            gradient in all.
+        apart: the leaves, stage by stage, that `begin` may have begun early. The other leaves are added in the same
             buckets, so that sums do not depend on when they were begun.
         """
         extra = sums.totals.keys() - set(leaves)
@@ -131,12 +133,18 @@ class DataParallel:
         sums.totals.update({leaf: gradient.clone() for leaf, gradient in found.items()})
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: whether its gradients were applied."""
+        """End a step. `kept`: whether its gradients were applied.
+
+        Otherwise hooks forget the step's compression errors.
+        """
         if self.n_pipelines > 1:
             self.reducer.settle(kept=kept)
 
     def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Return a host tensor from every rank of this column, by pipeline. All have one shape and dtype."""
+        """Return a host tensor from every rank of this column, in the order of the pipelines.
+
+        The tensors have the same shape and dtype on all ranks.
+        """
         found = [torch.empty_like(tensor) for _ in self._world.rows]
         by_rank = sort_by_rank(found, [row[self._world.me] for row in self._world.rows])
         work: Any = begin_collective([tensor, *found], self._world.dp_group.allgather, [by_rank], [tensor])
@@ -144,7 +152,7 @@ class DataParallel:
         return found
 
     def _find_reducer(self) -> Reducer:
-        """Return the reducer, on the process groups made since the last failure."""
+        """Return the reducer, bound to the present process group: a failure replaces the groups."""
         if self._epoch != self._world.epoch:
             self._epoch = self._world.epoch
             self.reducer.bind(self._world.dp_device_group)
@@ -152,5 +160,5 @@ class DataParallel:
 
 
 def densify(gradient: Tensor | None) -> Tensor | None:
-    """Return a dense gradient: most hooks take no sparse ones."""
+    """Return a dense gradient: most hooks do not take sparse gradients."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

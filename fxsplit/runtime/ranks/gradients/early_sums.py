@@ -1,6 +1,6 @@
-"""Early sums: a stage's gradients are added over pipelines right after its last backward on this rank.
+"""Early sums: add a stage's gradients over pipelines right after the stage's last backward on this rank.
 
-The sums overlap with the work of other stages and ranks.
+So the communication overlaps with the work of other stages and ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from fxsplit.schedule.schedule import Schedule
 
 
 def list_apart(program: Program, me: int) -> list[list[Tensor]]:
-    """Return, for each stage, its leaves if only this rank's stage adds to their gradients, else none.
+    """Return, for each stage, the leaves whose gradients are complete after the stage's last backward on this rank.
 
-    The sums of a stage with replicas, or with parameters of several stages, are complete only at the end.
+    The list is empty for a stage with replicas, or with parameters that several stages share: their gradients are
+    complete only at the end of the job.
     """
     held = Counter(id(p) for stage in program.stages.stages for p in stage.module.parameters())
     return [
@@ -30,7 +31,11 @@ def list_apart(program: Program, me: int) -> list[list[Tensor]]:
 
 
 class EarlySums:
-    """Begins to add the gradients of a job with a known `weight`. Called after each action of this rank."""
+    """Begins to add a stage's gradients over pipelines as soon as they are complete. Call it after each action.
+
+    apart: for each stage, the leaves that may be added early (see `list_apart`).
+    weight: the weight of this pipeline's loss.
+    """
 
     def __init__(self, data_parallel: DataParallel, job: Job, apart: Sequence[Sequence[Tensor]], weight: float) -> None:
         self._data_parallel, self._sums = data_parallel, job.sums
@@ -38,7 +43,7 @@ class EarlySums:
         self._last = find_last_backwards(job.schedule)
 
     def __call__(self, action: Action) -> None:
-        """Begin with an action's stage if the action was its last backward."""
+        """Begin to add the gradients of an action's stage, if the action was the stage's last backward."""
         stage = action.stage
         if self._last.get(stage) == action and self._apart[stage]:
             self._data_parallel.begin(self._sums[stage][0], self._apart[stage], self._weight)

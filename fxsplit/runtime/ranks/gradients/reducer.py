@@ -27,8 +27,9 @@ class Reducer:
         begin(complete gradients) ... begin(...)   -->   finish(the rest)   -->   settle(kept)
 
     In a step, `begin` is called any number of times for complete gradients, then `finish` once, then `settle`. All
-    ranks of the group make the same calls with the same parameters in the same order. If `is_plain` returns True, on
-    all ranks, the step's gradients bypass the hook.
+    ranks of the group make the same calls with the same parameters in the same order.
+
+    is_plain: returns whether this step's gradients bypass the hook and are sent uncompressed; it agrees on all ranks.
     """
 
     def __init__(
@@ -53,20 +54,20 @@ class Reducer:
         self.bind(group)
 
     def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Use the process group `group`, which is a new one after a failure."""
+        """Use this process group from now on. A failure replaces the groups."""
         self._group = group
         for hook in (self.hook, self._plain):
             hook.bind(group)
 
     @property
     def residuals(self) -> ErrorFeedback | None:
-        """The compression errors of a hook of fxsplit's own that keeps them, else None."""
+        """The compression errors that one of fxsplit's own hooks keeps, else None."""
         found = getattr(self.hook.state, "residuals", None)
         return found if isinstance(found, ErrorFeedback) else None
 
     @cached_property
     def left_out(self) -> ErrorFeedback | PowerErrors | None:
-        """The compression errors by parameter (None: the hook does not give them)."""
+        """The compression errors by parameter (None: the hook keeps none, or does not give access to them)."""
         state = self.hook.state
         if isinstance(state, PowerSGDState) and state.use_error_feedback:
             return PowerErrors(state, self._numbers)
@@ -77,19 +78,21 @@ class Reducer:
         return parameter in self._begun
 
     def begin(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> None:
-        """Begin to add gradients over the ranks, in the background. No backward of this step changes them any more.
+        """Begin to add gradients over the ranks, in the background. The gradients must be complete for this step.
 
         offers: parameters, each with its gradient on this rank, or None. A rank without a gradient sends zeros, and
-            `finish` leaves out parameters without a gradient on any rank. weight: as for `finish`.
+            `finish` leaves out parameters without a gradient on any rank.
+        weight: the factor of this rank's gradients, as for `finish`.
         """
         self._begun.update((parameter, gradient is not None) for parameter, gradient in offers)
         self._start(offers, weight)
 
     def finish(self, offers: Sequence[GradientOffer], weight: float = 1.0) -> dict[Tensor, Tensor]:
-        """Return the mean over all ranks of the gradients times `weight`, by parameter, as the hook computes it.
+        """Return, by parameter, the mean over all ranks of the gradients times `weight`, as the hook computes it.
 
-        offers: all parameters, also those that were begun, with the gradients that were not begun. A parameter without
-            a gradient on any rank has no entry. weight: for means over rows, this rank's rows * ranks / all rows.
+        offers: all parameters, including those that were begun, with the gradients that were not begun. A parameter
+            without a gradient on any rank has no entry in the result.
+        weight: for means over rows, this rank's rows * ranks / all rows.
         """
         early, late = self._tell(offers)
         self._start([offer for offer, there in zip(offers, late, strict=True) if there], weight, last=True)
@@ -111,14 +114,17 @@ class Reducer:
         return found
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: its gradients were applied; otherwise the step leaves no trace."""
+        """End a step. `kept`: whether its gradients were applied.
+
+        Otherwise the step leaves no trace in the hook's state.
+        """
         self._under_way.clear()
         self._begun.clear()
         if self.left_out is not None:
             self.left_out.settle(kept=kept)
 
     def _start(self, offers: Sequence[GradientOffer], weight: float, *, last: bool = False) -> None:
-        """Begin buckets with these gradients. `last`: no further buckets come in this step."""
+        """Begin buckets with these gradients. `last`: whether these are the last buckets of the step."""
         scaled = [GradientOffer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook
@@ -152,9 +158,10 @@ class Reducer:
             bucket.set_buffer(found[0] if isinstance(found, (list, tuple)) else found)
 
     def _tell(self, offers: Sequence[GradientOffer]) -> tuple[list[bool], list[bool]]:
-        """Return two flags for each parameter: a rank has begun its gradient, and a rank has one that was not begun.
+        """Return two flags for each parameter, combined over all ranks.
 
-        They may differ between ranks, since gradients may depend on a rank's rows.
+        The first says whether a rank has begun its gradient, the second whether a rank has a gradient that was not
+        begun. Ranks must exchange them, since the gradients that exist may depend on a rank's rows.
         """
         if not offers:
             return [], []
@@ -167,5 +174,8 @@ class Reducer:
 
 
 def scale(gradient: Tensor | None, weight: float) -> Tensor | None:
-    """Return a gradient times a weight, or None if the weight is zero: the gradient may be NaN then, as 0 / 0."""
+    """Return a gradient times a weight.
+
+    Returns None for weight zero, since the gradient may then be NaN, from 0 / 0.
+    """
     return None if gradient is None or not weight else gradient * weight

@@ -1,7 +1,7 @@
-"""How ranks add the gradients of one pipeline, by the options of compile(), and the state of their hooks.
+"""Gradient reduction: add the gradients of one pipeline over ranks, as the options of compile() say.
 
-There is a reducer for the pipelines of a mesh, and one for the replicas of each stage. The pipeline keeps their hooks'
-compression errors, and the count of bytes sent.
+One reducer adds gradients over the pipelines of a mesh, and one over the replicas of each stage. This also gives access
+to the compression errors that hooks keep, and to the count of bytes sent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GradientReduction:
 
     @property
     def kept_hook(self) -> str | None:
-        """The text of the hook if it keeps state from step to step, else None."""
+        """The name and options of the hook, if it keeps state from step to step, else None."""
         return self.choice.text if self.choice.keeps else None
 
     @cached_property
@@ -67,13 +67,12 @@ class GradientReduction:
         return Reducer(hook, bucket_bytes=self._bucket_bytes, traffic=self.traffic, is_plain=is_plain)
 
     def look_at(self, job: Job, weight: float, what: str) -> None:
-        """Decide with all ranks, before any gradient is added, whether hooks see this job's gradients.
+        """Decide with all ranks, before any gradient is added, whether the hook gets this job's gradients.
 
         A hook with error feedback is bypassed if a gradient on any rank is not finite, for example after an overflow
-        under a GradScaler: such a number would stay in the errors forever.
-
-        weight: the weight of this rank's loss in that of the mesh; with 0 its gradients do not count. what: the user's
-            call, for errors.
+        under a GradScaler: such a number would stay in the compression errors forever.
+        weight: the weight of this rank's loss in the loss of the mesh. Gradients with weight 0 do not count. what: the
+            user's call, for errors.
         """
         if self.choice.feeds_back and self.adds:
             # A gradient with weight zero may be NaN, and is left out.
@@ -83,7 +82,10 @@ class GradientReduction:
             self._is_plain = not all(map(float, told))
 
     def check_homes(self, homes: Homes) -> None:
-        """Raise InputError if the plan gives the hook nothing to add, or a user's state would serve two groups."""
+        """Raise InputError if a stated hook has nothing to add, or if one user's state would serve two groups.
+
+        homes: the devices of each stage.
+        """
         groups = [home for home in homes if len(home) > 1]
         if self.data_parallel.n_pipelines > 1:
             groups.append(tuple(range(len(self._world))))
@@ -96,15 +98,18 @@ class GradientReduction:
             )
 
     def open_groups(self, program: Program) -> None:
-        """Make the process groups of stages' replicas, on all ranks in one order."""
+        """Make the process groups of the stages' replicas. All ranks call it, and make the groups in the same order."""
         if self.is_stated:
             for members in sorted({tuple(sorted(home)) for home in program.homes if len(home) > 1}):
                 self._world.open_replica_group(members)
 
     def add_replicas(self, job: Job, program: Program) -> None:
-        """Give the first replica of each stage the summed gradients of all replicas. Other replicas keep none."""
+        """Add the gradients of each stage's replicas.
+
+        The first replica gets the sums, and the other replicas keep none.
+        """
         me, trained = self._world.me, program.list_trained()
-        # In one order on all ranks: each waits for the other replicas of a stage.
+        # All ranks take the stages in the same order: each rank waits for the other replicas of a stage.
         for stage, home in enumerate(program.homes):
             if len(home) == 1 or me not in home:
                 continue
@@ -124,7 +129,7 @@ class GradientReduction:
                 sums.totals.update({leaf: gradient * len(home) for leaf, gradient in found.items()})
 
     def copy_option(self) -> object:
-        """Return the gradient hook as compile(gradient_hook=) takes it, with a copy of its state, to try it out."""
+        """Return the gradient hook in the form of compile(gradient_hook=), with a copy of its state, for a trial."""
         option = self.choice.option
         if not isinstance(option, tuple) or option[0] is None:
             return option
@@ -135,7 +140,7 @@ class GradientReduction:
         return (self.choice.make() if made is None else made.hook).copy_state(), option[1]
 
     def _find_reducer(self, stage: int, home: tuple[int, ...]) -> Reducer:
-        """Return the reducer of a stage's replicas, on their present process group."""
+        """Return the reducer of a stage's replicas, bound to their present process group."""
         reducer = self._replicas.get(stage)
         if reducer is None:
             reducer = self._replicas[stage] = self._make_reducer()
@@ -145,8 +150,8 @@ class GradientReduction:
     def find_left_out(self, program: Program, weight: float) -> dict[Tensor, Tensor] | None:
         """Return, for each parameter of this rank, the part of its summed gradient that hooks keep for later steps.
 
-        Returns None if no hook keeps anything. All ranks call it. weight: the weight of this pipeline's loss in that of
-        all data-parallel pipelines.
+        Returns None if no hook keeps anything. All ranks call it.
+        weight: the weight of this pipeline's loss in the loss of all data-parallel pipelines.
         """
         world, data_parallel, trained = self._world, self.data_parallel, program.list_trained()
         found: dict[Tensor, Tensor] = {}
@@ -177,14 +182,17 @@ class GradientReduction:
         self._world.wait(begin_collective([tensor], add, tensor), f"{whom}, to add what hooks have left out")
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: its gradients were applied, so its compression errors become current."""
+        """End a step.
+
+        `kept`: whether its gradients were applied, so that the compression errors of the step become valid.
+        """
         self.data_parallel.settle(kept=kept)
         for reducer in self._replicas.values():
             reducer.settle(kept=kept)
 
 
 def _get_left_out(reducer: Reducer, parameter: Tensor) -> Tensor:
-    """Return the compression error of a parameter's gradients."""
+    """Return the compression error of a parameter's gradients (zeros if the hook keeps none)."""
     return torch.zeros_like(parameter) if reducer.left_out is None else reducer.left_out.get(parameter)
 
 

@@ -1,4 +1,4 @@
-"""Buckets: gradients of several parameters in one flat tensor, in the form of torch's communication hooks for DDP.
+"""Buckets: the gradients of several parameters in one flat tensor, as torch's communication hooks for DDP expect them.
 
 A hook takes a state and a bucket, and returns a future of the mean of all ranks' buffers. torch's own `dist.GradBucket`
 cannot be constructed in Python; this class has the same methods.
@@ -15,7 +15,7 @@ from torch import Tensor
 from fxsplit.errors import InputError
 
 BUCKET_BYTES = 25_000_000
-"""The size of a bucket in bytes, as in DDP: larger buckets start late, and smaller ones spend more time waiting."""
+"""The size of a bucket in bytes, as in DDP. Larger buckets start later; smaller buckets mean more messages."""
 
 
 class GradientOffer(NamedTuple):
@@ -69,7 +69,7 @@ class Bucket:
 
 
 def fill_buckets(offers: Iterable[GradientOffer], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-    """Return buckets of all gradients in order. Each bucket has one dtype and device.
+    """Return buckets that hold all gradients, in order. Each bucket has one dtype and device.
 
     All ranks pass the same parameters in the same order. Raises InputError for a sparse gradient.
     """

@@ -15,9 +15,9 @@ from fxsplit.runtime.ranks.hooks.buckets import Bucket
 
 
 class ErrorFeedback:
-    """The compression error of each parameter on this rank. Buckets may hold other parameters in each step.
+    """The compression error of each parameter on this rank. Buckets may group parameters differently in each step.
 
-    A step's errors are kept only after the step has succeeded.
+    The errors of a step become valid only after the step has succeeded.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,24 @@ class ErrorFeedback:
         return whole
 
     def keep(self, bucket: Bucket, left: Tensor) -> None:
-        """Record the errors of a bucket. They replace the earlier ones if the step succeeds."""
+        """Record the errors of a bucket, given as one flat tensor.
+
+        They replace the earlier errors if the step succeeds.
+        """
         for parameter, part in zip(bucket.parameters(), self._cut(bucket, left), strict=True):
             self._next[id(parameter)] = parameter, part.clone()
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: its gradients were applied, so its errors become current."""
+        """End a step. `kept`: whether its gradients were applied.
+
+        If so, its errors become valid, else they are dropped.
+        """
         if kept:
             self._left |= self._next
         self._next.clear()
 
     def get(self, parameter: Tensor) -> Tensor:
-        """Return the error of a parameter's gradients, in the parameter's shape."""
+        """Return the error of a parameter's gradients, in the parameter's shape (zeros: no error so far)."""
         kept = self._left.get(id(parameter))
         return torch.zeros_like(parameter) if kept is None else kept[1].view(parameter.shape)
 

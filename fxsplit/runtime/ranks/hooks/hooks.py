@@ -34,9 +34,10 @@ _NAMED = re.compile(r"(?P<name>\w+)(?:\{(?P<options>[^{}]*)\})?")
 class Hook:
     """A hook for the ranks of one group, with its state.
 
-    state: None is replaced by the group.
+    function: the hook, which takes the state and a bucket.
+    state: the hook's state. None is replaced by the process group.
     overlaps: whether the hook only begins a collective, so that several buckets may be in flight while stages run.
-    count: returns the bytes sent for a bucket, from the state and the whole buffer (None: unknown).
+    count: returns the bytes sent for a bucket, from the state and the bucket's buffer (None: unknown).
     """
 
     function: Callable[[Any, Any], Any]
@@ -46,7 +47,7 @@ class Hook:
     _bound: list[Any] = field(default_factory=list)
 
     def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Use the process group `group`; after a failure it is a new one. The rest of the state stays."""
+        """Use this process group from now on. A failure replaces the groups. The rest of the state stays."""
         # Leave a group that the user has set.
         if self.state is None or any(self.state is one for one in self._bound):
             self.state = group
@@ -58,7 +59,10 @@ class Hook:
         self._bound[:] = [group]
 
     def copy_state(self) -> Any:
-        """Return a copy of the state without the groups set by `bind`. Raises InputError if it cannot be copied."""
+        """Return a copy of the state without the groups that `bind` has set.
+
+        Raises InputError if the state cannot be copied.
+        """
         groups = {name: getattr(self.state, name) for name in GROUPS if hasattr(self.state, name)}
         memo = {id(group): group for group in groups.values()}
         try:
@@ -85,7 +89,7 @@ class HookChoice:
     option: the name of a hook, perhaps with options as in `topk{share=0.05}`; None for `allreduce`; or (state, hook) as
         in torch's DDP. Raises InputError for anything else.
     keeps: whether the hook has a state from step to step, such as compression errors.
-    feeds_back: whether it is a named hook that adds these errors to the next step's gradients.
+    feeds_back: whether it is a named hook that adds compression errors to the next step's gradients.
     """
 
     def __init__(self, option: object = None) -> None:
@@ -106,7 +110,7 @@ class HookChoice:
             raise _explain_hook(option)
 
     def check_groups(self, n_groups: int) -> None:
-        """Raise InputError if one state would serve several groups of ranks."""
+        """Raise InputError if the user's one state would have to serve several groups of ranks."""
         if self._once and n_groups > 1:
             raise InputError(
                 f"gradient_hook=(state, {self.text}) has one state, and a rank adds gradients in {n_groups} groups of "
@@ -119,7 +123,7 @@ class HookChoice:
         self._is_warm = True
 
     def make(self) -> Hook:
-        """Return a hook with a new state, or with the user's state."""
+        """Return a hook with a new state, or with the state that the user gave."""
         hook = self._make()
         if self._is_warm and isinstance(hook.state, powerSGD_hook.PowerSGDState):
             hook.state.iter = hook.state.start_powerSGD_iter
@@ -159,7 +163,7 @@ def _count_halves(state: Any, whole: Tensor) -> int:
 
 
 class _CountPower:
-    """Count PowerSGD's sent bytes from its own totals, which do not change before it begins to compress."""
+    """Counts the bytes that PowerSGD sends, from totals that PowerSGD keeps while it compresses."""
 
     def __init__(self) -> None:
         self._before = self._after = 0
@@ -197,7 +201,10 @@ NAMED = tuple(MAKERS)
 
 
 def _read_named(text: str) -> Callable[[], Hook]:
-    """Return the maker of a hook such as `topk{share=0.05}`. Raises InputError for an unknown hook or option."""
+    """Return a function that makes a hook such as `topk{share=0.05}`.
+
+    Raises InputError for an unknown hook or option.
+    """
     match = _NAMED.fullmatch(text)
     if match is None or match["name"] not in MAKERS:
         raise _explain_hook(text)

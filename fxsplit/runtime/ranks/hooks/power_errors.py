@@ -1,4 +1,4 @@
-"""PowerSGD's compression errors by parameter. torch keeps them by bucket number."""
+"""Give access to PowerSGD's compression errors by parameter. torch keeps them by bucket number."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor
 from fxsplit.runtime.ranks.hooks.buckets import Bucket
 
 Numbers = Mapping[Any, tuple[int, Sequence[Tensor]]]
-"""The number and parameters of each bucket so far."""
+"""For each bucket so far, by a key of its parameters: the bucket's number and its parameters."""
 
 
 class PowerErrors:
-    """The errors in a PowerSGDState, which it adds to the next step's gradients. `numbers` grows with buckets."""
+    """The compression errors in a PowerSGDState. PowerSGD adds them to the next step's gradients.
+
+    numbers: the number and parameters of each bucket. The caller adds new buckets.
+    """
 
     def __init__(self, state: Any, numbers: Numbers) -> None:
         self._state = state
@@ -62,7 +65,7 @@ class PowerErrors:
         return [self._errors, self._ahead, self._state.p_memory_dict, self._state.q_memory_dict]
 
     def begin(self) -> None:
-        """Begin a step, unless it has begun."""
+        """Note the state before a step, so that a failed step can be undone. A second call in one step does nothing."""
         if self._before is not None:
             return
         *replaced, written = self._kept
@@ -70,7 +73,7 @@ class PowerErrors:
         self._before = self._state.iter, then, self._state.rng.get_state()
 
     def settle(self, *, kept: bool) -> None:
-        """End a step. `kept`: its gradients were applied; otherwise restore the state before it."""
+        """End a step. `kept`: whether its gradients were applied. Otherwise the state before the step is restored."""
         before, self._before = self._before, None
         if before is None or kept:
             return

@@ -24,9 +24,11 @@ CHUNK = 2**20
 
 
 class Sketch:
-    """The state of the hook: `share` of the entries, and at least one, are applied in each step.
+    """The state of the hook.
 
-    A sketch has `rows` rows (odd, for the median) with `cells` cells for each applied entry.
+    In each step, the largest entries of the gradients are applied: `share` of all, at least one.
+    rows: the number of rows of a sketch; odd, so that the median is an estimate of one row.
+    cells: the number of cells of a row for each applied entry.
     """
 
     def __init__(
@@ -43,9 +45,9 @@ class Sketch:
 
 
 def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    """Return the mean over ranks of the entries that the sketches estimate as largest, and zero for all others.
+    """Return the mean over ranks of the entries that the sketches estimate as largest, and zero for all other entries.
 
-    The gradient of this rank at the zeroed entries is kept in `state`, and added to that of the next step.
+    `state` keeps this rank's gradient at the other entries, which is added to the gradient of the next step.
     """
     left = state.residuals.add_to(bucket)
     if left.numel() >= PRIME:
@@ -70,7 +72,7 @@ def sketch_hook(state: Sketch, bucket: Bucket) -> torch.futures.Future[Tensor]:
 
 
 class Hashes:
-    """The cell and the sign of each entry in each row of a sketch; the same on all ranks."""
+    """The cell and the sign of each entry, for each row of a sketch. They are the same on all ranks."""
 
     def __init__(self, rows: int, cells: int, device: torch.device) -> None:
         self._cells = cells

@@ -24,7 +24,10 @@ from fxsplit.torch_internals.distributed.process_groups import lend
 
 
 class TopK:
-    """The state of the hook: `share` of the entries of each bucket, and at least one, are applied in each step."""
+    """The state of the hook.
+
+    In each step, `share` of the entries of each bucket are applied, and at least one entry.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None, share: float = 0.01) -> None:
         if not 0 < share <= 1:
@@ -36,7 +39,7 @@ class TopK:
 
 
 def top_k_hook(state: TopK, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    """Return the mean of the entries that are largest over all ranks. Other entries are zero, and kept as errors."""
+    """Return the mean over ranks of the largest entries. Other entries are zero, and kept for the next step."""
     rank, n = dist.get_rank(state.group), dist.get_world_size(state.group)
     left = state.residuals.add_to(bucket)
     k = min(left.numel(), max(1, int(left.numel() * state.share)))

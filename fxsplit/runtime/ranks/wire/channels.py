@@ -1,11 +1,11 @@
-"""The channels of a rank's jobs. Messages to other ranks go over process groups; messages to itself stay here.
+"""The channels of a rank's jobs. Messages to other ranks go over process groups; messages to the rank itself stay here.
 
     message = block (all small values and numbers) + each large tensor by itself
-
     first job of a key:   layout as text, then the pieces      later jobs:   only the pieces
 
-Both ends must know a message's layout. In the first job of a *key*, the sender sends it before each message, and later
-jobs reuse it. A key stands for everything that the shapes of values depend on. Messages between two ranks have no
+Both ends must know a message's layout. In the first job of a *key*, the sender sends the layout before each message,
+and later jobs reuse it. A key stands for everything that the shapes of values depend on. Messages between two ranks
+have no
 numbers: they are received in the order of the sender's row of the schedule, as NCCL requires.
 """
 
@@ -35,7 +35,11 @@ MOST_KEYS = 500
 
 
 class Awaited(NamedTuple):
-    """The message that a rank waits for. `source` is None while its own message waits to be read."""
+    """The message that a rank waits for, in words for an error.
+
+    source: the rank that sends the message. None if this rank waits until its own message has been read.
+    action: the action that the message is for.
+    """
 
     source: int | None
     action: Action
@@ -56,9 +60,9 @@ class PostedReceive(NamedTuple):
 
 
 class RankChannels:
-    """The channels of one pipeline on one rank. `open` begins a job, and `close` ends it if it has succeeded.
+    """The channels of one pipeline on one rank. `open` begins a job, and `close` ends a job that has succeeded.
 
-    `codec` turns sums of gradients into messages, for stages with replicas.
+    codec: turns sums of gradients into messages, for stages with replicas.
     """
 
     def __init__(self, world: World) -> None:
@@ -73,7 +77,7 @@ class RankChannels:
         self._reset({})
 
     def _reset(self, known: dict[Action, MessageLayout]) -> None:
-        """Forget the previous job."""
+        """Forget the previous job. `known`: the layouts of messages that the next job knows already."""
         self._known = known
         self._told = False
         self._failed = False
@@ -86,7 +90,7 @@ class RankChannels:
         self._unproven: dict[int, list[Action]] = {}
 
     def open(self, key: Hashable, schedule: Schedule) -> None:
-        """Begin a job of a schedule. `key` selects its layouts."""
+        """Begin a job of a schedule. `key` selects the layouts that earlier jobs have learnt."""
         # After a failure ranks have stopped at different points of the job: layouts may be known on one end only.
         if self._epoch != self.world.epoch:
             self._epoch = self.world.epoch
@@ -113,11 +117,11 @@ class RankChannels:
         self._reset({})
 
     def give_up(self) -> None:
-        """Forget a job that failed on some rank."""
+        """Forget the messages of a job that has failed on some rank."""
         self._reset({})
 
     def _find_route(self, schedule: Schedule) -> Route:
-        """Return the routes of a schedule, which are found once."""
+        """Return the messages that this rank receives in a schedule. They are found once and then kept."""
         known = self._routes.get(id(schedule))
         if known is None:
             known = self._routes[id(schedule)] = schedule, find_routes(schedule, self._me)
@@ -149,7 +153,7 @@ class RankChannels:
         self._sent.append((action, [(pair.send(piece), piece) for piece in pieces]))
 
     def receive(self, device: int, action: Action) -> Message:
-        """Wait for the message for an action, and return it. Raises RankTimeout or RankError if none comes."""
+        """Wait for the message for an action, and return it. Raises RankTimeout or RankError if it does not come."""
         if action in self._local:
             return self._local.pop(action)
         if self._failed:
@@ -170,7 +174,7 @@ class RankChannels:
         return Message(action, values, None, layout.wanted if action.op == FORWARD else ())
 
     def fail(self) -> None:
-        """Let the job send and receive no more."""
+        """Make all further sends and receives of the job raise JobStopped."""
         self._failed = True
 
     # Helpers
@@ -185,12 +189,12 @@ class RankChannels:
         return MessageLayout.parse(self.world.receive_text(source, partial(self._wait, what=what)))
 
     def _post_ahead(self, source: int) -> None:
-        """Begin to receive a sender's next message, if its layout is known."""
+        """Begin to receive a sender's next message before it is needed, if the layout of the message is known."""
         if self._told and self._ahead[source] and self._ahead[source][0].op != REDUCE:
             self._post(source)
 
     def _post(self, source: int) -> None:
-        """Begin to receive a sender's next message, in the order in which it sends."""
+        """Begin to receive a sender's next message. Messages are received in the order in which they are sent."""
         action = self._ahead[source].popleft()
         if not self._told or action.op == REDUCE:
             self._known[action] = self._listen(source, action)
@@ -200,7 +204,10 @@ class RankChannels:
         self._posted[action] = PostedReceive(layout, pieces, [pair.receive(piece) for piece in pieces])
 
     def _release(self, source: int, action: Action, *, came: bool) -> None:
-        """Free the messages that `source` must have read before it sent the message for `action`."""
+        """Free the messages that `source` must have read before it sent the message for `action`.
+
+        came: whether a message with bytes has arrived. Otherwise nothing shows yet that `source` has read them.
+        """
         read = self._unproven.setdefault(source, [])
         read += self._route.read_before.get(action, ())
         if not came:
@@ -221,7 +228,7 @@ class RankChannels:
             self._wait(work, Awaited(None, action))
 
     def _wait(self, work: Any, what: object) -> None:
-        """Wait for an operation. If it fails, the job sends and receives no more."""
+        """Wait for an operation. If it fails, the job's later sends and receives raise JobStopped."""
         try:
             self.world.wait(work, what)
         except RankError:

@@ -1,4 +1,4 @@
-"""Sums of gradients as messages: each gradient with its leaf's number, which both ends count in the same order."""
+"""Send sums of gradients as messages. Each gradient comes with the number of its leaf, which both ends count alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from fxsplit.torch_internals.autograd.sums import Sums
 
 
 class SumsCodec:
-    """Turns sums into messages, and messages into sums. `list_leaves` lists a replica's leaves for a reduce action."""
+    """Turns sums of gradients into the values of a message, and back.
+
+    list_leaves: returns the leaves of a replica, for the action that sums the gradients of replicas.
+    """
 
     def __init__(self) -> None:
         self.list_leaves: Callable[[Action], Sequence[Tensor]] = lambda action: ()
 
     def pack(self, sums: Sums, action: Action) -> list[Any]:
-        """Return the values of a message for sums, which are empty afterwards."""
+        """Return the values of a message for sums of gradients, and empty the sums."""
         values: list[Any] = []
         for number, leaf in enumerate(self.list_leaves(action)):
             total = sums.totals.pop(leaf, None)
@@ -34,7 +37,7 @@ class SumsCodec:
         return values
 
     def unpack(self, values: Sequence[Any], action: Action) -> Sums:
-        """Return the sums of a message."""
+        """Return the sums of gradients that a message holds."""
         leaves = self.list_leaves(action)
         return Sums({leaves[number]: gradient for number, gradient in unpack_gradients(values)})
 
@@ -48,7 +51,7 @@ def pack_gradient(number: int, gradient: Tensor) -> list[Any]:
 
 
 def make_sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a sparse gradient from its own parts, which need no check."""
+    """Return a sparse gradient from the indices and values of another, which were valid and are not checked again."""
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 

@@ -1,4 +1,4 @@
-"""The layout of a message between ranks, from which both ends know its sizes and contents.
+"""The layout of a message between ranks: the kinds and sizes of its values. With it, a message needs no description.
 
     values   [tensor 1 MB] [7] [tensor 40 B] ["mean"] [None]
     pieces   block: 7, 40 B tensor | the 1 MB tensor by itself      ("mean" and None are in the layout)
@@ -31,9 +31,9 @@ from fxsplit.torch_internals.tensors.byte_blocks import (
 )
 
 LARGE_BYTES = 1 << 16
-"""From this size in bytes, copying a tensor into the block takes longer than a message of its own."""
+"""From this size in bytes on, copying a tensor into the block takes longer than sending it as a separate message."""
 ABSENT = bytes.fromhex("f9a3fe5c17d2b84e90c66b3d71e8054f")
-"""The first bytes of a missing gradient: 16 bytes that no gradient has by chance."""
+"""The bytes that mark a missing gradient in a message: 16 bytes with which no gradient begins by chance."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorSlot:
 class MessageLayout:
     """The contents of a message: for each value a TensorSlot, or the template of a value that is not a tensor.
 
-    Its pieces are the block, if there is one, and the large tensors.
+    A message is sent in pieces. These are the block, if there is one, and the large tensors.
     """
 
     def __init__(self, entries: Sequence[TensorSlot | Template], n_numbers: int) -> None:
@@ -71,8 +71,11 @@ class MessageLayout:
     def describe(
         cls, values: Sequence[Any], wanted: Sequence[bool], here: torch.device, like: MessageLayout | None = None
     ) -> MessageLayout:
-        """Return the layout of values. If these are gradients, `like` is the layout of their values.
+        """Return the layout of values.
 
+        wanted: for each value, whether its gradient is wanted.
+        here: this rank's device.
+        like: if the values are gradients, the layout of the values that they belong to.
         Raises InputError for a value that cannot be sent.
         """
         entries: list[TensorSlot | Template] = []
@@ -125,7 +128,7 @@ class MessageLayout:
     # Sender
 
     def pack(self, values: Sequence[Any], here: torch.device) -> list[Tensor]:
-        """Return the pieces of a message, each dense: the block, then the large tensors.
+        """Return the pieces of a message, as dense tensors: the block, then the large tensors.
 
         Raises InputError if a value does not fit the layout.
         """
@@ -164,7 +167,10 @@ class MessageLayout:
 
     @staticmethod
     def _conform(part: TensorLayout, value: Any, here: torch.device) -> Tensor:
-        """Return a tensor with the strides of `part`. Raises InputError for another shape or dtype."""
+        """Return a value as a tensor with the strides of `part`. None becomes zeros.
+
+        Raises InputError for another shape or dtype.
+        """
         if value is None:
             return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=here).zero_()
         if isinstance(value, Tensor) and value.dtype is part.dtype and value.shape == part.shape:
@@ -183,12 +189,15 @@ class MessageLayout:
     # Receiver
 
     def make_pieces(self, here: torch.device) -> list[Tensor]:
-        """Return empty tensors for the pieces of a message, each dense."""
+        """Return empty dense tensors, into which the pieces of a message are received."""
         block = [torch.empty(self.block_bytes, dtype=torch.uint8, device=here)] if self.block_bytes else []
         return block + [torch.empty(shape, dtype=dtype, device=here) for shape, dtype in self._empty]
 
     def unpack(self, pieces: Sequence[Tensor], here: torch.device, *, gradients: bool) -> list[Any]:
-        """Return the values in the pieces of a message. If they are `gradients`, some may be absent."""
+        """Return the values in the pieces of a message.
+
+        `gradients`: whether they are gradients, some of which may be missing.
+        """
         if self._is_one:
             piece, part = pieces[0], self._whole[0][1]
             if gradients and here.type == "cpu" and read_bytes(piece, 0, len(ABSENT)) == ABSENT:
@@ -226,7 +235,7 @@ class MessageLayout:
 
     @cached_property
     def _others(self) -> list[tuple[int, Callable[..., Tensor]]]:
-        """The indices of tensors without elements, with functions that make them."""
+        """The indices of tensors without elements, each with a function that makes the tensor. They are not sent."""
         sent = {*self.small, *self.large}
         slots = [(i, one.part) for i, one in enumerate(self.entries) if isinstance(one, TensorSlot) and i not in sent]
         return [(i, partial(torch.empty_strided, p.shape, p.strides, dtype=p.dtype)) for i, p in slots]
@@ -243,7 +252,7 @@ class MessageLayout:
 
 
 def _check_tensor(value: Tensor) -> None:
-    """Raise InputError for a tensor that has more than elements, such as a subclass or a sparse tensor."""
+    """Raise InputError for a tensor that is not plain, such as a subclass or a sparse tensor."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
         raise InputError(
             f"a tensor of type {type(value).__name__}, {value.layout} would be sent from one rank to another, and "

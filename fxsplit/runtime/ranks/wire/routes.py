@@ -10,11 +10,11 @@ from fxsplit.schedule.schedule import Schedule
 
 
 class Route(NamedTuple):
-    """The messages that one device receives.
+    """The messages that one device receives. A message is named by the action that needs it.
 
-    incoming: for each sender, the actions that its messages are for, in the order of its row.
-    source_of: the sender of the message for an action.
-    read_before: for an action, the actions whose messages its sender must have received before it could send.
+    incoming: for each sender, the actions whose messages it sends, in the order of the sender's row.
+    source_of: for each action, the sender of its message.
+    read_before: for each action, other actions whose messages its sender had to receive before it could send.
     """
 
     incoming: dict[int, list[Action]]
@@ -23,7 +23,7 @@ class Route(NamedTuple):
 
 
 def list_messages(schedule: Schedule, device: int) -> Iterator[tuple[str, Action, int]]:
-    """Yield a device's messages in order, as ("send" or "receive", the action it is for, the other device).
+    """Yield a device's messages in order, as ("send" or "receive", action that needs the message, other device).
 
     Messages of a device to itself are left out.
     """

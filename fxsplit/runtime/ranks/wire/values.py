@@ -1,4 +1,4 @@
-"""Values between ranks that are not tensors: sent as JSON and numbers, never as code.
+"""Send values that are not tensors to other ranks: as JSON and numbers, never as code.
 
 A value is split into a *template*, which is JSON, and its numbers. Both ranks know the template after the first message
 of a kind. The numbers may change with each message.
@@ -18,7 +18,7 @@ Template = Any
 """None, a text, or {kind: contents}: for example {"tuple": [{"int": 0}, "mean"]}."""
 
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-"""Types with values that are attributes of torch."""
+"""Types whose values are attributes of torch, such as torch.float32."""
 CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "size": torch.Size}
 
 
@@ -60,7 +60,10 @@ def part_value(value: Any, numbers: list[int], here: torch.device) -> Template:
 
 
 def build_value(template: Template, numbers: Iterator[int], here: torch.device) -> Any:
-    """Return the value of a template, with its numbers from the iterator."""
+    """Return the value of a template. `numbers` yields the numbers of the value, in order.
+
+    `here`: this rank's device.
+    """
     if not isinstance(template, dict):
         return template
     ((kind, inside),) = template.items()

@@ -1,7 +1,7 @@
-"""An agreement: the state that all ranks of a pipeline must share before any of them sends a message.
+"""An agreement: before any rank of a pipeline sends a message, all ranks check that they want to run the same thing.
 
-Each rank sends a hash of each item. Only if hashes differ do ranks exchange the items themselves, and then all of them
-raise the same error.
+Each rank sends a hash of each item of THINGS. Only if hashes differ do ranks exchange the items themselves, and then
+all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ THINGS = {
 }
 """The items that ranks compare, in this order; an error names the first difference."""
 N_NUMBERS = len(THINGS) + 1
-"""The length of every first message of a call: messages of different lengths would crash the processes."""
+"""The length of the first message of every call. Messages of different lengths would crash the processes."""
 MASK = 2**62 - 1
 """A mask that makes Python's integers fit into 64 bits."""
 SAMPLE_BYTES = 4096
@@ -76,7 +76,7 @@ def _list_leaves(value: Any) -> Sequence[Any]:
 
 
 def _sum_ends(tensor: Tensor, begin: int) -> int:
-    """Return a checksum of the ends of a strided tensor, continuing from checksum `begin`."""
+    """Return a checksum of the first and last values of a strided tensor. It continues the checksum `begin`."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         count = max(1, SAMPLE_BYTES // tensor.element_size())
@@ -94,7 +94,7 @@ ALIKE = "Every rank of a pipeline makes the same calls with the same batches and
 
 
 class Agreement:
-    """Compares the next calls of a world's ranks. `advice` is for the error if they differ."""
+    """Compares the next calls of a pipeline's ranks. `advice`: the advice in the error if the calls differ."""
 
     def __init__(self, world: World, advice: str = ALIKE) -> None:
         self._world = world
@@ -103,21 +103,21 @@ class Agreement:
     def meet(self, things: dict[str, str | int], seed: int) -> int:
         """Wait for all ranks, check that they agree, and return the first rank's seed.
 
-        things: for items of THINGS, a number or a text. Raises RanksDiffer on every rank if a rank differs from the
+        things: a number or a text for each item of THINGS. Raises RanksDiffer on every rank if a rank differs from the
             first.
         """
         numbers = [hash_text(t) if isinstance(t, str) else t for t in (things.get(name, 0) for name in THINGS)]
         what = str(things["call"])
-        # A copy: the next call fills the same tensors.
+        # Copy the numbers into lists: the next call fills the same tensors.
         found = [t.tolist() for t in self._world.gather(torch.tensor([*numbers, seed]), what)]
         if any(other[:-1] != found[0][:-1] for other in found):
             self._tell(things, found)
         return int(found[0][-1])
 
     def _tell(self, things: dict[str, str | int], found: Sequence[Sequence[int]]) -> None:
-        """Raise RanksDiffer, which names the first thing that ranks have differently, in words.
+        """Raise RanksDiffer, which names the first item that differs between ranks.
 
-        things: this rank's own, as texts by name. found: for each rank, a hash of each thing.
+        things: this rank's items. found: for each rank, a hash of each item.
         """
         texts = [json.loads(text) for text in self._world.gather_texts(json.dumps(things), "what differs")]
         for i, (name, sentence) in enumerate(THINGS.items()):

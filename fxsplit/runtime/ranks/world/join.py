@@ -1,4 +1,4 @@
-"""Join a pipeline's ranks, as the launcher or a mesh of devices lists them."""
+"""Join the ranks of a pipeline: all ranks that the launcher has started, or one row of a mesh of devices."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def join_default_group() -> torch.device:
 def join_world(rows: Sequence[Sequence[int]] | None = None) -> World:
     """Return the world of this rank's pipeline: all ranks of the default group, or the ranks of its row.
 
+    rows: the ranks of each pipeline of a mesh (None: one pipeline of all ranks).
     Makes the default process group if there is none. Pipelines of the same ranks share a world. Raises InputError for a
     rank that is in no row.
     """

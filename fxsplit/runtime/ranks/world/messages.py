@@ -26,13 +26,13 @@ def begin(operation: Callable[..., Any], *args: Any) -> Any:
 
 
 def begin_collective(tensors: Sequence[Tensor], operation: Callable[..., Any], *args: Any) -> Any:
-    """Begin a collective, as `begin` does. `tensors` are all tensors that it holds."""
+    """Begin a collective, as `begin` does. `tensors`: all tensors that the collective reads or writes."""
     lend(*tensors)
     return begin(operation, *args)
 
 
 def explain_loss(error: RuntimeError) -> RankError:
-    """Return the error to raise if a send or receive fails at once, since the connection to a rank is lost."""
+    """Return the error to raise if a send or receive fails because the connection to a rank is lost."""
     return RankError(f"the connection to another rank is lost: {str(error).splitlines()[0]}")
 
 
@@ -42,14 +42,14 @@ def pack_text(text: str) -> Tensor:
 
 
 def unpack_text(packed: Tensor) -> str:
-    """Return the text in such bytes."""
+    """Return the text from the bytes of `pack_text`."""
     return packed.numpy().tobytes().decode()
 
 
 def tell_beside(group: Any, text: str, source: int) -> str:
-    """Return rank `source`'s text on every rank of a group; for threads that run beside the pipeline.
+    """Return rank `source`'s text on every rank of a group. It is for threads that run beside the pipeline.
 
-    source: its number in torch's default group. Raises RankError if a rank is lost.
+    source: the sender's number in torch's default group. Raises RankError if a rank is lost.
     """
     packed = pack_text(text)
     length = torch.tensor([len(packed)])
@@ -61,7 +61,7 @@ def tell_beside(group: Any, text: str, source: int) -> str:
 
 
 def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Return the ranks' tensors sorted by rank, which is torch's order within a group.
+    """Return one tensor for each rank, sorted by the number of the rank, as torch's operations on groups expect.
 
     A pipeline or a mesh may list its ranks in another order.
     """
@@ -69,9 +69,9 @@ def sort_by_rank(tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor
 
 
 class Pair:
-    """A one-way link that brings tensors from one rank to another, in the order in which they are sent.
+    """A one-way link between two ranks. Tensors arrive in the order in which they are sent.
 
-    link: a process group, or its backend, in which `source` and `to` are rank numbers.
+    link: a process group, or its backend, in which `source` and `to` are the ranks' numbers.
     """
 
     def __init__(self, link: Any, source: int, to: int) -> None:
@@ -79,7 +79,7 @@ class Pair:
 
     def send(self, tensor: Tensor) -> Any:
         """Begin to send a dense tensor, and return a handle to wait for. Raises RankError if the receiver is lost."""
-        # Without `begin`, for speed: this runs for every message.
+        # Do not call `begin`, for speed: this runs for every message.
         try:
             return self._link.send([tensor], self._to, 0)
         except RuntimeError as error:

@@ -45,11 +45,11 @@ _numbers = count()
 
 
 class World:
-    """The ranks of one pipeline. This rank is number `me`, and runs the schedule's device of that number.
+    """The ranks of one pipeline and their process groups. This rank is number `me`, and runs device `me` of a schedule.
 
     ranks: their numbers in torch's default group, in the order of the pipeline.
-    rows: the ranks of all pipelines of a mesh; each rank makes the groups of all rows.
-    whole: the world of all ranks of the mesh; an error of one of them is raised by all.
+    rows: the ranks of each pipeline of a mesh; each rank makes the groups of all rows.
+    whole: the world of all ranks of the mesh. All of them raise an error of one of them.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class World:
     def watch(self, limit_s: float | None = None, *, firm: bool = False, by_itself: bool = False) -> Iterator[None]:
         """Guard a block that all ranks run, with a time limit: every rank raises the first error of any rank.
 
-        After an error, messages in flight must not reach the next block, so the next block makes new groups. `firm`:
-        the limit also binds blocks inside that have limits of their own. `by_itself`: the block needs no other pipeline
-        of the mesh, so their ranks may leave.
+        After an error, messages in flight must not reach the next block, so the next block makes new groups.
+        firm: the limit also binds inner blocks, which otherwise may have longer limits.
+        by_itself: the block needs no other pipeline of the mesh, so the ranks of other pipelines may leave.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
         needed = frozenset(self.ranks) if by_itself else None
@@ -133,7 +133,10 @@ class World:
         self._epoch += 1
 
     def begin_pipeline(self, pipeline: object) -> str:
-        """Return a name for a pipeline that all ranks share. The guard's thread ends with the last pipeline."""
+        """Return a name for a pipeline, which is the same on all ranks.
+
+        After the last pipeline is gone, the thread that watches for failures ends.
+        """
         if self.whole is not self:
             return self.whole.begin_pipeline(pipeline)
         number, self._n_pipelines = self._n_pipelines, self._n_pipelines + 1
@@ -148,7 +151,7 @@ class World:
             self._guard.rest()
 
     def count(self, what: str) -> int:
-        """Return how often `what` was counted before on this rank, since groups were last made."""
+        """Return how often this was called before with the same text on this rank, since groups were last made."""
         self._counts[what] += 1
         return self._counts[what] - 1
 
@@ -157,7 +160,7 @@ class World:
         self._guard.fail(error)
 
     def _describe(self) -> str:
-        """Return this rank's present activity, and the rank that it waits for."""
+        """Return a text that says what this rank is doing, and for which rank it waits."""
         worlds = [self, *self._parts]
         waits = next((f"waits for {world._waits_for}" for world in worlds if world._waits_for), "")
         jobs = [world.describe_job() for world in worlds]
@@ -174,7 +177,7 @@ class World:
         return [*own, *(group for part in self._parts for group in part._list_groups())]
 
     def _make_groups(self) -> None:
-        """Make the groups of all ranks, on all of them. Pairs are opened on demand."""
+        """Make the groups of all ranks. Every rank calls it. Pairs are opened later, when they are needed."""
         self._control = self._make_group(self.ranks, "gloo", self.limit_s)
         self._host_link = find_host_backend(self._control)
         # Long waits need a group of their own, since a wait's time limit is its group's.
@@ -191,7 +194,7 @@ class World:
             self.dp_device_group = self.dp_group if backend == "gloo" else self._make_dp_group(backend)
 
     def _make_dp_group(self, backend: str, limit_s: float | None = None) -> Any:
-        """Return the group of the ranks at this rank's position in all pipelines of the mesh, for data parallelism.
+        """Return the data-parallel group: the ranks at this rank's position in all pipelines of the mesh.
 
         As torch requires, every rank makes the groups of all positions.
         """
@@ -200,19 +203,18 @@ class World:
         return made[self.me]
 
     def open_group(self) -> Any:
-        """Return a further gloo group of all ranks, for a thread beside the pipeline. All ranks call it.
+        """Return another gloo group of all ranks, for a thread beside the pipeline. All ranks call it.
 
-        It is not closed with the world's groups when the pipeline fails, so that the thread can go on: the caller
-        closes it.
+        A failure of the pipeline does not close this group, so that the thread can go on. The caller closes it.
         """
         group = self._make_group(self.ranks, "gloo", self.limit_s)
         self._made.remove(group)
         return group
 
     def open_dp_group(self) -> Any:
-        """Return a further gloo group of this rank's column, or None if there is one pipeline.
+        """Return another gloo group of the ranks at this rank's position in all pipelines (None: one pipeline).
 
-        Its time limit is a compile's.
+        Its time limit is COMPILE_LIMIT_S.
         """
         if len(self.rows) == 1:
             return None
@@ -238,11 +240,17 @@ class World:
         return own
 
     def _make(self, ranks: Iterable[int], backend: str, limit_s: float) -> Any:
-        """Return a group of ranks of the default group. Raises RankError if one of them does not come."""
+        """Return a group of ranks of the default group.
+
+        Raises RankError if one of the ranks does not come to make it.
+        """
         return make_group(ranks, limit_s, backend, self._guard.check, self.limit_s)
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Open the missing ones of the (source, receiver) pairs, in this pipeline's numbers. Every rank calls it."""
+        """Open links for those of the (source, receiver) pairs that have none. Every rank calls it.
+
+        Ranks are numbered as in this pipeline.
+        """
         missing = set(wanted) - self._pairs.keys()
         if self._find_backend() == "gloo":
             # One group for all: gloo has a thread for each group, and waking two costs more than waking one.
@@ -261,7 +269,10 @@ class World:
             self.wait(pair.send(token) if self.me == source else pair.receive(token), f"rank {source} and rank {to}")
 
     def open_replica_group(self, members: tuple[int, ...]) -> Any:
-        """Return a device group of some ranks of this pipeline, None on other ranks. Every rank calls it."""
+        """Return a group for tensors on devices of the ranks `members` of this pipeline, or None on other ranks.
+
+        Every rank calls it.
+        """
         if members not in self._replica_groups:
             group = self._make_group([self.ranks[m] for m in members], self._find_backend(), self.limit_s)
             self._replica_groups[members] = group if self.me in members else None
@@ -274,7 +285,10 @@ class World:
         return self._pairs[source, to]
 
     def wait(self, work: Any, what: object, limit_s: float | None = None) -> None:
-        """Wait for an operation; `what` says for whom. Raises RankTimeout, or RankError if a rank is lost."""
+        """Wait for an operation. `what` says, in an error, whom this rank waits for.
+
+        Raises RankTimeout, or RankError if a rank is lost.
+        """
         limit = self._limit if limit_s is None else timedelta(seconds=limit_s)
         self._waits_for = what
         try:
@@ -286,9 +300,9 @@ class World:
 
     @contextmanager
     def waits_inside(self, what: object) -> Iterator[None]:
-        """Note for whom this rank waits in the block, in which torch's or the user's code uses a group.
+        """Note whom this rank waits for in a block in which torch's or the user's code uses a process group.
 
-        Raises RankTimeout, or RankError if a rank is lost. Other errors pass.
+        Raises RankTimeout, or RankError if a rank is lost. Other errors of the block are raised as they are.
         """
         self._waits_for = what
         try:
@@ -301,7 +315,7 @@ class World:
             self._waits_for = ""
 
     def _explain(self, error: RuntimeError, what: object, limit_s: float) -> RankError:
-        """Return the error for a failed wait."""
+        """Return the error that says whom this rank waited for (`what`) when `error` ended the wait."""
         # Breaking off a wait makes it time out.
         if is_timeout(error) and self._guard.has_broken_off:
             return RankError(
@@ -315,7 +329,7 @@ class World:
     # Messages between hosts
 
     def gather(self, numbers: Tensor, what: str) -> list[Tensor]:
-        """Return a host tensor from every rank. All have one shape and dtype."""
+        """Return a host tensor from every rank. The tensors have the same shape and dtype on all ranks."""
         key = numbers.numel(), numbers.dtype
         if key not in self._gathered:
             self._gathered[key] = [torch.empty_like(numbers) for _ in self.ranks]
@@ -341,7 +355,7 @@ class World:
         return [unpack_text(t[:n]) for t, n in zip(found, lengths, strict=True)]
 
     def tell(self, text: str | None, what: str, source: int = 0, *, patient: bool = False) -> str:
-        """Return rank `source`'s text on every rank. `patient`: the text may take long to make."""
+        """Return rank `source`'s text on every rank. `patient`: wait for as long as a compile may take."""
         group, limit_s = (self._patient, COMPILE_LIMIT_S) if patient else (self._control, self.limit_s)
         packed = pack_text(text or "")
         length = torch.tensor([len(packed)])
@@ -352,7 +366,7 @@ class World:
         return unpack_text(packed)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Fill a dense tensor, on this rank's device or host, with rank `source`'s tensor."""
+        """Fill a dense tensor with rank `source`'s tensor. It is on the host or on this rank's device."""
         on_host = not accelerators.is_accelerator(tensor.device)
         self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
 
