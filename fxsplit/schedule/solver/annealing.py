@@ -55,6 +55,8 @@ FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(
 ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
 """Change the end of the order, and the rules of devices. Orders by rules are good enough before the end, and a change
 there costs a whole run."""
+ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
+"""Annealings one after another: a good order gets lost if the temperature is high again."""
 DEEP = Setting(0.3, 3.0, by_gap=True)
 """Change the whole order, and the rule of each gap, for long: what helps with little memory."""
 LENGTH = 180_000
@@ -85,7 +87,7 @@ def list_settings(one: Instance) -> Iterator[Setting]:
     elif one.memory.min() > p:
         turns = [ROUGH, FINE[0], FINE[1], ending, ROUGH, FINE[2]]
     elif one.memory.min() == p:
-        turns = [*(lengthen(ENDING, one, times) for times in (1, 2, 4)), ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
+        turns = [*map(lengthen, ENDINGS, [one] * 3, (1, 3, 2)), ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     else:
         turns = [lengthen(DEEP, one, 4), ROUGH, ending, FINE[1]]
     if SMALL < one.n_actions <= MEDIUM:

@@ -121,7 +121,9 @@ def test_settings_depend_on_the_size() -> None:
     tight = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=2)
     assert first(tight, 4) == [DEEP._replace(length=4 * LENGTH * 8 * 4), ROUGH, ending, FINE[1]]
     exact = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=4)
-    assert first(exact, 4) == [*(ending._replace(length=times * ending.length) for times in (1, 2, 4)), ROUGH]
+    # Each begins cooler than the one before.
+    cooler = [(0.3, ending.length), (0.15, 3 * ending.length), (0.1, 2 * ending.length)]
+    assert first(exact, 4) == [*(ENDING._replace(warmth=warmth, length=length) for warmth, length in cooler), ROUGH]
 
 
 def test_the_best_of_orders_and_rules_is_found() -> None:
