@@ -3,6 +3,9 @@
 python -m bench.schedule_search                    # the tables of bench/README.md, on the models of bench.zero_bubble
 python -m bench.schedule_search --picture idle.svg # one of them under 1F1B, ZBVZeroBubble and search, as a picture
 python -m bench.schedule_search --small 250        # 250 small instances of each placement beside an exact referee
+python -m bench.schedule_search --lines FOLDER     # plans of the profiles in FOLDER/pipedream, for 4 and 8 devices
+
+With --processor-time, searches count the processor's seconds, for a machine with other work beside.
 
 Memory is a share of what the first rank holds under 1F1B: as many microbatches as there are ranks.
 """
@@ -14,11 +17,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from statistics import mean
 
+import fxsplit
 from bench.zero_bubble import INSTANCES, Instance, count_kept, make_times
 from fxsplit.report import save_picture
 from fxsplit.schedule import SearchResult, Times, generate, search, simulate
+from fxsplit.schedule.of_plan import read_times
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.solver.search import warm_up
 from tests.support import exact_schedules
@@ -32,7 +39,7 @@ LATENCIES = (0.0, 10.0, 20.0, 40.0, 60.0)
 
 def find(one: Instance, times: Times, memory: float, seconds: float, seed: int = 0) -> tuple[SearchResult, float]:
     """Return the searched schedule with two stages a rank within a share of 1F1B's memory, and the seconds it took."""
-    begin = time.perf_counter()
+    begin = time.monotonic()
     found = search(
         times,
         n_devices=one.ranks,
@@ -43,10 +50,12 @@ def find(one: Instance, times: Times, memory: float, seconds: float, seed: int =
         time_limit_s=seconds,
         seed=seed,
     )
-    return found, time.perf_counter() - begin
+    return found, time.monotonic() - begin
 
 
-def tabulate_memory(instances: Sequence[Instance], memories: Sequence[float], seed: int) -> Iterator[str]:
+def tabulate_memory(
+    instances: Sequence[Instance], memories: Sequence[float], seed: int, seconds: float | None = None
+) -> Iterator[str]:
     """Yield the rows of a table: idle share, gap and seconds of the search in each memory, beside ZBVZeroBubble."""
     heads = ["ZBVZeroBubble", "of torch", *(f"search, {memory:g}x" for memory in memories)]
     yield f"| ranks x microbatches | {' | '.join(heads)} |"
@@ -57,10 +66,10 @@ def tabulate_memory(instances: Sequence[Instance], memories: Sequence[float], se
         theirs = simulate(make_theirs("ZBVZeroBubble", one.ranks, one.batch), times)
         cells = [f"{100 * s.bubble:.2f}" for s in (own, theirs)]
         for memory in memories:
-            found, seconds = find(one, times, memory, MEMORY[memory], seed)
+            found, took = find(one, times, memory, seconds or MEMORY[memory], seed)
             idle = 100 * simulate(found.schedule, times).bubble
             gap = "optimal" if found.gap <= 1e-6 else f"gap {100 * found.gap:.2f}"
-            cells.append(f"{idle:.2f}, {gap}, {seconds:.1f} s")
+            cells.append(f"{idle:.2f}, {gap}, {took:.1f} s")
         yield f"| {one.ranks} x {one.batch} | {' | '.join(cells)} |"
 
 
@@ -124,6 +133,31 @@ def count_small(count: int, seed: int) -> Iterator[str]:
         yield f"| {placement} | {len(steps)} | {' | '.join(map(str, cells))} | {100 * max(steps):.1f} % |"
 
 
+def count_lines(folder: Path, seed: int) -> Iterator[str]:
+    """Yield the rows of a table: how many searches for the plans of profiles end optimal in a second, by memory."""
+    profiles = [path for path in sorted(folder.glob("pipedream/*.txt")) if path.stem != "LICENSE"]
+    plans = [fxsplit.plan(path, devices) for path in profiles for devices in (4, 8)]
+    yield "| seed | memory | searches | optimal | worst gap % | seconds, mean | slowest |"
+    yield "|---|---|---|---|---|---|---|"
+    memories = (
+        ("1F1B's on each device", lambda p, n: [float(min(n, p - r)) for r in range(p)]),
+        ("1F1B's on its first device", lambda p, n: float(min(n, p))),
+        ("unlimited", lambda p, n: None),
+    )
+    for memory, count_most in memories:
+        gaps, seconds = [], []
+        for plan in plans:
+            times, p = read_times(plan, generate("1F1B", len(plan.stages), 1)), len(plan.stages)
+            for n in (4, 8, 16):
+                most = count_most(p, n)
+                begin = time.monotonic()
+                found = search(times, n_devices=p, n_microbatches=n, memory=most, time_limit_s=1.0, seed=seed)
+                seconds.append(time.monotonic() - begin)
+                gaps.append(found.gap)
+        cells = [len(gaps), sum(gap <= 1e-6 for gap in gaps), f"{100 * max(gaps):.2f}", f"{mean(seconds):.2f}"]
+        yield f"| {seed} | {memory} | {' | '.join(map(str, cells))} | {max(seconds):.2f} |"
+
+
 def draw(one: Instance, path: str) -> None:
     """Save a picture of an instance under 1F1B, ZBVZeroBubble and search."""
     timelines = []
@@ -141,18 +175,27 @@ def main() -> None:
     parser.add_argument("--memory", type=float, nargs="*", choices=MEMORY, default=[*MEMORY], help="default: all")
     parser.add_argument("--instances", type=int, nargs="*", default=[*range(len(INSTANCES))], help="default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="the limit of a search (default: 10, and 30 below 1x)")
+    parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--small", type=int, metavar="N")
+    parser.add_argument("--lines", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.picture:
         draw(INSTANCES[0], arguments.picture)
         return
     warm_up()
-    if arguments.small:
-        for line in count_small(arguments.small, arguments.seed):
+    if arguments.processor_time:
+        # The searches' clock as well.
+        time.monotonic = time.process_time
+    if arguments.small or arguments.lines:
+        counts = count_small(arguments.small, arguments.seed) if arguments.small else (
+            count_lines(arguments.lines, arguments.seed))  # fmt: skip
+        for line in counts:
             print(line, flush=True)
         return
-    for line in tabulate_memory([INSTANCES[i] for i in arguments.instances], arguments.memory, arguments.seed):
+    chosen = [INSTANCES[i] for i in arguments.instances]
+    for line in tabulate_memory(chosen, arguments.memory, arguments.seed, arguments.seconds):
         print(line, flush=True)
     print()
     for line in tabulate_latency(INSTANCES[0], arguments.seed):

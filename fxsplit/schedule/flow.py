@@ -51,7 +51,7 @@ def drop_version(action: Action) -> Action:
 
     Needs refer to actions without versions: the consumer of a forward does not know which weights the forward used.
     """
-    return action._replace(version=0)
+    return action._replace(version=0) if action.version else action
 
 
 def find_needs(schedule: Schedule, action: Action) -> list[Need]:
@@ -101,6 +101,8 @@ def find_waits(schedule: Schedule, action: Action) -> list[Need]:
 def list_done(schedule: Schedule, device: int, position: int) -> tuple[Action, ...]:
     """Return the actions whose results may leave the device once the action at a position of its row is over."""
     row = schedule.actions[device]
+    if not schedule.paired:
+        return (row[position],)
     if row[position] in schedule.paired:
         return ()
     return row[position - 1 : position + 1] if position and row[position - 1] in schedule.paired else (row[position],)

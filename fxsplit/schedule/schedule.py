@@ -81,7 +81,8 @@ class Schedule:
 
     def device_of(self, stage: int, microbatch: int) -> int:
         """Return the device that runs a microbatch in a stage."""
-        return self.homes[stage][self.replica_of.get((stage, microbatch), 0)]
+        home = self.homes[stage]
+        return home[0] if len(home) == 1 else home[self.replica_of.get((stage, microbatch), 0)]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
         """Return the action that makes the gradient of a stage's inputs for a microbatch: its B or its I."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from fxsplit.schedule.kernels import compile_kernels, orders
+from fxsplit.schedule.kernels import compile_kernels, orders, rows
 from fxsplit.schedule.kernels.instance import Floats, Instance, Ints, make_instance
 from fxsplit.schedule.kernels.orders import State
 from fxsplit.schedule.schedule import Homes, Schedule
@@ -18,6 +18,9 @@ from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
 
 Orders = Sequence[Sequence[Action]]
 """The forwards and input gradients of each device, in order."""
+
+KINDS = {FORWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
+"""The numbers of the operations in kernels/rows.py."""
 
 Pair = tuple[float, float]
 """The rule of the gaps of the first device and of the last; linear between them."""
@@ -62,7 +65,25 @@ def fill(
 def choose(found: Iterable[Schedule | None], times: Times) -> Schedule:
     """Return the schedule with the shortest simulated step, the first of several."""
     known = [schedule for schedule in found if schedule is not None]
-    return known[0] if len(known) == 1 else min(known, key=lambda schedule: simulate(schedule, times).step_ms)
+    return known[0] if len(known) == 1 else min(known, key=lambda schedule: find_step(schedule, times))
+
+
+def find_step(schedule: Schedule, times: Times) -> float:
+    """Return the step of a schedule in ms, as `simulate` does; faster if all backwards are split and nothing else runs.
+
+    Raises ScheduleError for a deadlock, and for times of another number of stages.
+    """
+    lengths = {len(row) for row in schedule.actions}
+    plain = not (schedule.paired or times.forward_launch_ms or times.backward_launch_ms)
+    plain &= times.transfers == "asynchronous" and len(lengths) == 1 and all(len(home) == 1 for home in schedule.homes)
+    if plain and all(action.op in KINDS for row in schedule.actions for action in row):
+        check_times(schedule, times)
+        actions = [[(a.stage, KINDS[a.op], a.microbatch) for a in row] for row in schedule.actions]
+        one = make_instance(schedule.homes, schedule.n_microbatches, times)
+        step = rows.run_rows(one, np.array(actions, np.int64).reshape(len(actions), -1, 3))
+        if step != rows.STUCK:
+            return float(step)
+    return simulate(schedule, times).step_ms
 
 
 def take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:

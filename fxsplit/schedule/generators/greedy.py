@@ -6,6 +6,7 @@ It makes the schedules without a simple pattern: ZBVZeroBubble, Chimera, and 1F1
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from fxsplit.errors import ScheduleError
@@ -35,14 +36,16 @@ def list_schedule(
     n_devices, last = 1 + max(d for home in homes for d in home), len(homes) - 1
     rows: list[list[Action]] = [[] for _ in range(n_devices)]
     free, held = [0.0] * n_devices, [0] * n_devices
-    ready: list[dict[Action, float]] = [{} for _ in range(n_devices)]
+    # When an action could start, and its place by `order`. The action itself breaks ties, so that the result does not
+    # depend on the order of dicts.
+    ready: list[dict[Action, tuple[float, Any]]] = [{} for _ in range(n_devices)]
     # Most actions do not affect most devices, so cache the choice of each device that is not stale.
     stale: set[int] = set()
 
     def release(stage: int, op: str, m: int, now: float) -> None:
         a = Action(stage, op, m, m % len(homes[stage]))
         device = homes[stage][a.replica]
-        ready[device][a] = now
+        ready[device][a] = now, (order(a), a)
         stale.add(device)
 
     # The gradient that a stage sends back: with split backwards, only the gradient of its inputs.
@@ -54,11 +57,10 @@ def list_schedule(
         for device in stale:
             next_of[device] = None
             # Only a forward takes memory. A device at its limit waits for its own backwards.
-            able = [(a, t) for a, t in ready[device].items() if a.op != FORWARD or held[device] < most(device)]
+            able = [found for a, found in ready[device].items() if a.op != FORWARD or held[device] < most(device)]
             if able:
-                start = max(free[device], min(t for _, t in able))
-                # The action itself breaks ties of `order`, so that the result does not depend on dict order.
-                next_of[device] = (start, device, *min((order(a), a) for a, t in able if t <= start))
+                start = max(free[device], min(able, key=itemgetter(0))[0])
+                next_of[device] = (start, device, *min(place for t, place in able if t <= start))
         # The device that can start first acts, so that simulated time never runs backwards.
         soonest = min((n for n in next_of if n is not None), key=lambda n: n[:2], default=None)
         if soonest is None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from fxsplit.schedule.kernels import orders, walks
+from fxsplit.schedule.kernels import orders, rows, walks
 from fxsplit.system.kernels import compile_kernel
 
 
 @cache
 def compile_kernels() -> None:
     """Make machine code of all kernels, when each is first called; numba's cache keeps it for other processes."""
-    for module in (orders, walks):
+    for module in (orders, rows, walks):
         for kernel in module.KERNELS:
             # Kernels find each other in their module.
             setattr(module, kernel.__name__, compile_kernel(kernel))

@@ -201,30 +201,39 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
     trips: dict[tuple[int, int], list[Trip]] = {}
     free, host_free = [0.0] * schedule.n_devices, [0.0] * schedule.n_devices
+    # How long an action and its launch last, by its stage and operation.
+    lasts: dict[tuple[int, str], tuple[float, float]] = {}
     moved = True
     while moved:
         moved = False
         for device, row in enumerate(schedule.actions):
             # Advance a device until it waits for another, which may be simulated later in this round.
-            while len(spans[device]) < len(row):
-                action = row[len(spans[device])]
-                needs = find_waits(schedule, action)
-                if any(need not in (ends if boundary is None else arrivals) for need, boundary in needs):
-                    break
-                host_begin = max([host_free[device], *(launched[need] for need, _ in needs)])
-                host_free[device] = host_begin + times.launch(action)
-                there = [ends[need] if boundary is None else arrivals[need] for need, boundary in needs]
-                begin = max([free[device], host_begin, *there])
-                free[device] = max(begin + times.of(action), host_free[device])
-                spans[device].append((begin, free[device]))
-                done = drop_version(action)
-                ends[done], launched[done] = free[device], host_free[device]
-                for made in list_done(schedule, device, len(spans[device]) - 1):
-                    message = find_message(schedule, made)
-                    if message is not None:
-                        # Only one device sends over a link, so its messages are added in the order of departure.
-                        arrivals[drop_version(made)] = _take_link(trips, message, free[device], times).arrive_ms
-                moved = True
+            for at in range(len(spans[device]), len(row)):
+                action = row[at]
+                begin, host_begin = free[device], host_free[device]
+                for need, boundary in find_waits(schedule, action):
+                    there = ends.get(need) if boundary is None else arrivals.get(need)
+                    if there is None:
+                        break
+                    begin, host_begin = max(begin, there), max(host_begin, launched[need])
+                else:
+                    if action[:2] not in lasts:
+                        lasts[action[:2]] = times.of(action), times.launch(action)
+                    last, launch = lasts[action[:2]]
+                    begin = max(begin, host_begin)
+                    host_free[device] = host_begin + launch
+                    free[device] = end = max(begin + last, host_free[device])
+                    spans[device].append((begin, end))
+                    done = drop_version(action)
+                    ends[done], launched[done] = end, host_free[device]
+                    for made in list_done(schedule, device, at):
+                        message = find_message(schedule, made)
+                        if message is not None:
+                            # Only one device sends over a link, so its messages are added in the order of departure.
+                            arrivals[drop_version(made)] = _take_link(trips, message, end, times).arrive_ms
+                    moved = True
+                    continue
+                break
     if any(len(found) < len(row) for found, row in zip(spans, schedule.actions, strict=True)):
         # The rounds do not show which devices wait for each other; refuse_deadlock does.
         refuse_deadlock(schedule)

@@ -55,8 +55,14 @@ FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(
 ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
 """Change the end of the order, and the rules of devices. Orders by rules are good enough before the end, and a change
 there costs a whole run."""
-ENDING_LENGTH = 25_000
-"""The length of ENDING, for each action of the schedule."""
+ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
+"""Annealings one after another: a good order gets lost if the temperature is high again."""
+DEEP = Setting(0.3, 3.0, by_gap=True)
+"""Change the whole order, and the rule of each gap, for long: what helps with little memory."""
+LENGTH = 180_000
+"""The length of ENDING, for each device and stage: the part that it changes grows with both. That of DEEP is four times
+as long.
+"""
 
 
 SMALL, MEDIUM = 150, 300
@@ -73,7 +79,7 @@ HOT = [
 def list_settings(one: Instance) -> Iterator[Setting]:
     """Yield the settings of one annealing after another, without end: each round takes twice as long."""
     p, v = one.stages.shape
-    ending = ENDING._replace(length=ENDING_LENGTH * one.n_actions)
+    ending = lengthen(ENDING, one)
     if one.n_actions <= SMALL:
         turns = HOT
     elif v == 1:
@@ -81,14 +87,19 @@ def list_settings(one: Instance) -> Iterator[Setting]:
     elif one.memory.min() > p:
         turns = [ROUGH, FINE[0], FINE[1], ending, ROUGH, FINE[2]]
     elif one.memory.min() == p:
-        turns = [ending, ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
+        turns = [*map(lengthen, ENDINGS, [one] * 3, (1, 3, 2)), ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     else:
-        turns = [ROUGH, FINE[0], ending, FINE[1]]
+        turns = [lengthen(DEEP, one, 4), ROUGH, ending, FINE[1]]
     if SMALL < one.n_actions <= MEDIUM:
         turns = [HOT[0], *turns]
     while True:
         yield from turns
         turns = [turn._replace(length=2 * turn.length) for turn in turns]
+
+
+def lengthen(setting: Setting, one: Instance, times: int = 1) -> Setting:
+    """Return a setting of so many times the usual length for an instance."""
+    return setting._replace(length=times * LENGTH * one.stages.size * one.n_devices)
 
 
 def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float) -> Candidate:

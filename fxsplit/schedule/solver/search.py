@@ -20,15 +20,24 @@ import numpy as np
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, RELEASES, WEIGHT_GRADIENT
 from fxsplit.schedule.generators.catalogue import MOST_ACTIONS, RUNNABLE, SEARCH, generate
-from fxsplit.schedule.generators.fill import evaluate, list_rules, read_kinds, write_schedule
+from fxsplit.schedule.generators.fill import evaluate, find_step, list_rules, read_kinds, write_schedule
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.kernels import compile_kernels
 from fxsplit.schedule.kernels.instance import Instance, Ints, make_instance
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.simulate import Times, check_times, simulate
-from fxsplit.schedule.solver.annealing import ENDING, FINE, Candidate, find_best, improve, list_settings
-from fxsplit.schedule.solver.heads import bound_by_memory, bound_by_ways, bound_by_work, find_heads
-from fxsplit.schedule.solver.starts import list_low_memory_starts, list_starts
+from fxsplit.schedule.solver.annealing import (
+    DEEP,
+    ENDING,
+    FINE,
+    Candidate,
+    find_best,
+    improve,
+    lengthen,
+    list_settings,
+)
+from fxsplit.schedule.solver.heads import Windowed, bound_by_memory, bound_by_ways, bound_by_work, find_heads
+from fxsplit.schedule.solver.starts import list_low_memory_starts, list_repeating_starts, list_starts
 from fxsplit.schedule.solver.windows import WindowBound, prove_bound
 from fxsplit.system.figures import show
 
@@ -120,9 +129,8 @@ def search(
     found, bound = _search(one, named, homes, seed, time.monotonic() + limit_s)
     schedules = [*named, *([] if found is None else [found])]
     # Sums in another order differ in their last digits: the simulation decides.
-    steps = [simulate(schedule, times).step_ms for schedule in schedules]
-    step = min(steps)
-    schedule = replace(schedules[steps.index(step)], name=SEARCH)
+    schedule = replace(min(schedules, key=lambda schedule: find_step(schedule, times)), name=SEARCH)
+    step = simulate(schedule, times).step_ms
     return SearchResult(schedule, step, min(float(bound), step))
 
 
@@ -243,13 +251,19 @@ def _search(
     """Return the best schedule found, or None if there is none, and the bound of a step in ms."""
     windowed = find_heads(one)
     low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
-    best = _start(one, named, homes, low * (1 + CLOSE), deadline)
-    if best is None:
+    starts = _list_bests(one, named, homes, windowed, low * (1 + CLOSE), deadline)
+    if not starts:
         return None, low
+    best = min(starts, key=lambda candidate: candidate.step)
     if best.step > low * (1 + CLOSE):
         proofs = WindowBound(one, windowed, MANY_STATES)
         # Windows with many states take seconds, and other bounds are often met before.
         first = 0 if proofs.size <= FEW_STATES else FIRST_TURNS
+        if len(starts) > 1:
+            # The better order of different kinds is not always the one that leads to the best.
+            short = lengthen(DEEP, one)
+            tried = [improve(one, start, low * (1 + CLOSE), short, seed * 1000, deadline) for start in starts]
+            best = min(tried, key=lambda candidate: candidate.step)
     settings, turn, proven = list_settings(one), 0, False
     while best.step > low * (1 + CLOSE) and time.monotonic() < deadline:
         if not proven and proofs.complete and turn >= first:
@@ -262,8 +276,10 @@ def _search(
     return write_schedule(one, best.orders, state, homes), low
 
 
-def _start(one: Instance, named: list[Schedule], homes: Homes, goal: float, deadline: float) -> Candidate | None:
-    """Return the best of the orders from which a search begins, or None if none can run."""
+def _list_bests(
+    one: Instance, named: list[Schedule], homes: Homes, windowed: Windowed, goal: float, deadline: float
+) -> list[Candidate]:
+    """Return the orders from which a search begins: the best of each kind, or only one if it reaches the goal."""
 
     def list_all() -> Iterator[Ints]:
         yield from (read_kinds(one, schedule.actions) for schedule in named)
@@ -271,8 +287,17 @@ def _start(one: Instance, named: list[Schedule], homes: Homes, goal: float, dead
         if one.memory.min() < one.n_devices:
             yield from list_low_memory_starts(one)
 
-    best = find_best(one, list_all(), list(list_rules(one, RULES)), goal, deadline)
-    if best is None or best.step <= goal:
-        return best
-    again = find_best(one, iter([best.orders]), list(list_rules(one, FINE_RULES)), goal, deadline)
-    return best if again is None else min(best, again, key=lambda candidate: candidate.step)
+    kinds = [list_all()]
+    if one.stages.shape[1] == 2 and one.memory.min() < one.n_devices:
+        kinds.append(list_repeating_starts(one, windowed.head))
+    bests: list[Candidate] = []
+    for found in kinds:
+        best = find_best(one, found, list(list_rules(one, RULES)), goal, deadline)
+        if best is not None and best.step > goal:
+            again = find_best(one, iter([best.orders]), list(list_rules(one, FINE_RULES)), goal, deadline)
+            best = best if again is None else min(best, again, key=lambda candidate: candidate.step)
+        if best is not None:
+            bests.append(best)
+            if best.step <= goal:
+                return [best]
+    return bests

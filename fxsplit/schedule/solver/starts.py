@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fxsplit.schedule.generators.fill import read_kinds
 from fxsplit.schedule.generators.synchronous import alternate_on
 from fxsplit.schedule.generators.zero_bubble import order_there_and_back
 from fxsplit.schedule.kernels import orders
-from fxsplit.schedule.kernels.instance import UNLIMITED, Instance, Ints
+from fxsplit.schedule.kernels.instance import UNLIMITED, Floats, Instance, Ints
 
 PRIORITIES = {
     1: ((2, 1), (1, 2)),
@@ -23,6 +23,11 @@ MOST_WARM_UPS = 8
 """How many numbers of additional forwards are tried at most."""
 PAIR_SHARES = (0.0, 0.45, 0.5, 0.6)
 """The share of these forwards that the last device takes in pairs."""
+
+LAGS = (0.0, 0.5, 1.0)
+"""The lags of each of the four ways of a microbatch, in sixths of its work on a device, for orders that repeat."""
+PERIODS = tuple(1 + share / 20 for share in range(11))
+"""How often a microbatch begins in orders that repeat, in its work on a device."""
 
 
 def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
@@ -55,6 +60,27 @@ def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
             found = _list_order(one, numbers, most, 1.0)
             if found is not None:
                 yield found
+
+
+def list_repeating_starts(one: Instance, head: Floats) -> Iterator[Ints]:
+    """Yield orders in which every microbatch does the same as the one before, a period later.
+
+    A microbatch passes all devices four times: with F and then I of two chunks. A *lag* is how much later than possible
+    it begins on each device of one of these ways, in favour of other microbatches. Many of the orders do not fit the
+    memory. `head` is that of Windowed.
+    """
+    p, n = one.n_devices, one.n_microbatches
+    each = one.work.max() / n
+    soonest = np.append(head[0, :, 0], head[1, ::-1, 0]).reshape(4, p)
+    for lags in product(LAGS, repeat=4):
+        lag = np.full((4, p), np.array(lags)[:, None] * each / 6)
+        # No lag between two ways: the last device of one may be the first of the next.
+        lag[:, 0] = 0.0
+        begins = (soonest + np.cumsum(lag).reshape(4, p)).reshape(2, 2 * p)
+        first = np.stack([begins[0][one.stages], begins[1][::-1][one.stages]], axis=2).reshape(p, 4, 1)
+        for period in PERIODS:
+            begins_of_all = first + period * each * np.arange(n)
+            yield np.argsort(begins_of_all.reshape(p, 4 * n), axis=1, kind="stable") // n
 
 
 def _warm_up(one: Instance) -> Iterator[Ints]:

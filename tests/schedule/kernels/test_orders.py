@@ -172,6 +172,77 @@ def test_list_orders_can_run(kernels: None) -> None:
     assert found > 20
 
 
+def list_by_hand(x: Pipeline, priority: list[float], most: list[int], reserve: float) -> list[list[int]] | None:
+    """Return the orders of a list schedule, from its definition, or None if devices cannot go on."""
+    own = [x.list_own(d) for d in range(x.p)]
+    rows: list[list[int]] = [[] for _ in own]
+    waiting: list[list[int]] = [[] for _ in own]
+    free, used, links = [0.0] * x.p, [0.0] * x.p, dict[tuple[int, int], float]()
+    arrived = {(0, 0, m): 0.0 for m in range(x.n)}
+
+    def list_able(d: int) -> dict[int, float]:
+        able = {}
+        for kind in range(2 * len(own[d])):
+            s, m, last = own[d][kind // 2], rows[d].count(kind), own[d][-1]
+            if kind % 2 == 0:
+                later = s != last and rows[d].count(2 * len(own[d]) - 2) < x.n
+                room = x.memory[d] - (reserve * x.held[last] if later else 0.0)
+                if used[d] + x.held[s] > room + 1e-9 or (kind == 0 and m - rows[d].count(1) >= most[d]):
+                    continue
+            if (kind % 2, s, m) in arrived:
+                able[kind] = arrived[kind % 2, s, m]
+        return able
+
+    while any(len(row) < 2 * len(mine) * x.n for row, mine in zip(rows, own, strict=True)):
+        begins = [
+            min([max(free[d], t) for t in list_able(d).values()] + [free[d]] * bool(waiting[d]), default=inf)
+            for d in range(x.p)
+        ]
+        d = begins.index(min(begins))
+        if begins[d] == inf:
+            return None
+        now = [kind for kind, t in list_able(d).items() if t <= begins[d] + 1e-9]
+        if not now:
+            s = waiting[d].pop(0)
+            free[d] = begins[d] + x.times[2][s]
+            used[d] += x.change_memory(2, s)
+            continue
+        kind = min(now, key=lambda kind: priority[kind])
+        op, s, m = kind % 2, own[d][kind // 2], rows[d].count(kind)
+        rows[d].append(kind)
+        used[d] += x.change_memory(op, s)
+        free[d] = arrival = begins[d] + x.times[op][s]
+        waiting[d] += [s] * op
+        then = x.find_next(op, s)
+        if then is not None:
+            if then[2] is not None:
+                link = d, x.devices[then[1]]
+                links[link] = max(links.get(link, 0.0), arrival) + x.hops[op][then[2]]
+                arrival = links[link] + x.latency[then[2]]
+            arrived[then[0], then[1], m] = arrival
+    return rows
+
+
+def test_list_orders_are_those_of_the_definition(kernels: None) -> None:
+    stuck = 0
+    for at in range(90):
+        random = Random(f"list{at}")
+        x = draw(random, ("line", "v", "loop")[at % 3])
+        one = make_arrays(x)
+        kinds = 2 * one.stages.shape[1]
+        priority = [float(number) for number in random.sample(range(kinds), kinds)]
+        most = [random.choice([1, 2, x.n]) for _ in range(x.p)]
+        reserve = random.choice([0.0, 1.0, 2.0])
+        made = np.zeros((x.p, kinds * x.n), np.int64)
+        able = orders.list_orders(one, np.array(priority), np.array(most), reserve, orders.begin(one), made)
+        expected = list_by_hand(x, priority, most, reserve)
+        assert able == (expected is not None)
+        stuck += not able
+        if able:
+            assert made.tolist() == expected
+    assert 3 < stuck < 45
+
+
 def test_compiled_kernels_equal_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_all() -> list[Any]:
         results: list[Any] = []

@@ -17,9 +17,11 @@ from fxsplit.schedule.kernels import compile_kernels
 from fxsplit.schedule.kernels.instance import Instance, make_instance
 from fxsplit.schedule.kernels.orders import NEVER
 from fxsplit.schedule.solver.annealing import (
+    DEEP,
     ENDING,
     FINE,
     HOT,
+    LENGTH,
     MEDIUM,
     ROUGH,
     SMALL,
@@ -113,12 +115,15 @@ def test_settings_depend_on_the_size() -> None:
     ending = first(folded, 1)[0]
     # With more memory than 1F1B's first device has, the whole order may change.
     assert ending == ROUGH
-    ending = ENDING._replace(length=25_000 * folded.n_actions)
+    # The part of the order that ENDING changes is that of some microbatches on each device.
+    ending = ENDING._replace(length=LENGTH * 8 * 4)
     assert ending in first(folded)
     tight = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=2)
-    assert first(tight, 4) == [ROUGH, FINE[0], ending, FINE[1]]
+    assert first(tight, 4) == [DEEP._replace(length=4 * LENGTH * 8 * 4), ROUGH, ending, FINE[1]]
     exact = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=4)
-    assert first(exact, 1) == [ending]
+    # Each begins cooler than the one before.
+    cooler = [(0.3, ending.length), (0.15, 3 * ending.length), (0.1, 2 * ending.length)]
+    assert first(exact, 4) == [*(ENDING._replace(warmth=warmth, length=length) for warmth, length in cooler), ROUGH]
 
 
 def test_the_best_of_orders_and_rules_is_found() -> None:

@@ -12,7 +12,8 @@ from fxsplit.schedule.generators.fill import evaluate, read_kinds
 from fxsplit.schedule.homes import deal_in_turn, go_there_and_back, line
 from fxsplit.schedule.kernels.instance import make_instance
 from fxsplit.schedule.kernels.orders import NEVER
-from fxsplit.schedule.solver.starts import list_low_memory_starts, list_starts
+from fxsplit.schedule.solver.heads import find_heads
+from fxsplit.schedule.solver.starts import list_low_memory_starts, list_repeating_starts, list_starts
 from tests.support.exact_schedules import draw, make_arrays
 
 
@@ -23,6 +24,8 @@ def test_orders_have_every_action_once(placement: str) -> None:
         one = make_arrays(x)
         kinds = 2 * one.stages.shape[1]
         found = [*list_starts(one, placement == "v"), *list_low_memory_starts(one)]
+        if kinds == 4:
+            found += list_repeating_starts(one, find_heads(one).head)
         assert len(found) > 3
         for order in found:
             assert order.dtype == np.int64
@@ -67,3 +70,28 @@ def test_little_memory_has_its_own_orders() -> None:
     usual = [evaluate(one, order, np.zeros(order.shape))[0] for order in list_starts(one, v_shaped=True)]
     assert all(step < NEVER for step in runs)
     assert min(runs) < min(usual)
+
+
+def test_orders_that_repeat_follow_their_lags() -> None:
+    """F and I of 1 ms and W of 0: a lag of a sixth of the work is 2/3 ms, and a period 4 ms at least."""
+    times = Times([1.0] * 4, [1.0] * 4, weight_ms=[0.0] * 4)
+    one = make_instance(go_there_and_back(2), 3, times)
+    found = [order.tolist() for order in list_repeating_starts(one, find_heads(one).head)]
+    assert len(found) == 3**4 * 11
+    # Without lags, device 0 does F0, F1, I1 and I0 of a microbatch at 0, 3, 4 and 7 ms, and device 1 at 1, 2, 5 and 6.
+    assert found[0] == [[0, 2, 0, 3, 1, 2, 0, 3, 1, 2, 3, 1], [0, 2, 0, 3, 1, 2, 0, 3, 1, 2, 3, 1]]
+    # A period later means 6 ms at most: the next F0 comes before I0 of the same microbatch, but after its I1.
+    assert found[10] == [[0, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 1], [0, 2, 3, 1] * 3]
+    # A lag of 2/3 ms on the last way: I0 of device 0 is at 7.67 ms, after F1 of the next microbatch at 7 ms.
+    assert found[11] == [[0, 2, 0, 3, 2, 1, 0, 3, 2, 1, 3, 1], found[0][1]]
+
+
+def test_orders_that_repeat_are_better_with_little_memory() -> None:
+    times = Times([9.0] * 16, [13.5] * 16, [0.3] * 16, [0.3] * 16, weight_ms=[4.5] * 16)
+    one = make_instance(go_there_and_back(8), 24, times, memory=4)
+    rules = np.zeros((8, 4 * 24))
+    runs = [evaluate(one, order, rules)[0] for order in list_repeating_starts(one, find_heads(one).head)]
+    others = [evaluate(one, order, rules)[0] for order in [*list_starts(one, True), *list_low_memory_starts(one)]]
+    # Most do not fit the memory.
+    assert 0 < sum(step < NEVER for step in runs) < len(runs)
+    assert min(runs) < min(others)
