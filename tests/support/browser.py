@@ -27,7 +27,7 @@ OPTIONS = (
 
 def find_browser() -> tuple[str, str]:
     """Return the paths of the browser and of its driver; skip the test if one of them, or selenium, is missing."""
-    pytest.importorskip("selenium", reason="selenium is not installed: pip install '.[dev]'")
+    pytest.importorskip("selenium", reason="selenium is not installed: pip install '.[long]'")
     browser = next(filter(None, map(shutil.which, NAMES)), None)
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
