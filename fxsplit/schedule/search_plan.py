@@ -124,17 +124,24 @@ def take_schedule(
 ) -> tuple[Plan, Workload]:
     """Return the plan and the workload with a schedule that is stated action by action.
 
-    The stages stay as they are, and their memory is that under the schedule.
+    The stages stay as they are, and their memory is that under the schedule. The step is simulated again.
     """
     scheduler = Scheduler.of(schedule)
     made = scheduler.describe(len(machine), schedule.n_microbatches, may_idle=workload.may_idle)
-    made = replace(made, recompute=workload.recompute)
+    # A stage with replicas by choice of the plan: the schedule does not place every stage on several devices.
+    made = replace(made, recompute=workload.recompute, replicated=workload.replicated)
     split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
     priced = tuple(price_split(costs, machine, made, split, plan.model))
     again = Plan.assemble(
         priced, costs, machine, made, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
-    return again.prove(plan.proof), made
+    step_ms, low = simulate_step(again, schedule), plan.step_lower_bound_ms
+    return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
+
+
+def simulate_step(plan: Plan, schedule: Schedule) -> float:
+    """Return the time of a plan's step under a schedule, in ms."""
+    return simulate(schedule, read_times(plan, schedule)).step_ms
 
 
 def _count_room(stage: StagePlan, room: float) -> float:

@@ -1,0 +1,68 @@
+"""Prices of stages for a whole step, as sums over ideals; they agree with `price_split` and with `read_times`.
+
+Both devices are busy while a value crosses a cut, as in the cost models `forwarded` and `replicated`. Each replica of a
+stage takes the whole time of its microbatches, and all replicas sum their gradients once in a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.planner.kernels import fit
+from fxsplit.planner.kernels.lattice import prefix_sums
+from fxsplit.planner.lattice.lattice import sum_live_values
+from fxsplit.planner.step.kernels.arrays import Bools, Floats, Prices
+
+
+def price_ideals(costs: Costs, chains: Antichains, machine: Machine, *, traffic: bool = True) -> Prices:
+    """Return the prices of all ideals on a machine of equal devices and links.
+
+    Without `traffic`, values between stages are free.
+    """
+    speed = machine.devices[0].speed
+    figures = np.zeros((len(chains.blocks), 4))
+    for block, names in enumerate(chains.blocks.members):
+        for node in map(costs.by_name.__getitem__, names):
+            figures[block] += (node.forward_ms, node.backward_ms - node.late_ms, node.late_ms, node.parameter_bytes)
+    sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, figures)
+    rate = machine.bytes_per_ms(0, min(1, len(machine) - 1))
+    value = gradient = np.zeros(len(chains))
+    if traffic:
+        # As they are sent: fewer bytes if cuts are compressed.
+        values = sum_live_values(costs, chains, lambda name, _: costs.sent[name][0])
+        late = machine.latency_ms(0, min(1, len(machine) - 1))
+        value, gradient = (_send(sizes, rate, late) for sizes in (values, chains.sent_bytes - values))
+    forward, input_, weight, parameters = np.ascontiguousarray(sums.T)
+    return Prices(
+        forward / speed,
+        input_ / speed,
+        weight / speed,
+        parameters / rate,
+        value,
+        gradient,
+        find_nested(chains),
+    )
+
+
+def _send(sizes: Floats, rate: float, late: float) -> Floats:
+    """Return how long messages of these bytes take, in ms; the caller's inputs and outputs are free."""
+    # A difference of sums may miss zero by rounding.
+    there = sizes > 1e-12 * sizes.max(initial=0.0)
+    times = np.where(there, sizes / rate + late, 0.0)
+    times[0] = times[-1] = 0.0
+    return times
+
+
+def find_nested(chains: Antichains) -> Bools:
+    """Return whether the first ideal is a subset of the second, bool [ideals, ideals]."""
+    inside = np.zeros((len(chains), len(chains.blocks)), np.bool_)
+    for i in range(1, len(chains)):
+        inside[i] = inside[chains.parent[i]]
+        inside[i, chains.last[i]] = True
+    members = inside.astype(np.float32)
+    # A subset has no block that the other lacks; counts of up to 2^24 blocks are exact.
+    nested: Bools = members @ (1 - members).T == 0
+    return nested

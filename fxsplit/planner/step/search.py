@@ -1,0 +1,147 @@
+"""Search for the line of stages with the shortest step, beside a lower bound over all of them.
+
+A stage on all devices often comes close to the bound, and costs nothing to try, so it is first. Then come the lines of
+the labels that the bound met: they pass all of its tests. Annealing of cuts and replicas begins from the best of them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.planner.step.bound import Line, LineBound, Stage, bound_by_work
+from fxsplit.planner.step.kernels import search as kernels
+from fxsplit.planner.step.kernels.arrays import Ints, Prices
+from fxsplit.planner.step.kernels.search import NEVER, Lattice, Order, make_stages
+
+CLOSE = 3e-4
+"""A step that is longer than the bound by this share at most is good enough."""
+WALKS, STARTS, CHANGES, HEAT = 6, 6, 3_000, 0.01
+"""How many annealings there are, from how many lines, of how many changes, and at which temperature, in steps."""
+FEW_LABELS, ROUGH = 6, 2e-3
+"""The labels and the width of the bisection that finds lines without replicas to start from."""
+
+
+@dataclass
+class LineSearch:
+    """The lines known so far, with the step of each one's best list schedule in ms, and a bound of all lines' steps.
+
+    `steps` has lines in the order in which they were found, `rules` the rule of the list schedule of each.
+    """
+
+    prices: Prices
+    lattice: Lattice
+    devices: int
+    m: int
+    most_replicas: int
+    steps: dict[Line, float] = field(default_factory=dict)
+    rules: dict[Line, int] = field(default_factory=dict)
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        # More replicas than microbatches have nothing to do.
+        self.most_replicas = min(self.most_replicas, self.devices, self.m)
+        self._room = Order(np.zeros((self.devices, 3 * self.m, 2), np.int64), np.zeros(self.devices, np.int64))
+
+    @property
+    def best(self) -> float:
+        """The shortest step known, in ms."""
+        return min(self.steps.values(), default=inf)
+
+    def is_close(self) -> bool:
+        """Return whether the best line is close enough to the bound."""
+        return self.best <= self.bound * (1 + CLOSE)
+
+    def rank(self) -> list[Line]:
+        """Return the known lines, the best first."""
+        return sorted(self.steps, key=self.steps.__getitem__)
+
+    def run(self, deadline: float = inf) -> None:
+        """Find lines and the bound; stops at the deadline, of time.monotonic, but not within the bound."""
+        full = self.prices.forward.size - 1
+        for replicas in range(1, self.most_replicas + 1):
+            self.add((Stage(0, full, replicas),))
+        self.bound = bound_by_work(self.prices, self.devices, self.m)
+        if self.is_close():
+            return
+        bound = LineBound(self.prices, self.devices, self.m, self.most_replicas)
+        self.bound, met = bound.bisect(self.bound, self.best)
+        for line in met:
+            self.add(line)
+        if self.is_close():
+            return
+        if self.most_replicas > 1:
+            single = LineBound(self.prices, self.devices, self.m, 1, FEW_LABELS)
+            for line in single.bisect(self.bound, self.best, ROUGH)[1]:
+                self.add(line)
+        self._anneal(deadline)
+
+    def _anneal(self, deadline: float) -> None:
+        """Anneal the best lines in turn."""
+        room = np.zeros((self.devices, 3), np.int64)
+        for turn in range(WALKS):
+            if self.is_close() or time.monotonic() > deadline:
+                break
+            ranked = self.rank()
+            line = ranked[turn % min(STARTS, len(ranked))]
+            # Every other walk of a line without replicas stays with those.
+            plain = turn % 2 and all(stage.replicas == 1 for stage in line)
+            most = 1 if plain else self.most_replicas
+            room[: len(line)] = line
+            _, k = kernels.anneal_line(
+                room,
+                len(line),
+                self.devices,
+                self.m,
+                most,
+                self.prices,
+                self.lattice,
+                CHANGES,
+                HEAT,
+                self.bound * (1 + CLOSE),
+                turn,
+                self._room,
+            )
+            self.add(tuple(Stage(*map(int, stage)) for stage in room[:k]))
+
+    def add(self, line: Line) -> None:
+        """Judge a line by list schedules, unless it is known."""
+        if line in self.steps:
+            return
+        stages, most = make_stages(len(line)), np.zeros(len(line), np.int64)
+        self.steps[line], self.rules[line] = kernels.judge_line(
+            np.array(line, np.int64), len(line), self.m, self.prices, NEVER, stages, most, self._room
+        )
+
+    def bound_line(self, line: Line) -> float:
+        """Return a bound of one line's step in any order, in ms."""
+        stages = make_stages(len(line))
+        kernels.price_line(np.array(line, np.int64), len(line), self.prices, stages)
+        return kernels.bound_line(len(line), self.m, stages)
+
+    def list_actions(self, line: Line) -> list[list[tuple[int, int]]]:
+        """Return the actions of each device in a line's best list schedule: F, I or W by number, and microbatch."""
+        stages, most, k = make_stages(len(line)), np.zeros(len(line), np.int64), len(line)
+        kernels.price_line(np.array(line, np.int64), k, self.prices, stages)
+        forward_first, share = kernels.choose_rule(self.rules[line], k, self.m, stages.replicas, most)
+        self._room.counts[:] = 0
+        kernels.list_order(k, self.m, stages, most, forward_first, share, self._room, True)
+        counts = self._room.counts[: int(stages.replicas.sum())]
+        return [
+            [(int(a), int(b)) for a, b in rows[:count]] for rows, count in zip(self._room.actions, counts, strict=False)
+        ]
+
+
+def list_neighbours(chains: Antichains) -> Lattice:
+    """Return the neighbours of each ideal: those with one block more or less."""
+    start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
+    ends = chains.child.astype(np.int64)
+    one, other = np.concatenate([start, ends]), np.concatenate([ends, start])
+    order = np.lexsort((other, one))
+    pointer: Ints = np.zeros(len(chains) + 1, np.int64)
+    np.cumsum(np.bincount(one, minlength=len(chains)), out=pointer[1:])
+    return Lattice(pointer, np.ascontiguousarray(other[order]))

@@ -1,0 +1,171 @@
+"""From a planning task to the plan with the shortest step, with its schedule and its lower bound.
+
+The search judges lines by list schedules. Here the best lines become plans, priced by definition, and each plan's step
+is simulated: the search's own figures decide nothing. Lines without replicas also get the schedule that
+`schedule.search` finds for their times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+from fxsplit.errors import PlanError
+from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.plan import PROVEN, Plan
+from fxsplit.ir.facts.price import price_split
+from fxsplit.planner.clock import SearchClock
+from fxsplit.planner.solve import Task, bound_by_work, split_nodes
+from fxsplit.planner.step.bound import Line
+from fxsplit.planner.step.kernels import compile_kernels
+from fxsplit.planner.step.kernels.search import F, I
+from fxsplit.planner.step.prices import price_ideals
+from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
+from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.generators.synchronous import REPLICABLE, append_sums
+from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.schedule.schedule import Homes, Schedule
+from fxsplit.schedule.search_plan import search_for_plan, simulate_step, take_schedule
+
+MOST_IDEALS = 1_000
+"""With more ideals, all pairs of ideals are too many."""
+SIMULATED = 12
+"""How many of the best lines are simulated under a schedule that is stated."""
+BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
+"""For how many lines an order is searched: the best by their steps and by their bounds; and for how many seconds."""
+TWICE, LONG_S = 2, 1.0
+"""How many of these lines are searched again, and for how many seconds."""
+SCHEDULES = (SEARCH, *REPLICABLE)
+"""The schedules that this search plans for: one whose order it chooses, and those that replicas can run."""
+MODELS = ("forwarded", "replicated")
+"""The cost models with a step that the bound is for: both devices are busy while a value crosses a cut."""
+
+
+def plan_step(task: Task, chains: Antichains, clock: SearchClock) -> Plan:
+    """Return the plan with the shortest step among lines of stages, and a lower bound over all of them.
+
+    The number of microbatches and the schedule are the workload's: "search" leaves the order of work free. Stages have
+    replicas if the cost model is `replicated`. Raises PlanError for a task that this search cannot solve.
+    """
+    _check(task, chains)
+    compile_kernels()
+    machine, m = task.machine, task.workload.n_microbatches
+    prices = price_ideals(task.costs, chains, machine, traffic=task.options.traffic)
+    most_replicas = len(machine) if task.options.model == "replicated" else 1
+    lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas)
+    lines.run(clock.deadline)
+    searched = task.workload.schedule == SEARCH
+    plans = [_schedule_line(task, chains, lines, line) for line in lines.rank()[: 1 if searched else SIMULATED]]
+    best = min(plans, key=_read_step)
+    if searched and _read_step(best) > lines.bound * (1 + CLOSE):
+        best = _search_orders(task, chains, lines, best, clock)
+    step = _read_step(best)
+    return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
+
+
+def _read_step(plan: Plan) -> float:
+    """Return the simulated step of a plan, in ms."""
+    return inf if plan.step_ms is None else plan.step_ms
+
+
+def _schedule_line(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> Plan:
+    """Return the plan of a line with its step: under its best list schedule, or under the schedule that is stated."""
+    plan = price_plan(task, chains, line)
+    if task.workload.schedule == SEARCH:
+        return _take(task, plan, write_schedule(line, lines.m, lines.list_actions(line)))
+    memory = [device.memory_bytes for device in task.machine.devices]
+    made = build_schedule(plan, Scheduler(plan.schedule, len(task.machine)), lines.m, memory)
+    return replace(plan, step_ms=simulate_step(plan, made))
+
+
+def _search_orders(task: Task, chains: Antichains, lines: LineSearch, best: Plan, clock: SearchClock) -> Plan:
+    """Return the best plan after searching for the orders of lines without replicas.
+
+    Each search also bounds the step of its line. The lines that may still be better get a second and longer search.
+    """
+    plain = [line for line in lines.rank() if all(stage.replicas == 1 for stage in line)]
+    by_bound = sorted(plain, key=lines.bound_line)[:BY_BOUND]
+    again = []
+    for line in dict.fromkeys([*plain[:BY_STEP], *by_bound]):
+        if lines.bound_line(line) >= _read_step(best) or clock.over:
+            continue
+        plan, bound = _search_order(task, chains, line, SHORT_S, clock)
+        again.append((bound, line))
+        best = min(best, plan, key=_read_step)
+    for bound, line in sorted(again)[:TWICE]:
+        if max(bound, lines.bound * (1 + CLOSE)) < _read_step(best) * (1 - PROVEN) and not clock.over:
+            best = min(best, _search_order(task, chains, line, LONG_S, clock)[0], key=_read_step)
+    return best
+
+
+def _search_order(task: Task, chains: Antichains, line: Line, seconds: float, clock: SearchClock) -> tuple[Plan, float]:
+    """Return the plan of a line with a searched order, and a bound of the line's step in ms."""
+    plan = price_plan(task, chains, line)
+    found = search_for_plan(plan, time_limit_s=max(min(seconds, clock.deadline - time.monotonic()), 1e-3))
+    return _take(task, plan, found.schedule), found.bound_ms
+
+
+def price_plan(task: Task, chains: Antichains, line: Line) -> Plan:
+    """Return the plan of a line, priced by definition on the graph; its bound is that of any bottleneck."""
+    nodes = split_nodes(task.costs, chains, [stage.end for stage in line])
+    split = [(names, home, False) for names, home in zip(nodes, place(line), strict=True)]
+    stages = price_split(task.costs, task.machine, task.workload, split, task.options.costs)
+    low = bound_by_work(task.costs, task.machine)
+    return Plan.assemble(
+        stages, task.costs, task.machine, task.workload, task.options.costs, lower_bound_ms=low, n_states=len(chains)
+    )
+
+
+def _take(task: Task, plan: Plan, schedule: Schedule) -> Plan:
+    """Return a plan with a schedule that is stated action by action, and its step."""
+    return take_schedule(plan, schedule, task.costs, task.machine, task.workload)[0]
+
+
+def place(line: Line) -> Homes:
+    """Return the devices of each stage of a line, in order."""
+    homes, first = [], 0
+    for stage in line:
+        homes.append(tuple(range(first, first + stage.replicas)))
+        first += stage.replicas
+    return tuple(homes)
+
+
+def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int]]]) -> Schedule:
+    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch."""
+    homes = place(line)
+    ops = {F: FORWARD, I: INPUT_GRADIENT}
+    rows = [
+        tuple(
+            Action(s, ops.get(action, WEIGHT_GRADIENT), microbatch, replica) for action, microbatch in actions[device]
+        )
+        for s, home in enumerate(homes)
+        for replica, device in enumerate(home)
+    ]
+    return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
+
+
+def _check(task: Task, chains: Antichains) -> None:
+    """Raise PlanError for a task that the search for the shortest step does not solve, with the reason."""
+    machine, options, schedule = task.machine, task.options, task.workload.schedule
+    equal = machine.uniform and not any(device.host for device in machine.devices)
+    limited = any(isfinite(device.memory_bytes) for device in machine.devices)
+    count = len(chains) if chains.complete and chains.slack is None else "more"
+    reasons = {
+        f"is not for cost model {options.model!r}: give {' or '.join(MODELS)}": options.model not in MODELS,
+        f"is not for schedule {schedule!r}: give one of {', '.join(SCHEDULES)}": schedule not in SCHEDULES,
+        "takes as many devices as help, in their order: give use_all=False and free=False": options.use_all
+        or options.free,
+        "needs equal devices and equal links": not equal,
+        "needs transfers='asynchronous'": machine.transfers == "blocking",
+        "takes no pins": bool(task.pinned or task.never),
+        "plans no recompute": task.recompute != "never",
+        "does not look at memory: leave its limits out": limited,
+        f"takes up to {MOST_IDEALS} ideals, and there are {count}: keep more nodes together": count == "more"
+        or len(chains) > MOST_IDEALS,
+    }
+    for reason, unfit in reasons.items():
+        if unfit:
+            raise PlanError(f"objective='step' {reason}, or minimise the bottleneck (objective='bottleneck')")
