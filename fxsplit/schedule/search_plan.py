@@ -16,13 +16,15 @@ from fxsplit.ir.facts.price import StagePlan, price_split
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, SEARCH, Scheduler, generate
 from fxsplit.schedule.generators.synchronous import one_f_one_b
 from fxsplit.schedule.moments import list_moments
-from fxsplit.schedule.of_plan import find_replicas, read_times
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.solver.search import SearchResult, search
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
+MOST_SIMULATED = 30_000
+"""Schedules of more actions, a fifth of a second of simulation, are not simulated for every plan."""
 ATTEMPTS = 4
 """How often a search begins again with less memory, if messages between stages need the rest."""
 
@@ -137,6 +139,20 @@ def take_schedule(
     )
     step_ms, low = simulate_step(again, schedule), plan.step_lower_bound_ms
     return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
+
+
+def state_step(plan: Plan, n_devices: int) -> Plan:
+    """Return a plan for a machine of `n_devices` devices that states its step, as its schedule is simulated.
+
+    It stays as it is if the runtime cannot run it, and if its schedule has more than MOST_SIMULATED actions: a
+    simulation would take longer than most searches.
+    """
+    actions = 3 * len(plan.stages) * plan.n_microbatches
+    in_order = [s.devices for s in plan.stages] == sorted(s.devices for s in plan.stages)
+    if plan.step_ms is not None or not plan.model.forwards or not in_order or actions > MOST_SIMULATED:
+        return plan
+    schedule = build_schedule(plan, Scheduler(plan.schedule, n_devices), plan.n_microbatches)
+    return replace(plan, step_ms=simulate_step(plan, schedule)).prove(plan.proof)
 
 
 def simulate_step(plan: Plan, schedule: Schedule) -> float:

@@ -399,7 +399,7 @@ class Plan(Shown, Fact):
             [(i, len(s.nodes), s.place) for i, s in enumerate(self.stages)],
         )
         yield self._describe_proof()
-        yield f"steady-state speed-up {self.speedup:.2f} over one device"
+        yield self._describe_speedup()
         yield f"{self.schedule}, {format_count(self.n_microbatches, 'microbatch')} of {format_count(self.rows, 'row')}"
         if self.fixed_rows:
             sizes = " and ".join(map(str, self.fixed_rows))
@@ -416,6 +416,12 @@ class Plan(Shown, Fact):
             yield f"measured on: {self.measured_on}"
         if self.compress:
             yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
+
+    def _describe_speedup(self) -> str:
+        """Return the speed-up over one device: of a step if that was minimised, else of a pipeline in steady state."""
+        if self.minimised == "bottleneck" or not self.step_ms:
+            return f"steady-state speed-up {self.speedup:.2f} over one device"
+        return f"speed-up {self.n_microbatches * self.single_ms / self.step_ms:.2f} over one device for this batch"
 
     def _describe_proof(self) -> str:
         """Return the figure that was minimised, its lower bound and the proof, for people."""

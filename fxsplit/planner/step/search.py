@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from fxsplit.ir.facts.lattice.antichains import Antichains
-from fxsplit.planner.step.bound import Line, LineBound, Stage, bound_by_work
+from fxsplit.planner.step.bound import ROUNDING, Line, LineBound, Stage, bound_by_work
 from fxsplit.planner.step.kernels import search as kernels
 from fxsplit.planner.step.kernels.arrays import Ints, Prices
 from fxsplit.planner.step.kernels.search import NEVER, Lattice, Order, make_stages
@@ -41,6 +41,7 @@ class LineSearch:
     steps: dict[Line, float] = field(default_factory=dict)
     rules: dict[Line, int] = field(default_factory=dict)
     bound: float = 0.0
+    _bound: LineBound | None = None
 
     def __post_init__(self) -> None:
         # More replicas than microbatches have nothing to do.
@@ -68,8 +69,8 @@ class LineSearch:
         self.bound = bound_by_work(self.prices, self.devices, self.m)
         if self.is_close():
             return
-        bound = LineBound(self.prices, self.devices, self.m, self.most_replicas)
-        self.bound, met = bound.bisect(self.bound, self.best)
+        self._bound = LineBound(self.prices, self.devices, self.m, self.most_replicas)
+        self.bound, met = self._bound.bisect(self.bound, self.best)
         for line in met:
             self.add(line)
         if self.is_close():
@@ -79,6 +80,13 @@ class LineSearch:
             for line in single.bisect(self.bound, self.best, ROUGH)[1]:
                 self.add(line)
         self._anneal(deadline)
+
+    def prove(self, step: float) -> None:
+        """Raise the bound to a step in ms, if it is close and no line can be any better."""
+        # Bisection ends at a width, and only a test at the step itself closes the rest.
+        close = self.bound < step <= self.bound * (1 + CLOSE)
+        if close and self._bound is not None and not self._bound.test(step * (1 - ROUNDING)):
+            self.bound = step
 
     def _anneal(self, deadline: float) -> None:
         """Anneal the best lines in turn."""

@@ -25,7 +25,12 @@ from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
-from fxsplit.schedule.generators.synchronous import REPLICABLE, append_sums
+from fxsplit.schedule.generators.synchronous import (
+    REPLICABLE,
+    append_sums,
+    count_in_flight,
+    schedule_replicas,
+)
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.search_plan import search_for_plan, simulate_step, take_schedule
@@ -36,6 +41,8 @@ SIMULATED = 12
 """How many of the best lines are simulated under a schedule that is stated."""
 BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
 """For how many lines an order is searched: the best by their steps and by their bounds; and for how many seconds."""
+SAME = 1e-9
+"""Steps that differ by this share are the same: they are sums in another order."""
 TWICE, LONG_S = 2, 1.0
 """How many of these lines are searched again, and for how many seconds."""
 SCHEDULES = (SEARCH, *REPLICABLE)
@@ -62,7 +69,10 @@ def plan_step(task: Task, chains: Antichains, clock: SearchClock) -> Plan:
     best = min(plans, key=_read_step)
     if searched and _read_step(best) > lines.bound * (1 + CLOSE):
         best = _search_orders(task, chains, lines, best, clock)
+    if searched:
+        best = _take_simpler(task, best, m)
     step = _read_step(best)
+    lines.prove(step)
     return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
 
 
@@ -79,6 +89,17 @@ def _schedule_line(task: Task, chains: Antichains, lines: LineSearch, line: Line
     memory = [device.memory_bytes for device in task.machine.devices]
     made = build_schedule(plan, Scheduler(plan.schedule, len(task.machine)), lines.m, memory)
     return replace(plan, step_ms=simulate_step(plan, made))
+
+
+def _take_simpler(task: Task, best: Plan, m: int) -> Plan:
+    """Return a plan under 1F1B or ZB-H1 if that is as fast: they hold less, and 1F1B divides no backward."""
+    homes = tuple(stage.devices for stage in best.stages)
+    for name in ("1F1B", "ZB-H1"):
+        named = replace(schedule_replicas(name, homes, m, count_in_flight(homes)), name=SEARCH)
+        plan = _take(task, best, named)
+        if _read_step(plan) <= _read_step(best) * (1 + SAME):
+            return plan
+    return best
 
 
 def _search_orders(task: Task, chains: Antichains, lines: LineSearch, best: Plan, clock: SearchClock) -> Plan:

@@ -1,0 +1,33 @@
+"""The table of plans for the shortest step, and the count of small graphs, hold what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.step import count_small, draw, measure, summarise, tabulate
+from tests.formats.test_formats import PIPEDREAM
+
+
+def test_a_row_compares_the_plan_with_those_for_the_smallest_bottleneck(tmp_path: Path) -> None:
+    (tmp_path / "net.txt").write_text(PIPEDREAM)
+    row = measure(tmp_path / "net.txt", 2, 1e9, 4, "replicated")
+    assert row.plan.step_ms is not None and row.plan.step_ms <= row.best_usual <= min(row.usual)
+    assert "1 cases: gap" in next(iter(summarise([row])))
+    text = list(tabulate(tmp_path, 4, "forwarded"))
+    assert len(text) == 2 + 6 + 1 + 4 and text[2].startswith("| net 4 @1 |")
+
+
+def test_small_graphs_are_counted() -> None:
+    lines = list(count_small(3, 0, 1_000))
+    assert lines[0].endswith("bound above the optimum in 0, step below it in 0")
+    assert draw(7)[1:] == draw(7)[1:]
+
+
+def test_a_profile_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
+    edges = "".join(f"\tnode1 -- node{i}\n" for i in range(2, 15))
+    costs = "forward_compute_time=1.0, backward_compute_time=1.0, activation_size=1.0, parameter_size=1.0"
+    nodes = "".join(f"node{i} -- f -- {costs}\n" for i in range(1, 15))
+    (tmp_path / "wide.txt").write_text(nodes + edges)
+    rows = tabulate(tmp_path, 4, "forwarded")
+    assert "up to 1000 ideals" in [next(rows) for _ in range(3)][-1]
+    assert list(summarise([])) == []
