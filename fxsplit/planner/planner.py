@@ -41,7 +41,7 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
     light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
     """
     if task.options.objective == "step":
-        return plan_step(task, chains, clock)
+        return plan_step(task, chains, states, clock)
     # A schedule that puts several stages on a device has all of its stages.
     if task.machine.homes:
         task = replace(task, options=replace(task.options, use_all=True))

@@ -24,10 +24,7 @@ def test_small_graphs_are_counted() -> None:
 
 
 def test_a_profile_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
-    edges = "".join(f"\tnode1 -- node{i}\n" for i in range(2, 15))
-    costs = "forward_compute_time=1.0, backward_compute_time=1.0, activation_size=1.0, parameter_size=1.0"
-    nodes = "".join(f"node{i} -- f -- {costs}\n" for i in range(1, 15))
-    (tmp_path / "wide.txt").write_text(nodes + edges)
-    rows = tabulate(tmp_path, 4, "forwarded")
-    assert "up to 1000 ideals" in [next(rows) for _ in range(3)][-1]
+    (tmp_path / "none.txt").write_text("no profile\n")
+    rows = list(tabulate(tmp_path, 4, "forwarded"))
+    assert rows[2].startswith("| none 4 @1 | ") and "no profile" in rows[2]
     assert list(summarise([])) == []

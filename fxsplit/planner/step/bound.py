@@ -49,6 +49,11 @@ and Soumis 1988). `test_line` sweeps the ideals in order and keeps the labels th
 none arrives at the full graph, no plan has a step of T or less. Bisection finds such a T. Q and Z are kept for a sample
 of at most MOST_SAMPLES numbers of microbatches, and a full list of labels is merged: both only lower the bound.
 
+*Too many ideals.* Ideals are sorted into levels of work. A stage from one level to a later one takes at least the
+difference between the least of that level and the most of this one, in F, I, W and D; each cut sends at least the least
+of its level. A stage inside of a level is left out, which leaves a label as it is: passing a stage makes no figure
+smaller, and takes devices. So the same tests on levels are a relaxation.
+
 A sum such as "F + I of the stages before + m (F + I + W) of this one" is no bound if W can wait: with F = 1, 1, I = 5,
 1, W = 0, 10 and 4 microbatches it is 54 ms, and there is an order of 49 ms.
 """
@@ -60,7 +65,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxsplit.planner.step.kernels import bound as kernels
-from fxsplit.planner.step.kernels.arrays import Ints, Prices
+from fxsplit.planner.step.kernels.arrays import Ints, Levels, Prices
 from fxsplit.planner.step.kernels.bound import Labels
 
 MOST_SAMPLES, MOST_LABELS = 8, 24
@@ -84,14 +89,24 @@ Line = tuple[Stage, ...]
 
 
 class LineBound:
-    """The threshold test over all lines of up to `devices` devices, with at most `most_replicas` for a stage."""
+    """The threshold test over all lines of up to `devices` devices, with at most `most_replicas` for a stage.
+
+    With Levels in place of Prices it is the test of too many ideals, which meets no lines.
+    """
 
     def __init__(
-        self, prices: Prices, devices: int, m: int, most_replicas: int, most_labels: int = MOST_LABELS
+        self,
+        prices: Prices | Levels,
+        devices: int,
+        m: int,
+        most_replicas: int,
+        most_labels: int = MOST_LABELS,
+        most_samples: int = MOST_SAMPLES,
     ) -> None:
-        self._given = devices, m, min(most_replicas, devices, m), prices
-        self._samples = sample(m)
-        shape = devices + 1, prices.forward.size
+        self._prices = prices
+        self._given = devices, m, min(most_replicas, devices, m)
+        self._samples = sample(m, most_samples)
+        shape = devices + 1, prices.value.size
         self._labels = Labels(
             np.zeros((*shape, most_labels, 1 + 2 * self._samples.size)),
             np.zeros(shape, np.int64),
@@ -100,10 +115,14 @@ class LineBound:
 
     def test(self, threshold: float) -> bool:
         """Return whether some line may have a step of at most `threshold` ms."""
-        return kernels.test_line(threshold, *self._given, self._samples, self._labels)
+        if isinstance(self._prices, Levels):
+            return kernels.test_levels(threshold, *self._given, self._prices, self._samples, self._labels)
+        return kernels.test_line(threshold, *self._given, self._prices, self._samples, self._labels)
 
     def lines(self) -> list[Line]:
-        """Return the lines of the labels that passed the last test."""
+        """Return the lines of the labels that passed the last test; none of levels."""
+        if isinstance(self._prices, Levels):
+            return []
         counts, origins = self._labels.counts, self._labels.origins
         full, found = counts.shape[1] - 1, []
         for used in range(1, len(counts)):

@@ -14,13 +14,17 @@ from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.lattice.lattice import sum_live_values
-from fxsplit.planner.step.kernels.arrays import Bools, Floats, Prices
+from fxsplit.planner.step.kernels import search as kernels
+from fxsplit.planner.step.kernels.arrays import Bools, Floats, Levels, Prices, Words
+
+MOST_IDEALS = 1_000
+"""With more ideals, all pairs of them are too many to look at."""
 
 
 def price_ideals(costs: Costs, chains: Antichains, machine: Machine, *, traffic: bool = True) -> Prices:
     """Return the prices of all ideals on a machine of equal devices and links.
 
-    Without `traffic`, values between stages are free.
+    Without `traffic`, values between stages are free. Above MOST_IDEALS the prices do not say which ideals are nested.
     """
     speed = machine.devices[0].speed
     figures = np.zeros((len(chains.blocks), 4))
@@ -43,7 +47,8 @@ def price_ideals(costs: Costs, chains: Antichains, machine: Machine, *, traffic:
         parameters / rate,
         value,
         gradient,
-        find_nested(chains),
+        pack_members(chains),
+        find_nested(chains) if len(chains) <= MOST_IDEALS else np.zeros((0, 0), np.bool_),
     )
 
 
@@ -56,6 +61,12 @@ def _send(sizes: Floats, rate: float, late: float) -> Floats:
     return times
 
 
+def pack_members(chains: Antichains) -> Words:
+    """Return a bit for each block inside each ideal, uint64 [ideals, words]."""
+    parent, last = chains.parent.astype(np.int64), chains.last.astype(np.int64)
+    return kernels.pack_members(parent, last, len(chains.blocks))
+
+
 def find_nested(chains: Antichains) -> Bools:
     """Return whether the first ideal is a subset of the second, bool [ideals, ideals]."""
     inside = np.zeros((len(chains), len(chains.blocks)), np.bool_)
@@ -66,3 +77,19 @@ def find_nested(chains: Antichains) -> Bools:
     # A subset has no block that the other lacks; counts of up to 2^24 blocks are exact.
     nested: Bools = members @ (1 - members).T == 0
     return nested
+
+
+def sort_into_levels(prices: Prices, count: int) -> Levels:
+    """Return the ideals in about `count` levels of equal work, without the empty ideal and the full one, and these."""
+    work = prices.forward + prices.input + prices.weight
+    level = np.floor(work / max(float(work[-1]), 1e-300) * count).astype(np.int64) + 1
+    level[0], level[-1] = 0, count + 2
+    used, level = np.unique(level, return_inverse=True)
+    sums = np.column_stack([prices.forward, prices.input, prices.weight, prices.reduce, work])
+    least, most = np.full((used.size, 5), np.inf), np.zeros((used.size, 5))
+    np.minimum.at(least, level, sums)
+    np.maximum.at(most, level, sums)
+    value, gradient = np.full(used.size, np.inf), np.full(used.size, np.inf)
+    np.minimum.at(value, level, prices.value)
+    np.minimum.at(gradient, level, prices.gradient)
+    return Levels(least, most, value, gradient)

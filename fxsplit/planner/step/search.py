@@ -7,6 +7,7 @@ the labels that the bound met: they pass all of its tests. Annealing of cuts and
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -17,11 +18,14 @@ from fxsplit.planner.step.bound import ROUNDING, Line, LineBound, Stage, bound_b
 from fxsplit.planner.step.kernels import search as kernels
 from fxsplit.planner.step.kernels.arrays import Ints, Prices
 from fxsplit.planner.step.kernels.search import NEVER, Lattice, Order, make_stages
+from fxsplit.planner.step.prices import sort_into_levels
 
 CLOSE = 3e-4
 """A step that is longer than the bound by this share at most is good enough."""
 WALKS, STARTS, CHANGES, HEAT = 6, 6, 3_000, 0.01
 """How many annealings there are, from how many lines, of how many changes, and at which temperature, in steps."""
+LEVELS, LEVEL_LABELS, LEVEL_SAMPLES = 300, 12, 5
+"""The levels of too many ideals, and the labels and samples of their bound."""
 FEW_LABELS, ROUGH = 6, 2e-3
 """The labels and the width of the bisection that finds lines without replicas to start from."""
 
@@ -61,13 +65,27 @@ class LineSearch:
         """Return the known lines, the best first."""
         return sorted(self.steps, key=self.steps.__getitem__)
 
-    def run(self, deadline: float = inf) -> None:
-        """Find lines and the bound; stops at the deadline, of time.monotonic, but not within the bound."""
+    def run(self, known: Iterable[Line] = (), deadline: float = inf, *, whole: bool = True) -> None:
+        """Find lines and the bound; stops at the deadline, of time.monotonic, but not within the bound.
+
+        `known` are lines to begin from. `whole`: whether the ideals are all that there are, with their own prices:
+        otherwise they say nothing of other plans, and the bound is that of the work.
+        """
         full = self.prices.forward.size - 1
-        for replicas in range(1, self.most_replicas + 1):
-            self.add((Stage(0, full, replicas),))
+        for line in (*((Stage(0, full, r),) for r in range(1, self.most_replicas + 1)), *known):
+            self.add(line)
         self.bound = bound_by_work(self.prices, self.devices, self.m)
         if self.is_close():
+            return
+        if self.prices.nested.size == 0:
+            if whole:
+                levels = sort_into_levels(self.prices, LEVELS)
+                self._bound = LineBound(levels, self.devices, self.m, self.most_replicas, LEVEL_LABELS, LEVEL_SAMPLES)
+                self.bound, _ = self._bound.bisect(self.bound, self.best)
+            self._anneal(deadline)
+            return
+        if not whole:
+            self._anneal(deadline)
             return
         self._bound = LineBound(self.prices, self.devices, self.m, self.most_replicas)
         self.bound, met = self._bound.bisect(self.bound, self.best)

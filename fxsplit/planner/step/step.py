@@ -8,17 +8,18 @@ is simulated: the search's own figures decide nothing. Lines without replicas al
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import price_split
 from fxsplit.planner.clock import SearchClock
-from fxsplit.planner.solve import Task, bound_by_work, split_nodes
-from fxsplit.planner.step.bound import Line
+from fxsplit.planner.solve import Task, bound_by_work, search, split_nodes
+from fxsplit.planner.step.bound import Line, Stage
 from fxsplit.planner.step.kernels import compile_kernels
 from fxsplit.planner.step.kernels.search import F, I
 from fxsplit.planner.step.prices import price_ideals
@@ -35,8 +36,6 @@ from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.search_plan import search_for_plan, simulate_step, take_schedule
 
-MOST_IDEALS = 1_000
-"""With more ideals, all pairs of ideals are too many."""
 SIMULATED = 12
 """How many of the best lines are simulated under a schedule that is stated."""
 BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
@@ -51,19 +50,20 @@ MODELS = ("forwarded", "replicated")
 """The cost models with a step that the bound is for: both devices are busy while a value crosses a cut."""
 
 
-def plan_step(task: Task, chains: Antichains, clock: SearchClock) -> Plan:
+def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan:
     """Return the plan with the shortest step among lines of stages, and a lower bound over all of them.
 
     The number of microbatches and the schedule are the workload's: "search" leaves the order of work free. Stages have
     replicas if the cost model is `replicated`. Raises PlanError for a task that this search cannot solve.
     """
-    _check(task, chains)
+    _check(task)
     compile_kernels()
     machine, m = task.machine, task.workload.n_microbatches
     prices = price_ideals(task.costs, chains, machine, traffic=task.options.traffic)
     most_replicas = len(machine) if task.options.model == "replicated" else 1
     lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas)
-    lines.run(clock.deadline)
+    whole = chains.complete and chains.slack is None
+    lines.run(_list_usual(task, chains, states, clock), clock.deadline, whole=whole)
     searched = task.workload.schedule == SEARCH
     plans = [_schedule_line(task, chains, lines, line) for line in lines.rank()[: 1 if searched else SIMULATED]]
     best = min(plans, key=_read_step)
@@ -74,6 +74,24 @@ def plan_step(task: Task, chains: Antichains, clock: SearchClock) -> Plan:
     step = _read_step(best)
     lines.prove(step)
     return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
+
+
+def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Iterator[Line]:
+    """Yield the lines with the smallest bottleneck on all devices, on half of them, and so on: good ones to begin from.
+
+    So the plan is never slower than these, under the best order that is found for each.
+    """
+    machine, count = task.machine, len(task.machine)
+    while count > 1:
+        links, late = machine.links[: count - 1], machine.latencies_ms[: count - 1]
+        fewer = replace(machine, devices=machine.devices[:count], links=links, latencies_ms=late)
+        found = search(replace(task, machine=fewer), chains, states, clock).best
+        if found is not None:
+            ends = [0, *(end for end, _ in found.path)]
+            yield tuple(
+                Stage(begin, end, len(move.devices)) for begin, (end, move) in zip(ends, found.path, strict=False)
+            )
+        count //= 2
 
 
 def _read_step(plan: Plan) -> float:
@@ -168,12 +186,11 @@ def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int
     return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
 
 
-def _check(task: Task, chains: Antichains) -> None:
+def _check(task: Task) -> None:
     """Raise PlanError for a task that the search for the shortest step does not solve, with the reason."""
     machine, options, schedule = task.machine, task.options, task.workload.schedule
     equal = machine.uniform and not any(device.host for device in machine.devices)
     limited = any(isfinite(device.memory_bytes) for device in machine.devices)
-    count = len(chains) if chains.complete and chains.slack is None else "more"
     reasons = {
         f"is not for cost model {options.model!r}: give {' or '.join(MODELS)}": options.model not in MODELS,
         f"is not for schedule {schedule!r}: give one of {', '.join(SCHEDULES)}": schedule not in SCHEDULES,
@@ -184,8 +201,6 @@ def _check(task: Task, chains: Antichains) -> None:
         "takes no pins": bool(task.pinned or task.never),
         "plans no recompute": task.recompute != "never",
         "does not look at memory: leave its limits out": limited,
-        f"takes up to {MOST_IDEALS} ideals, and there are {count}: keep more nodes together": count == "more"
-        or len(chains) > MOST_IDEALS,
     }
     for reason, unfit in reasons.items():
         if unfit:

@@ -16,7 +16,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.step.bound import LineBound, bound_by_work, sample
 from fxsplit.planner.step.kernels.bound import Room, add_label, bound_device, pass_stage
-from fxsplit.planner.step.prices import price_ideals
+from fxsplit.planner.step.prices import price_ideals, sort_into_levels
 from tests.support.graphs import node, profiles, sweep, try_examples
 from tests.support.steps import find_shortest
 
@@ -31,10 +31,11 @@ def machines(draw: st.DrawFn, most: int = 3) -> Machine:
     return replace(made, devices=tuple(replace(d, speed=speed) for d in made.devices), latencies_ms=late)
 
 
-def bound(costs: Costs, machine: Machine, m: int, step: float, *, replicas: bool) -> float:
+def bound(costs: Costs, machine: Machine, m: int, step: float, *, replicas: bool, levels: int = 0) -> float:
     chains, _ = Planner(costs).lattice(machine)
     prices = price_ideals(costs, chains, machine)
-    lines = LineBound(prices, len(machine), m, len(machine) if replicas else 1)
+    known = sort_into_levels(prices, levels) if levels else prices
+    lines = LineBound(known, len(machine), m, len(machine) if replicas else 1)
     return lines.bisect(bound_by_work(prices, len(machine), m), step)[0]
 
 
@@ -49,7 +50,10 @@ def test_no_plan_beats_the_bound(replicas: bool, examples: int) -> None:
         for step in (best.orders, 1.3 * best.orders):
             low = bound(costs, machine, m, step, replicas=replicas)
             assert low <= best.orders * (1 + 1e-9) + 1e-9
-            assert low >= 0.0
+            # Levels only lower it.
+            for levels in (2, 5, 50):
+                rough = bound(costs, machine, m, step, replicas=replicas, levels=levels)
+                assert rough <= best.orders * (1 + 1e-9) + 1e-9 and 0.0 <= rough <= low * (1 + 3e-4) + 1e-9
 
     check()
 

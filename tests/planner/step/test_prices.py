@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from fxsplit.planner import Options, Task
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
 from fxsplit.planner.step.bound import Stage
-from fxsplit.planner.step.kernels.search import make_stages, price_line
-from fxsplit.planner.step.prices import find_nested, price_ideals
+from fxsplit.planner.step.kernels.search import lies_between, make_stages, price_line
+from fxsplit.planner.step.prices import find_nested, pack_members, price_ideals, sort_into_levels
 from fxsplit.planner.step.step import place, price_plan
 from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import read_times
@@ -70,9 +70,30 @@ def test_nested_ideals_are_subsets(examples: int) -> None:
     @given(profiles(6))
     def check(costs: Costs) -> None:
         chains, _ = Planner(costs).lattice(Machine.planned(2))
-        nested = find_nested(chains)
+        nested, members = find_nested(chains), pack_members(chains)
         sets = [set(chains.ideal(i)) for i in range(len(chains))]
         assert nested.tolist() == [[a <= b for b in sets] for a in sets]
-        assert all(nested[a, b] for a, b in pairwise([0, len(chains) - 1]))
+        for a, b, c in product(range(len(chains)), repeat=3):
+            assert lies_between(members, a, b, c) == (nested[a, b] and nested[b, c])
+
+    check()
+
+
+@sweep(15, 300)
+def test_levels_hold_the_least_and_the_most_of_their_ideals(examples: int) -> None:
+    @try_examples(examples)
+    @given(profiles(7), machines(3), st.integers(1, 12))
+    def check(costs: Costs, machine: Machine, count: int) -> None:
+        chains, _ = Planner(costs).lattice(machine)
+        prices = price_ideals(costs, chains, machine)
+        levels = sort_into_levels(prices, count)
+        work = prices.forward + prices.input + prices.weight
+        assert levels.least[0].tolist() == levels.most[0].tolist() == [0.0] * 5
+        assert levels.least[-1, 4] == levels.most[-1, 4] == work[-1] and len(levels.value) <= count + 3
+        sums = np.column_stack([prices.forward, prices.input, prices.weight, prices.reduce, work])
+        for i, own in enumerate(sums):
+            fits = (levels.least <= own).all(axis=1) & (own <= levels.most).all(axis=1)
+            fits &= (levels.value <= prices.value[i]) & (levels.gradient <= prices.gradient[i])
+            assert fits.any()
 
     check()

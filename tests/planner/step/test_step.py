@@ -20,6 +20,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.text.write import render
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
+from fxsplit.planner.step import prices
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.schedule.search_plan import schedule_plan
@@ -143,12 +144,38 @@ def test_a_task_that_it_does_not_solve_is_refused(
     assert "objective='bottleneck'" in str(error.value)
 
 
-def test_pins_and_large_lattices_are_refused() -> None:
-    machine = Machine.planned(2)
-    laid_out, workload = Scheduler(SEARCH, 2).lay_out(machine, 4)
+def test_pins_are_refused() -> None:
+    laid_out, workload = Scheduler(SEARCH, 2).lay_out(Machine.planned(2), 4)
     with pytest.raises(PlanError, match="takes no pins"):
         Planner(chain(1.0, 2.0), {"n0": 0}).plan(laid_out, workload, STEP)
-    wide = tuple(node(f"n{i}", ["x"]) for i in range(11))
+
+
+@pytest.mark.parametrize("options", [STEP, LINE])
+@sweep(8, 200)
+def test_too_many_ideals_have_a_plan_and_a_bound_too(
+    options: Options, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prices, "MOST_IDEALS", 0)
+
+    @try_examples(examples)
+    @given(profiles(4), machines(), st.integers(1, 3))
+    def check(costs: Costs, machine: Machine, m: int) -> None:
+        bare = tuple(replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0) for n in costs.nodes)
+        plan = solve(replace(costs, nodes=bare), machine, m, options)
+        best = find_shortest(costs, machine, m, replicas=options is STEP)
+        assert plan.step_lower_bound_ms is not None and plan.step_ms is not None
+        assert plan.step_lower_bound_ms <= best.orders * (1 + 1e-9) + 1e-9
+        assert plan.step_ms <= best.orders * 1.05 + 1e-9
+
+    check()
+
+
+def test_the_ideals_of_one_order_prove_nothing_but_the_work() -> None:
+    """Eleven nodes side by side: the plan is among the ideals of one order, and another order may be better."""
+    wide = tuple(node(f"n{i}", ["x"], 1.0 + i) for i in range(11))
     costs = Costs(wide, (InputCost("x", 0, 0),), tuple(n.name for n in wide), rows=1)
-    with pytest.raises(PlanError, match="up to 1000 ideals"):
-        solve(costs, machine, 4)
+    laid_out, workload = Scheduler(SEARCH, 2).lay_out(Machine.planned(2), 4)
+    plan = Planner(costs, max_states=20).plan(laid_out, workload, LINE)
+    work = 4 * sum(n.forward_ms + n.backward_ms for n in wide)
+    assert plan.step_lower_bound_ms == pytest.approx(work / 2) and plan.step_ms is not None
+    assert plan.step_ms < 0.7 * work

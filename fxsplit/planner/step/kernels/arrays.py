@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Words = NDArray[np.uint64]
 
 
 class Prices(NamedTuple):
@@ -23,7 +24,8 @@ class Prices(NamedTuple):
     - `reduce`: the parameters of all nodes inside, once over a link; r replicas sum their gradients in
       4 (r - 1) / r times that (see `price_split`)
     - `value`, `gradient`: how long a value, and a gradient, that crosses a cut after the ideal keeps a device busy
-    - `nested`: bool [ideals, ideals], whether the first is a subset of the second
+    - `members`: uint64 [ideals, words], a bit for each block inside
+    - `nested`: bool [ideals, ideals], whether the first is a subset of the second; of size 0 if ideals are too many
     """
 
     forward: Floats
@@ -32,4 +34,18 @@ class Prices(NamedTuple):
     reduce: Floats
     value: Floats
     gradient: Floats
+    members: Words
     nested: Bools
+
+
+class Levels(NamedTuple):
+    """The ideals in levels of work, in order: the first level has only the empty ideal, the last one only the full one.
+
+    - `least`, `most`: [levels, 5], the least and most of F, I, W, REDUCE and work of the ideals of a level (see Prices)
+    - `value`, `gradient`: [levels], the least of what crosses a cut after one of them
+    """
+
+    least: Floats
+    most: Floats
+    value: Floats
+    gradient: Floats

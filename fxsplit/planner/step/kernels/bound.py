@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.planner.step.kernels.arrays import Floats, Ints, Prices
+from fxsplit.planner.step.kernels.arrays import Floats, Ints, Levels, Prices
 
 TINY = 1e-13
 """Times that differ by this share of the threshold count as equal: they are sums in another order."""
@@ -240,4 +240,63 @@ def test_line(
     return bool(labels.counts[:, full].max() > 0)
 
 
-KERNELS = [add_label, bound_device, pass_stage, test_line]
+def test_levels(
+    threshold: float, devices: int, m: int, most_replicas: int, levels: Levels, samples: Ints, labels: Labels
+) -> bool:
+    """Return whether a chain of stages may pass all tests at a threshold, in ms, as far as levels of work tell.
+
+    As `test_line`, with the least that a stage between two levels may take.
+    """
+    n, full = levels.value.size, levels.value.size - 1
+    labels.counts[:] = 0
+    labels.figures[0, 0, 0, :] = 0.0
+    labels.counts[0, 0] = 1
+    after, origin = np.zeros(1 + 2 * samples.size), np.zeros(4, np.int64)
+    room = Room(np.zeros((2, samples.size)), np.zeros((2, samples.size)), np.zeros(2), np.zeros(2))
+    head = 1 + samples.size
+    least = np.zeros(5)
+    for begin in range(full):
+        for used in range(devices):
+            count = labels.counts[used, begin]
+            if count == 0:
+                continue
+            for end in range(begin + 1, n):
+                for x in range(5):
+                    least[x] = max(0.0, levels.least[end, x] - levels.most[begin, x])
+                # The sum of F, I and W is known better than its parts.
+                more = max(0.0, least[4] - least[0] - least[1] - least[2])
+                crossing = levels.value[end] + levels.gradient[end]
+                rest = levels.least[full, 0] - levels.most[end, 0] + levels.least[full, 1] - levels.most[end, 1]
+                rest = max(0.0, rest) + crossing
+                whole = levels.least[full, 4] - levels.most[end, 4] + crossing
+                for r in range(1, min(most_replicas, devices - used) + 1):
+                    left = devices - used - r
+                    if end < full and left == 0:
+                        break
+                    f = least[0] + r * (levels.value[begin] + levels.value[end])
+                    i = least[1] + r * (levels.gradient[begin] + levels.gradient[end])
+                    d = least[3] * 4.0 * (r - 1) / r
+                    work = (m + r - 1) // r * (f + i + least[2] + more) + d
+                    if work > threshold:
+                        continue
+                    for at in range(count):
+                        label = labels.figures[used, begin, at]
+                        if label[head] + work > threshold:
+                            continue
+                        if end < full and label[head] + f + m * whole / left > threshold:
+                            continue
+                        bound = pass_stage(label, after, samples, m, r, f, i, least[2], d, rest, threshold, room)
+                        if bound > threshold:
+                            continue
+                        labels.counts[used + r, end] = add_label(
+                            labels.figures[used + r, end],
+                            labels.origins[used + r, end],
+                            labels.counts[used + r, end],
+                            after,
+                            origin,
+                            TINY * threshold,
+                        )
+    return bool(labels.counts[:, full].max() > 0)
+
+
+KERNELS = [add_label, bound_device, pass_stage, test_line, test_levels]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.planner.step.kernels.arrays import Floats, Ints, Prices
+from fxsplit.planner.step.kernels.arrays import Floats, Ints, Prices, Words
 
 NEVER = 1e300
 """The time of an action whose inputs are not known to arrive yet."""
@@ -195,6 +195,23 @@ def judge_line(
     return best, found
 
 
+def pack_members(parent: Ints, last: Ints, blocks: int) -> Words:
+    """Return a bit for each block inside each ideal, uint64 [ideals, words]."""
+    members = np.zeros((parent.size, (blocks + 63) // 64), np.uint64)
+    for i in range(1, parent.size):
+        members[i] = members[parent[i]]
+        members[i, last[i] // 64] |= np.uint64(1) << np.uint64(last[i] % 64)
+    return members
+
+
+def lies_between(members: Words, begin: int, cut: int, end: int) -> bool:
+    """Return whether an ideal contains another one, and lies in a third one."""
+    for w in range(members.shape[1]):
+        if members[begin, w] & ~members[cut, w] or members[cut, w] & ~members[end, w]:
+            return False
+    return True
+
+
 def _walk(ideal: int, lattice: Lattice) -> int:
     """Return an ideal near another one: 1 step along the lattice, or more with a chance of a half for each."""
     while True:
@@ -218,7 +235,7 @@ def change_line(line: Ints, k: int, devices: int, most_replicas: int, prices: Pr
         s = np.random.randint(k - 1)
         cut = _walk(line[s, 1], lattice)
         begin, end = line[s, 0], line[s + 1, 1]
-        if cut in (begin, end) or not prices.nested[begin, cut] or not prices.nested[cut, end]:
+        if cut in (begin, end) or not lies_between(prices.members, begin, cut, end):
             return 0
         line[s, 1] = line[s + 1, 0] = cut
         return k
@@ -228,7 +245,7 @@ def change_line(line: Ints, k: int, devices: int, most_replicas: int, prices: Pr
         if used == devices or end - begin < 2:
             return 0
         cut = begin + 1 + np.random.randint(end - begin - 1)
-        if not prices.nested[begin, cut] or not prices.nested[cut, end]:
+        if not lies_between(prices.members, begin, cut, end):
             return 0
         for t in range(k, s + 1, -1):
             line[t] = line[t - 1]
@@ -310,6 +327,8 @@ KERNELS = [
     price_line,
     bound_line,
     choose_rule,
+    pack_members,
+    lies_between,
     list_order,
     judge_line,
     _walk,
