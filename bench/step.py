@@ -3,10 +3,11 @@
 python -m bench.step FOLDER                          # a table: FOLDER has profiles in PipeDream's format, *.txt
 python -m bench.step FOLDER --microbatches 4 16 32   # with these numbers of microbatches
 python -m bench.step FOLDER --cost-model forwarded   # without replicas
+python -m bench.step FOLDER --memory 0.5             # devices with this share of what the model holds on one device
 python -m bench.step --small 1000                    # 1,000 small random graphs beside an exact referee
 
-All steps are simulated under one rule of transfers: both devices are busy while a value crosses a cut. Memory is not
-limited, and all devices and links are equal.
+All steps are simulated under one rule of transfers: both devices are busy while a value crosses a cut. All devices and
+links are equal, and memory is not limited by default.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import NamedTuple
 
 from fxsplit.api.plan import lay_out
-from fxsplit.errors import FxsplitError
+from fxsplit.errors import FxsplitError, NoFit
 from fxsplit.formats import read
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from fxsplit.schedule.generators.catalogue import SEARCH
-from fxsplit.schedule.search_plan import state_step
+from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.schedule.search_plan import simulate_step
 from tests.support.graphs import downsets
 from tests.support.steps import NAMED, find_shortest
 
@@ -43,40 +48,57 @@ class Row(NamedTuple):
 
     - `usual`: of the plans with the smallest bottleneck on all devices under 1F1B, by cost model
     - `best_usual`: the best of these plans on up to so many devices, under 1F1B, GPipe and ZB-H1
+    - `plan`: the plan for the shortest step, None if none fits
     """
 
     case: str
     ideals: int
     usual: tuple[float, ...]
     best_usual: float
-    plan: Plan
+    plan: Plan | None
     seconds: float
 
 
-def plan_usual(planner: Planner, devices: int, bandwidth: float, m: int) -> tuple[tuple[float, ...], float]:
-    """Return the steps of plans with the smallest bottleneck; see Row."""
+def plan_usual(planner: Planner, machine: Machine, m: int) -> tuple[tuple[float, ...], float]:
+    """Return the steps of plans with the smallest bottleneck, infinite for those that do not fit; see Row."""
     steps: dict[tuple[str, int, str], float] = {}
     for model in MODELS:
-        for count in range(1, devices + 1):
+        for count in range(1, len(machine) + 1):
+            fewer = replace(machine, devices=machine.devices[:count], links=machine.links[: count - 1])
             for name in NAMED:
-                machine, workload = lay_out(Machine.planned(count, bandwidth), name, m)
-                plan = state_step(planner.plan(machine, workload, Options(model=model, use_all=False)), count)
-                steps[model, count, name] = plan.step_ms or float("inf")
-    return tuple(steps[model, devices, "1F1B"] for model in MODELS), min(steps.values())
+                laid_out, workload = lay_out(fewer, name, m)
+                steps[model, count, name] = inf
+                with suppress(NoFit):
+                    plan = planner.plan(laid_out, workload, Options(model=model, use_all=False))
+                    memory = [device.memory_bytes for device in fewer.devices]
+                    made = build_schedule(plan, Scheduler(name, count), m, memory)
+                    steps[model, count, name] = simulate_step(plan, made)
+    return tuple(steps[model, len(machine), "1F1B"] for model in MODELS), min(steps.values())
 
 
-def measure(path: Path, devices: int, bandwidth: float, m: int, model: str) -> Row:
-    """Plan one case, from reading the profile to the plan."""
+def measure(path: Path, devices: int, bandwidth: float, m: int, model: str, memory: float = inf) -> Row:
+    """Plan one case, from reading the profile to the plan.
+
+    `memory` is the memory of a device, as a share of what the whole model holds on one device.
+    """
     begin = time.perf_counter()
     planner = Planner(read(str(path), by_bytes=True).costs)
-    machine, workload = lay_out(Machine.planned(devices, bandwidth), SEARCH, m)
-    plan = planner.plan(machine, workload, Options(model=model, use_all=False, objective="step"))
+    machine = Machine.planned(devices, bandwidth)
+    if memory < inf:
+        alone, workload = lay_out(Machine.planned(1, bandwidth), "1F1B", m)
+        whole = planner.plan(alone, workload, Options()).stages[0].memory_bytes
+        machine = Machine.planned(devices, bandwidth, memory * whole)
+    laid_out, workload = lay_out(machine, SEARCH, m)
+    plan = None
+    with suppress(NoFit):
+        plan = planner.plan(laid_out, workload, Options(model=model, use_all=False, objective="step"))
     seconds = time.perf_counter() - begin
+    ideals = len(planner.lattice(machine)[0])
     case = f"{path.stem} {devices} @{bandwidth / 1e9:g}"
-    return Row(case, plan.n_states, *plan_usual(planner, devices, bandwidth, m), plan, seconds)
+    return Row(case, ideals, *plan_usual(planner, machine, m), plan, seconds)
 
 
-def tabulate(folder: Path, m: int, model: str) -> Iterator[str]:
+def tabulate(folder: Path, m: int, model: str, memory: float = inf) -> Iterator[str]:
     """Yield the rows of a table, and a summary."""
     yield f"| {m} microbatches: network, devices @GB/s | ideals | 1F1B | best | step | stages | bound | gap % | s |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -85,13 +107,16 @@ def tabulate(folder: Path, m: int, model: str) -> Iterator[str]:
         for devices in DEVICES:
             for bandwidth in BANDWIDTHS:
                 try:
-                    row = measure(path, devices, bandwidth, m, model)
+                    row = measure(path, devices, bandwidth, m, model, memory)
                 except FxsplitError as error:
                     yield f"| {path.stem} {devices} @{bandwidth / 1e9:g} | {error} | | | | | | | |"
                     break
                 rows.append(row)
-                plan, stages = row.plan, "+".join(str(len(s.devices)) for s in row.plan.stages)
-                usual = f"{' / '.join(f'{step:.1f}' for step in row.usual)} | {row.best_usual:.1f}"
+                plan, usual = row.plan, f"{' / '.join(f'{step:.1f}' for step in row.usual)} | {row.best_usual:.1f}"
+                if plan is None:
+                    yield f"| {row.case} | {row.ideals} | {usual} | does not fit | | | | {row.seconds:.1f} |"
+                    continue
+                stages = "+".join(str(len(s.devices)) for s in plan.stages)
                 found = f"{plan.step_ms:.1f} | {stages} | {plan.step_lower_bound_ms:.1f}"
                 gap = f"{100 * (plan.step_gap or 0.0):.2f} | {row.seconds:.1f}"
                 yield f"| {row.case} | {row.ideals} | {usual} | {found} | {gap} |"
@@ -101,10 +126,16 @@ def tabulate(folder: Path, m: int, model: str) -> Iterator[str]:
 
 def summarise(rows: Sequence[Row]) -> Iterator[str]:
     """Yield how many gaps are small, how long plans took, and how much faster their steps are."""
-    if not rows:
+    lacking = [row for row in rows if row.plan is None]
+    if lacking:
+        missed = sum(row.best_usual < inf for row in lacking)
+        yield f"no plan in {len(lacking)} of {len(rows)} cases, and one of the smallest bottleneck in {missed} of them"
+    rows = [row for row in rows if row.plan is not None]
+    plans = [row.plan for row in rows if row.plan is not None]
+    if not plans:
         return
-    gaps = [row.plan.step_gap or 0.0 for row in rows]
-    steps = [row.plan.step_ms or 0.0 for row in rows]
+    gaps = [plan.step_gap or 0.0 for plan in plans]
+    steps = [plan.step_ms or 0.0 for plan in plans]
     within = ", ".join(f"{sum(gap <= share for gap in gaps)} <= {100 * share:g} %" for share in (1e-3, 1e-2, 5e-2))
     yield f"{len(rows)} cases: gap {within}, worst {100 * max(gaps):.2f} %"
     yield f"seconds: median {median(r.seconds for r in rows):.2f}, worst {max(r.seconds for r in rows):.2f}"
@@ -112,9 +143,10 @@ def summarise(rows: Sequence[Row]) -> Iterator[str]:
         ("the better cost model under 1F1B", [min(row.usual) for row in rows]),
         ("the best of all of these plans", [row.best_usual for row in rows]),
     ):
-        faster = sum(old / new for old, new in zip(before, steps, strict=True)) / len(rows) - 1
-        slower = sum(new > old * (1 + CLOSE) for old, new in zip(before, steps, strict=True))
-        yield f"beside {what}: {100 * faster:.1f} % faster in the mean, slower in {slower}"
+        there = [(old, new) for old, new in zip(before, steps, strict=True) if old < inf]
+        faster = sum(old / new for old, new in there) / max(1, len(there)) - 1
+        slower = sum(new > old * (1 + CLOSE) for old, new in there)
+        yield f"beside {what} (in {len(there)} cases): {100 * faster:.1f} % faster in the mean, slower in {slower}"
 
 
 def draw(seed: int) -> tuple[Costs, Machine, int]:
@@ -177,6 +209,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8])
     parser.add_argument("--cost-model", choices=MODELS, default="replicated")
+    parser.add_argument("--memory", type=float, default=inf, help="default: unlimited")
     parser.add_argument("--small", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first small graph")
     parser.add_argument("--orders", type=int, default=30_000, help="lines with more orders run named schedules only")
@@ -188,7 +221,7 @@ def main() -> None:
     if arguments.folder is None:
         parser.error("give a folder with profiles, or --small")
     for m in arguments.microbatches:
-        for line in tabulate(arguments.folder, m, arguments.cost_model):
+        for line in tabulate(arguments.folder, m, arguments.cost_model, arguments.memory):
             print(line, flush=True)
 
 

@@ -11,10 +11,20 @@ from tests.formats.test_formats import PIPEDREAM
 def test_a_row_compares_the_plan_with_those_for_the_smallest_bottleneck(tmp_path: Path) -> None:
     (tmp_path / "net.txt").write_text(PIPEDREAM)
     row = measure(tmp_path / "net.txt", 2, 1e9, 4, "replicated")
-    assert row.plan.step_ms is not None and row.plan.step_ms <= row.best_usual <= min(row.usual)
+    assert row.plan is not None and row.plan.step_ms is not None
+    assert row.plan.step_ms <= row.best_usual <= min(row.usual)
     assert "1 cases: gap" in next(iter(summarise([row])))
     text = list(tabulate(tmp_path, 4, "forwarded"))
     assert len(text) == 2 + 6 + 1 + 4 and text[2].startswith("| net 4 @1 |")
+
+
+def test_rows_without_a_plan_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "net.txt").write_text(PIPEDREAM)
+    text = list(tabulate(tmp_path, 4, "replicated", memory=0.01))
+    assert "does not fit" in text[2]
+    assert text[-1] == "no plan in 6 of 6 cases, and one of the smallest bottleneck in 0 of them"
+    text = list(tabulate(tmp_path, 4, "replicated", memory=1.0))
+    assert "6 cases: gap" in text[-4] and text[-1].endswith("slower in 0")
 
 
 def test_small_graphs_are_counted() -> None:

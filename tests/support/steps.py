@@ -70,6 +70,28 @@ def find_shortest(costs: Costs, machine: Machine, m: int, *, replicas: bool, mos
     return Referee(shortest, named, complete, count)
 
 
+def find_best_that_fits(costs: Costs, machine: Machine, m: int, *, replicas: bool) -> float | None:
+    """Return the shortest step over all lines and named schedules that stay in memory, in ms; None if none does.
+
+    The schedules hold as many microbatches as keep all devices busy, or fewer.
+    """
+    best = None
+    for plan in list_lines(costs, machine, m, replicas=replicas):
+        homes = tuple(stage.devices for stage in plan.stages)
+        split = [(stage.nodes, stage.devices, False) for stage in plan.stages]
+        for name in NAMED:
+            for fewer in range(max(count_in_flight(homes)) if name != "GPipe" else 1):
+                most = [max(1, count - fewer) for count in count_in_flight(homes)]
+                schedule = schedule_replicas(name, homes, m, most)
+                workload = Scheduler.of(schedule).describe(len(machine), m)
+                priced = price_split(costs, machine, workload, split, plan.model)
+                if any(s.memory_bytes > machine.devices[0].memory_bytes for s in priced):
+                    continue
+                step = simulate(schedule, read_times(plan, schedule)).step_ms
+                best = step if best is None else min(best, step)
+    return best
+
+
 def list_lines(costs: Costs, machine: Machine, m: int, *, replicas: bool) -> Iterator[Plan]:
     """Yield every plan with one stage a device, replicas on neighbours, and the last devices idle."""
     _, workload = Scheduler("1F1B", len(machine)).lay_out(machine, m)

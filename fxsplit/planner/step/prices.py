@@ -11,6 +11,8 @@ import numpy as np
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.lattice.antichains import Antichains
+from fxsplit.ir.facts.memory.stage import WEIGHT_COPIES
+from fxsplit.ir.facts.price import CostModel
 from fxsplit.planner.kernels import fit
 from fxsplit.planner.kernels.lattice import prefix_sums
 from fxsplit.planner.lattice.lattice import sum_live_values
@@ -21,25 +23,31 @@ MOST_IDEALS = 1_000
 """With more ideals, all pairs of them are too many to look at."""
 
 
-def price_ideals(costs: Costs, chains: Antichains, machine: Machine, *, traffic: bool = True) -> Prices:
+def price_ideals(costs: Costs, chains: Antichains, machine: Machine, model: CostModel | None = None) -> Prices:
     """Return the prices of all ideals on a machine of equal devices and links.
 
-    Without `traffic`, values between stages are free. Above MOST_IDEALS the prices do not say which ideals are nested.
+    The model says whether values between stages take time, and how large the optimizer is. Above MOST_IDEALS the prices
+    do not say which ideals are nested.
     """
-    speed = machine.devices[0].speed
-    figures = np.zeros((len(chains.blocks), 4))
+    model, speed = model or CostModel(), machine.devices[0].speed
+    again = _find_again(costs)
+    copies = WEIGHT_COPIES + model.optimizer_factor
+    figures = np.zeros((len(chains.blocks), 6))
     for block, names in enumerate(chains.blocks.members):
         for node in map(costs.by_name.__getitem__, names):
-            figures[block] += (node.forward_ms, node.backward_ms - node.late_ms, node.late_ms, node.parameter_bytes)
+            parameters, buffers = again.get(node.name, (0.0, 0.0))
+            held = (node.parameter_bytes - parameters) * copies + node.buffer_bytes - buffers
+            times = node.forward_ms, node.backward_ms - node.late_ms, node.late_ms
+            figures[block] += (*times, node.parameter_bytes, held, node.kept_bytes)
     sums = fit(prefix_sums, len(chains))(chains.parent, chains.last, figures)
     rate = machine.bytes_per_ms(0, min(1, len(machine) - 1))
     value = gradient = np.zeros(len(chains))
-    if traffic:
+    if model.traffic:
         # As they are sent: fewer bytes if cuts are compressed.
         values = sum_live_values(costs, chains, lambda name, _: costs.sent[name][0])
         late = machine.latency_ms(0, min(1, len(machine) - 1))
         value, gradient = (_send(sizes, rate, late) for sizes in (values, chains.sent_bytes - values))
-    forward, input_, weight, parameters = np.ascontiguousarray(sums.T)
+    forward, input_, weight, parameters, held, kept = np.ascontiguousarray(sums.T)
     return Prices(
         forward / speed,
         input_ / speed,
@@ -47,9 +55,23 @@ def price_ideals(costs: Costs, chains: Antichains, machine: Machine, *, traffic:
         parameters / rate,
         value,
         gradient,
+        held,
+        kept,
+        chains.live_bytes.astype(np.float64),
+        float(machine.devices[0].memory_bytes),
         pack_members(chains),
         find_nested(chains) if len(chains) <= MOST_IDEALS else np.zeros((0, 0), np.bool_),
     )
+
+
+def _find_again(costs: Costs) -> dict[str, tuple[float, float]]:
+    """Return the parameters and buffers of each node that an earlier node counts too, in bytes."""
+    found: dict[str, tuple[float, float]] = {}
+    for tie in costs.tied:
+        for name in [node.name for node in costs.nodes if node.name in tie.nodes][1:]:
+            before = found.get(name, (0.0, 0.0))
+            found[name] = before[0] + tie.parameter_bytes, before[1] + tie.buffer_bytes
+    return found
 
 
 def _send(sizes: Floats, rate: float, late: float) -> Floats:

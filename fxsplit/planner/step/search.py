@@ -7,7 +7,7 @@ the labels that the bound met: they pass all of its tests. Annealing of cuts and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,13 +16,13 @@ import numpy as np
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.planner.step.bound import ROUNDING, Line, LineBound, Stage, bound_by_work
 from fxsplit.planner.step.kernels import search as kernels
-from fxsplit.planner.step.kernels.arrays import Ints, Prices
+from fxsplit.planner.step.kernels.arrays import Ints, Levels, Prices
 from fxsplit.planner.step.kernels.search import NEVER, Lattice, Order, make_stages
 from fxsplit.planner.step.prices import sort_into_levels
 
 CLOSE = 3e-4
 """A step that is longer than the bound by this share at most is good enough."""
-WALKS, STARTS, CHANGES, HEAT = 6, 6, 3_000, 0.01
+WALKS, STARTS, CHANGES, HEAT = 8, 6, 3_000, 0.01
 """How many annealings there are, from how many lines, of how many changes, and at which temperature, in steps."""
 LEVELS, LEVEL_LABELS, LEVEL_SAMPLES = 300, 12, 5
 """The levels of too many ideals, and the labels and samples of their bound."""
@@ -34,7 +34,9 @@ FEW_LABELS, ROUGH = 6, 2e-3
 class LineSearch:
     """The lines known so far, with the step of each one's best list schedule in ms, and a bound of all lines' steps.
 
-    `steps` has lines in the order in which they were found, `rules` the rule of the list schedule of each.
+    `steps` has lines in the order in which they were found, `rules` the rule of the list schedule of each. Lines that
+    do not fit in memory have the step NEVER. The bound is NEVER if no line fits, in any order of work. `usual` are the
+    lines from elsewhere.
     """
 
     prices: Prices
@@ -44,6 +46,7 @@ class LineSearch:
     most_replicas: int
     steps: dict[Line, float] = field(default_factory=dict)
     rules: dict[Line, int] = field(default_factory=dict)
+    usual: list[Line] = field(default_factory=list)
     bound: float = 0.0
     _bound: LineBound | None = None
 
@@ -54,50 +57,57 @@ class LineSearch:
 
     @property
     def best(self) -> float:
-        """The shortest step known, in ms."""
-        return min(self.steps.values(), default=inf)
+        """The shortest step known, in ms; NEVER without a line that fits."""
+        return min(self.steps.values(), default=NEVER)
 
     def is_close(self) -> bool:
         """Return whether the best line is close enough to the bound."""
         return self.best <= self.bound * (1 + CLOSE)
 
     def rank(self) -> list[Line]:
-        """Return the known lines, the best first."""
-        return sorted(self.steps, key=self.steps.__getitem__)
+        """Return the known lines that fit, the best first."""
+        return sorted((line for line, step in self.steps.items() if step < NEVER), key=self.steps.__getitem__)
 
-    def run(self, known: Iterable[Line] = (), deadline: float = inf, *, whole: bool = True) -> None:
+    def run(self, usual: Iterable[Line] = (), deadline: float = inf, *, whole: bool = True) -> None:
         """Find lines and the bound; stops at the deadline, of time.monotonic, but not within the bound.
 
-        `known` are lines to begin from. `whole`: whether the ideals are all that there are, with their own prices:
-        otherwise they say nothing of other plans, and the bound is that of the work.
+        `usual` are further lines to begin from, which are made only if they are needed. `whole`: whether the ideals are
+        all that there are, with their own prices. Otherwise they say nothing of other plans, and the bound is that of
+        the work.
         """
         full = self.prices.forward.size - 1
-        for line in (*((Stage(0, full, r),) for r in range(1, self.most_replicas + 1)), *known):
-            self.add(line)
+        for replicas in range(1, self.most_replicas + 1):
+            self.add((Stage(0, full, replicas),))
         self.bound = bound_by_work(self.prices, self.devices, self.m)
-        if self.is_close():
-            return
+        if self.best == NEVER:
+            self._add_usual(usual)
+        if whole and not self.is_close():
+            self._find_bound()
+        # The bound meets more lines if it begins far above.
+        if not self.is_close():
+            self._add_usual(usual)
+            self._anneal(deadline)
+
+    def _add_usual(self, usual: Iterable[Line]) -> None:
+        """Add lines to begin from."""
+        for line in usual:
+            self.usual.append(line)
+            self.add(line)
+
+    def _find_bound(self) -> None:
+        """Find the bound, and add the lines that it meets."""
+        prices: Prices | Levels = self.prices
         if self.prices.nested.size == 0:
-            if whole:
-                levels = sort_into_levels(self.prices, LEVELS)
-                self._bound = LineBound(levels, self.devices, self.m, self.most_replicas, LEVEL_LABELS, LEVEL_SAMPLES)
-                self.bound, _ = self._bound.bisect(self.bound, self.best)
-            self._anneal(deadline)
-            return
-        if not whole:
-            self._anneal(deadline)
-            return
-        self._bound = LineBound(self.prices, self.devices, self.m, self.most_replicas)
+            prices = sort_into_levels(self.prices, LEVELS)
+        lists = (LEVEL_LABELS, LEVEL_SAMPLES) if isinstance(prices, Levels) else ()
+        self._bound = LineBound(prices, self.devices, self.m, self.most_replicas, *lists)
         self.bound, met = self._bound.bisect(self.bound, self.best)
         for line in met:
             self.add(line)
-        if self.is_close():
-            return
-        if self.most_replicas > 1:
-            single = LineBound(self.prices, self.devices, self.m, 1, FEW_LABELS)
+        if met and self.most_replicas > 1 and not self.is_close():
+            single = LineBound(prices, self.devices, self.m, 1, FEW_LABELS)
             for line in single.bisect(self.bound, self.best, ROUGH)[1]:
                 self.add(line)
-        self._anneal(deadline)
 
     def prove(self, step: float) -> None:
         """Raise the bound to a step in ms, if it is close and no line can be any better."""
@@ -108,6 +118,8 @@ class LineSearch:
 
     def _anneal(self, deadline: float) -> None:
         """Anneal the best lines in turn."""
+        if self.best == NEVER:
+            return
         room = np.zeros((self.devices, 3), np.int64)
         for turn in range(WALKS):
             if self.is_close() or time.monotonic() > deadline:
@@ -146,14 +158,24 @@ class LineSearch:
     def bound_line(self, line: Line) -> float:
         """Return a bound of one line's step in any order, in ms."""
         stages = make_stages(len(line))
-        kernels.price_line(np.array(line, np.int64), len(line), self.prices, stages)
+        kernels.price_line(np.array(line, np.int64), len(line), self.m, self.prices, stages)
         return kernels.bound_line(len(line), self.m, stages)
 
-    def list_actions(self, line: Line) -> list[list[tuple[int, int]]]:
-        """Return the actions of each device in a line's best list schedule: F, I or W by number, and microbatch."""
+    def list_actions(self, line: Line, fewer: Sequence[int] = ()) -> list[list[tuple[int, int]]]:
+        """Return the actions of each device in a line's best list schedule: F, I or W by number, and microbatch.
+
+        `fewer`: by how many microbatches each stage has less room than its sums say (default: by none). Returns [] if a
+        stage then has none.
+        """
         stages, most, k = make_stages(len(line)), np.zeros(len(line), np.int64), len(line)
-        kernels.price_line(np.array(line, np.int64), k, self.prices, stages)
-        forward_first, share = kernels.choose_rule(self.rules[line], k, self.m, stages.replicas, most)
+        kernels.price_line(np.array(line, np.int64), k, self.m, self.prices, stages)
+        rule = self.rules[line]
+        if any(fewer):
+            stages.room[:] -= np.array(fewer, np.int64)
+            _, rule = kernels.judge_stages(k, self.m, stages, NEVER, most, self._room)
+        if rule < 0:
+            return []
+        forward_first, share = kernels.choose_rule(rule, k, self.m, stages.replicas, most)
         self._room.counts[:] = 0
         kernels.list_order(k, self.m, stages, most, forward_first, share, self._room, True)
         counts = self._room.counts[: int(stages.replicas.sum())]

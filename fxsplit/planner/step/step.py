@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 
-from fxsplit.errors import PlanError
+from fxsplit.errors import NoFit, PlanError
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import PROVEN, Plan
@@ -21,7 +21,7 @@ from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.solve import Task, bound_by_work, search, split_nodes
 from fxsplit.planner.step.bound import Line, Stage
 from fxsplit.planner.step.kernels import compile_kernels
-from fxsplit.planner.step.kernels.search import F, I
+from fxsplit.planner.step.kernels.search import NEVER, F, I
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
 from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
@@ -29,15 +29,17 @@ from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     REPLICABLE,
     append_sums,
-    count_in_flight,
-    schedule_replicas,
 )
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.search_plan import search_for_plan, simulate_step, take_schedule
 
 SIMULATED = 12
-"""How many of the best lines are simulated under a schedule that is stated."""
+"""How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""
+ATTEMPTS = 6
+"""How often a list schedule is made again for less room, if actions need more memory than sums over ideals say."""
+SIMPLE = ("1F1B", "ZB-H1")
+"""Schedules that are taken instead of a searched order, if they are as fast."""
 BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
 """For how many lines an order is searched: the best by their steps and by their bounds; and for how many seconds."""
 SAME = 1e-9
@@ -54,26 +56,87 @@ def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock
     """Return the plan with the shortest step among lines of stages, and a lower bound over all of them.
 
     The number of microbatches and the schedule are the workload's: "search" leaves the order of work free. Stages have
-    replicas if the cost model is `replicated`. Raises PlanError for a task that this search cannot solve.
+    replicas if the cost model is `replicated`. Each stage stays within its device's memory at every moment. Raises
+    NoFit if no plan that does was found, and PlanError for a task that this search cannot solve.
     """
     _check(task)
     compile_kernels()
     machine, m = task.machine, task.workload.n_microbatches
-    prices = price_ideals(task.costs, chains, machine, traffic=task.options.traffic)
+    prices = price_ideals(task.costs, chains, machine, task.options.costs)
     most_replicas = len(machine) if task.options.model == "replicated" else 1
     lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas)
     whole = chains.complete and chains.slack is None
     lines.run(_list_usual(task, chains, states, clock), clock.deadline, whole=whole)
-    searched = task.workload.schedule == SEARCH
-    plans = [_schedule_line(task, chains, lines, line) for line in lines.rank()[: 1 if searched else SIMULATED]]
-    best = min(plans, key=_read_step)
-    if searched and _read_step(best) > lines.bound * (1 + CLOSE):
+    best = min(_list_plans(task, chains, lines), key=_read_step, default=None)
+    if task.workload.schedule == SEARCH and (best is None or _read_step(best) > lines.bound * (1 + CLOSE)):
         best = _search_orders(task, chains, lines, best, clock)
-    if searched:
-        best = _take_simpler(task, best, m)
+    if best is None:
+        raise _explain_misfit(proven=lines.bound >= NEVER)
     step = _read_step(best)
     lines.prove(step)
     return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
+
+
+def _explain_misfit(*, proven: bool) -> NoFit:
+    """Return the error for a task without a plan that fits, which says whether none exists."""
+    found = "no plan was found that fits in memory, and there may be one"
+    return NoFit(
+        f"{'no plan fits in memory, in any order of work' if proven else found}: use more devices, more and smaller "
+        "microbatches, or partition{optimizer_factor=} if your optimizer keeps less than Adam; the plan with the "
+        "smallest bottleneck (objective='bottleneck') may recompute, and says which stage is short of memory"
+    )
+
+
+def _list_plans(task: Task, chains: Antichains, lines: LineSearch) -> Iterator[Plan]:
+    """Yield plans of the best lines that fit in memory, and of the usual lines, each with its step.
+
+    If the order of work is free, a line runs under its best list schedule, or under 1F1B or ZB-H1 if that is as fast:
+    they hold fewer microbatches, and 1F1B divides no backward.
+    """
+    name, limited = task.workload.schedule, isfinite(task.machine.devices[0].memory_bytes)
+    ranked = lines.rank()[: SIMULATED if limited or name != SEARCH else 1]
+    for line in dict.fromkeys([*ranked, *(lines.usual if limited else ())]):
+        plan = price_plan(task, chains, line)
+        if name != SEARCH:
+            yield from _schedule_by_name(task, plan, name)
+            continue
+        listed = _fit(task, plan, line, lines)
+        step = min(map(_read_step, listed), default=inf)
+        simple = [found for each in SIMPLE for found in _schedule_by_name(task, plan, each)]
+        yield from [found for found in simple if _read_step(found) <= step * (1 + SAME)] or listed
+
+
+def _fit(task: Task, plan: Plan, line: Line, lines: LineSearch) -> list[Plan]:
+    """Return the plan of a line with a list schedule that fits in memory, or [] if none was found."""
+    fewer = [0] * len(line)
+    for _ in range(ATTEMPTS):
+        actions = lines.list_actions(line, fewer)
+        if not actions:
+            return []
+        found = _take(task, plan, write_schedule(line, lines.m, actions))
+        short = _list_short(task, found)
+        if not short:
+            return [found]
+        # Sums over ideals leave out what single actions need.
+        fewer = [count + (s in short) for s, count in enumerate(fewer)]
+    return []
+
+
+def _list_short(task: Task, plan: Plan) -> list[int]:
+    """Return the stages that need more memory than their devices have."""
+    devices = task.machine.devices
+    return [i for i, s in enumerate(plan.stages) if s.memory_bytes > min(devices[d].memory_bytes for d in s.devices)]
+
+
+def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
+    """Return a plan with its step under a named schedule, or [] if it does not fit."""
+    memory = [device.memory_bytes for device in task.machine.devices]
+    made = build_schedule(replace(plan, schedule=name), Scheduler(name, len(task.machine)), plan.n_microbatches, memory)
+    if plan.schedule != SEARCH:
+        found = replace(plan, step_ms=simulate_step(plan, made))
+    else:
+        found = _take(task, plan, replace(made, name=SEARCH))
+    return [] if _list_short(task, found) else [found]
 
 
 def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Iterator[Line]:
@@ -94,33 +157,14 @@ def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClo
         count //= 2
 
 
-def _read_step(plan: Plan) -> float:
-    """Return the simulated step of a plan, in ms."""
-    return inf if plan.step_ms is None else plan.step_ms
+def _read_step(plan: Plan | None) -> float:
+    """Return the simulated step of a plan, in ms; infinite without one."""
+    return inf if plan is None or plan.step_ms is None else plan.step_ms
 
 
-def _schedule_line(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> Plan:
-    """Return the plan of a line with its step: under its best list schedule, or under the schedule that is stated."""
-    plan = price_plan(task, chains, line)
-    if task.workload.schedule == SEARCH:
-        return _take(task, plan, write_schedule(line, lines.m, lines.list_actions(line)))
-    memory = [device.memory_bytes for device in task.machine.devices]
-    made = build_schedule(plan, Scheduler(plan.schedule, len(task.machine)), lines.m, memory)
-    return replace(plan, step_ms=simulate_step(plan, made))
-
-
-def _take_simpler(task: Task, best: Plan, m: int) -> Plan:
-    """Return a plan under 1F1B or ZB-H1 if that is as fast: they hold less, and 1F1B divides no backward."""
-    homes = tuple(stage.devices for stage in best.stages)
-    for name in ("1F1B", "ZB-H1"):
-        named = replace(schedule_replicas(name, homes, m, count_in_flight(homes)), name=SEARCH)
-        plan = _take(task, best, named)
-        if _read_step(plan) <= _read_step(best) * (1 + SAME):
-            return plan
-    return best
-
-
-def _search_orders(task: Task, chains: Antichains, lines: LineSearch, best: Plan, clock: SearchClock) -> Plan:
+def _search_orders(
+    task: Task, chains: Antichains, lines: LineSearch, best: Plan | None, clock: SearchClock
+) -> Plan | None:
     """Return the best plan after searching for the orders of lines without replicas.
 
     Each search also bounds the step of its line. The lines that may still be better get a second and longer search.
@@ -133,17 +177,24 @@ def _search_orders(task: Task, chains: Antichains, lines: LineSearch, best: Plan
             continue
         plan, bound = _search_order(task, chains, line, SHORT_S, clock)
         again.append((bound, line))
-        best = min(best, plan, key=_read_step)
+        best = _take_faster(task, best, plan)
     for bound, line in sorted(again)[:TWICE]:
         if max(bound, lines.bound * (1 + CLOSE)) < _read_step(best) * (1 - PROVEN) and not clock.over:
-            best = min(best, _search_order(task, chains, line, LONG_S, clock)[0], key=_read_step)
+            best = _take_faster(task, best, _search_order(task, chains, line, LONG_S, clock)[0])
     return best
+
+
+def _take_faster(task: Task, best: Plan | None, plan: Plan) -> Plan | None:
+    """Return the faster of the best plan and another one, if that fits in memory."""
+    return best if _read_step(plan) >= _read_step(best) or _list_short(task, plan) else plan
 
 
 def _search_order(task: Task, chains: Antichains, line: Line, seconds: float, clock: SearchClock) -> tuple[Plan, float]:
     """Return the plan of a line with a searched order, and a bound of the line's step in ms."""
     plan = price_plan(task, chains, line)
-    found = search_for_plan(plan, time_limit_s=max(min(seconds, clock.deadline - time.monotonic()), 1e-3))
+    limits = [min(task.machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+    left = max(min(seconds, clock.deadline - time.monotonic()), 1e-3)
+    found = search_for_plan(plan, limits, time_limit_s=left)
     return _take(task, plan, found.schedule), found.bound_ms
 
 
@@ -190,7 +241,6 @@ def _check(task: Task) -> None:
     """Raise PlanError for a task that the search for the shortest step does not solve, with the reason."""
     machine, options, schedule = task.machine, task.options, task.workload.schedule
     equal = machine.uniform and not any(device.host for device in machine.devices)
-    limited = any(isfinite(device.memory_bytes) for device in machine.devices)
     reasons = {
         f"is not for cost model {options.model!r}: give {' or '.join(MODELS)}": options.model not in MODELS,
         f"is not for schedule {schedule!r}: give one of {', '.join(SCHEDULES)}": schedule not in SCHEDULES,
@@ -200,7 +250,6 @@ def _check(task: Task) -> None:
         "needs transfers='asynchronous'": machine.transfers == "blocking",
         "takes no pins": bool(task.pinned or task.never),
         "plans no recompute": task.recompute != "never",
-        "does not look at memory: leave its limits out": limited,
     }
     for reason, unfit in reasons.items():
         if unfit:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.price import CostModel
 from fxsplit.planner import Options, Task
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
@@ -40,7 +41,7 @@ def test_a_line_has_the_times_that_a_simulation_reads(examples: int) -> None:
         laid_out, workload = Scheduler("1F1B", len(machine)).lay_out(machine, m)
         task = Task(costs, laid_out, workload, Options(model="replicated", use_all=False, traffic=traffic))
         chains, _ = Planner(costs).lattice(machine)
-        prices = price_ideals(costs, chains, machine, traffic=traffic)
+        prices = price_ideals(costs, chains, machine, CostModel(traffic=traffic))
         inside, left = [0], len(machine)
         line = []
         while inside[-1] < len(chains) - 1:
@@ -53,7 +54,7 @@ def test_a_line_has_the_times_that_a_simulation_reads(examples: int) -> None:
         plan = price_plan(task, chains, tuple(line))
         times = read_times(plan, Schedule("", m, place(tuple(line)), ()))
         stages = make_stages(len(line))
-        price_line(np.array(line, np.int64), len(line), prices, stages)
+        price_line(np.array(line, np.int64), len(line), m, prices, stages)
         assert stages.forward == pytest.approx(np.array(times.forward_ms), rel=1e-9, abs=1e-9)
         backward = np.array(times.backward_ms) - np.array(times.weight_ms)
         assert stages.input == pytest.approx(backward, rel=1e-9, abs=1e-9)

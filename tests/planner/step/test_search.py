@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
 
 import numpy as np
 import pytest
@@ -47,7 +46,7 @@ def test_every_list_schedule_is_legal_and_takes_its_simulated_step(examples: int
             schedule = write_schedule(line, m, found.list_actions(line))
             verify(schedule)
             stages = search.make_stages(len(line))
-            search.price_line(np.array(line, np.int64), len(line), found.prices, stages)
+            search.price_line(np.array(line, np.int64), len(line), m, found.prices, stages)
             times = Times(
                 stages.forward.tolist(),
                 (stages.input + stages.weight).tolist(),
@@ -106,7 +105,7 @@ def test_annealing_keeps_lines_legal_and_never_makes_the_best_worse(examples: in
 def test_a_search_says_how_close_it_is() -> None:
     costs = Planner(_chain(8)).costs
     found = prepare(costs, Machine.planned(4), 8)
-    assert found.best == inf
+    assert found.best == search.NEVER and found.rank() == []
     found.run()
     # Four replicas of two microbatches each have nothing to wait for, and free links.
     assert found.is_close() and found.rank()[0] == (Stage(0, 8, 4),)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit.api.toolkit.parse_ir import parse_ir
-from fxsplit.errors import FxsplitError, PlanError
+from fxsplit.errors import FxsplitError, NoFit, PlanError
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.facts.costs.costs import Costs, InputCost
 from fxsplit.ir.facts.given.machine import Device, Machine
@@ -28,7 +28,7 @@ from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.verify import verify
 from tests.planner.step.test_bound import machines
 from tests.support.graphs import ir_of, node, profiles, sweep, try_examples
-from tests.support.steps import find_shortest
+from tests.support.steps import find_best_that_fits, find_shortest
 
 STEP = Options(model="replicated", use_all=False, objective="step")
 LINE = replace(STEP, model="forwarded")
@@ -128,7 +128,6 @@ REFUSED: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"model": "overlapped"}, Machine.planned(2), SEARCH, "cost model 'overlapped'"),
     ({"use_all": True}, Machine.planned(2), SEARCH, "as many devices as help"),
     ({"recompute": "auto"}, Machine.planned(2), SEARCH, "recompute"),
-    ({}, Machine.planned(2, memory_bytes=1e6), SEARCH, "memory"),
     ({}, Machine((Device("a"), Device("b", speed=2.0)), (inf,)), SEARCH, "equal devices"),
     ({}, replace(Machine.planned(2), transfers="blocking"), SEARCH, "transfers='asynchronous'"),
     ({}, Machine.planned(2), "ZB-H2", "schedule 'ZB-H2'"),
@@ -142,6 +141,67 @@ def test_a_task_that_it_does_not_solve_is_refused(
     with pytest.raises(FxsplitError, match=message) as error:
         solve(chain(1.0, 2.0, 3.0), machine, 4, replace(STEP, **options), schedule)
     assert "objective='bottleneck'" in str(error.value)
+
+
+@sweep(25, 800)
+@pytest.mark.parametrize("options", [STEP, LINE])
+def test_plans_stay_in_memory_and_are_as_good_as_every_named_schedule_that_does(
+    options: Options, examples: int
+) -> None:
+    @try_examples(examples)
+    @given(profiles(4), machines(), st.integers(1, 4), st.sampled_from([1e3, 3e3, 6e3, 1e4, 2e4]))
+    def check(costs: Costs, machine: Machine, m: int, memory_bytes: float) -> None:
+        bare = tuple(replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0) for n in costs.nodes)
+        costs = replace(costs, nodes=bare)
+        machine = replace(machine, devices=tuple(replace(d, memory_bytes=memory_bytes) for d in machine.devices))
+        best = find_best_that_fits(costs, machine, m, replicas=options is STEP)
+        try:
+            plan = solve(costs, machine, m, options)
+        except NoFit as error:
+            assert best is None, error
+            return
+        laid_out, workload = Scheduler(SEARCH, len(machine)).lay_out(machine, m)
+        taken, load, _ = schedule_plan(plan, costs, laid_out, workload)
+        taken.verify(ir_of(costs, laid_out, load, taken))
+        assert all(stage.memory_bytes <= memory_bytes for stage in taken.stages)
+        assert plan.step_ms is not None and plan.step_lower_bound_ms is not None
+        assert plan.step_lower_bound_ms <= plan.step_ms
+        if best is not None:
+            assert plan.step_lower_bound_ms <= best * (1 + 1e-9) + 1e-9
+            assert plan.step_ms <= best * (1 + 1e-9) + 1e-9
+
+    check()
+
+
+def test_a_graph_that_no_device_holds_is_refused_with_a_proof() -> None:
+    """The middle node holds four copies of its weights."""
+    nodes = (node("a", ["x"]), node("b", ["a"], parameter_bytes=10**6), node("c", ["b"]))
+    costs = Costs(nodes, (InputCost("x", 0, 0),), ("c",), rows=1)
+    with pytest.raises(NoFit, match="no plan fits in memory, in any order of work: use more devices"):
+        solve(costs, Machine.planned(3, memory_bytes=3e6), 4)
+    assert solve(costs, Machine.planned(3, memory_bytes=4.1e6), 4).stages
+
+
+def test_memory_that_holds_only_parts_of_the_model_needs_a_pipeline() -> None:
+    """Without limits all devices run everything: three nodes of 4 MB, and 5 MB for each device."""
+    costs = chain(3.0, 3.0, 3.0, parameter_bytes=10**6)
+    machine = Machine.planned(3, 1e12)
+    assert [len(stage.devices) for stage in solve(costs, machine, 6).stages] == [3]
+    plan = solve(costs, replace(machine, devices=tuple(replace(d, memory_bytes=5e6) for d in machine.devices)), 6)
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (2,)]
+    # The bound knows that a stage has one node, so it is far above the work of all devices: 54 ms.
+    assert plan.step_gap is not None and plan.step_gap < 0.02 and plan.step_ms == pytest.approx(60.0)
+
+
+def test_less_memory_means_fewer_microbatches_at_once() -> None:
+    costs = chain(3.0, 3.0, 3.0, parameter_bytes=10**6, kept_bytes=10**6)
+    steps = []
+    for room in (1.0, 2.0, 3.0, 6.0):
+        machine = Machine.planned(3, memory_bytes=4e6 + room * 1e6)
+        plan = solve(costs, machine, 6)
+        assert max(stage.memory_bytes for stage in plan.stages) <= machine.devices[0].memory_bytes
+        steps.append(plan.step_ms or 0.0)
+    assert steps == sorted(steps, reverse=True) and steps[0] > 1.2 * steps[-1]
 
 
 def test_pins_are_refused() -> None:

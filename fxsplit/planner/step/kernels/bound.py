@@ -202,6 +202,10 @@ def test_line(
             for end in range(begin + 1, n):
                 if not prices.nested[begin, end]:
                     continue
+                # A stage holds at least one microbatch.
+                least = prices.held[end] - prices.held[begin] + prices.kept[end] - prices.kept[begin]
+                if least + prices.taken[begin] > prices.capacity * (1 + 1e-9):
+                    continue
                 w = prices.weight[end] - prices.weight[begin]
                 # The next stage pays for the cut at least once.
                 rest = prices.forward[full] - prices.forward[end] + prices.input[full] - prices.input[end]

@@ -3,7 +3,7 @@
 A line is an array [stages, 3] of begin, end and replicas; see step/bound.py for the words. Devices are numbered in the
 order of stages and of their replicas. List scheduling lets the device that can begin first take its next action:
 
-- of the forward and the input gradient whose inputs have arrived, the one that its rule prefers
+- of the forward and the input gradient whose inputs have arrived, the one that its rule prefers; a forward needs memory
 - if neither has arrived, a weight gradient (W), unless the next input is known to arrive before a share of W is over
 - otherwise it waits for the next input
 """
@@ -25,13 +25,18 @@ RULES = WARM_UPS * SHARES
 
 
 class Stages(NamedTuple):
-    """The times of F, I, W of a microbatch and of REDUCE, in ms, and the replicas, of each stage of a line."""
+    """The times of F, I, W of a microbatch and of REDUCE, in ms, of each stage of a line.
+
+    - `replicas`: how many devices share its microbatches
+    - `room`: how many microbatches each of them has memory for, at most
+    """
 
     forward: Floats
     input: Floats
     weight: Floats
     reduce: Floats
     replicas: Ints
+    room: Ints
 
 
 class Lattice(NamedTuple):
@@ -50,11 +55,12 @@ class Order(NamedTuple):
 
 def make_stages(most: int) -> Stages:
     """Return room for the times of so many stages."""
-    return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), np.ones(most, np.int64))
+    ones = np.ones(most, np.int64)
+    return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), ones, np.ones(most, np.int64))
 
 
-def price_line(line: Ints, k: int, prices: Prices, stages: Stages) -> None:
-    """Write the times of the k stages of a line into `stages`."""
+def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> None:
+    """Write the times of the k stages of a line, and their room for m microbatches, into `stages`."""
     for s in range(k):
         begin, end, r = line[s, 0], line[s, 1], line[s, 2]
         stages.forward[s] = prices.forward[end] - prices.forward[begin] + r * (prices.value[begin] + prices.value[end])
@@ -62,6 +68,9 @@ def price_line(line: Ints, k: int, prices: Prices, stages: Stages) -> None:
         stages.weight[s] = prices.weight[end] - prices.weight[begin]
         stages.reduce[s] = (prices.reduce[end] - prices.reduce[begin]) * 4.0 * (r - 1) / r
         stages.replicas[s] = r
+        room = prices.capacity - (prices.held[end] - prices.held[begin])
+        each = prices.kept[end] - prices.kept[begin] + prices.taken[begin]
+        stages.room[s] = m if room >= m * each else max(0, int(room * (1 + 1e-9) / max(each, 1e-300)))
 
 
 def bound_line(k: int, m: int, stages: Stages) -> float:
@@ -109,7 +118,7 @@ def list_order(
     n = first[k]
     stage, ahead = np.zeros(n, np.int64), np.zeros(n, np.int64)
     # The next microbatch of each action.
-    turn = np.zeros((n, 3), np.int64)
+    turn, inside = np.zeros((n, 3), np.int64), np.zeros(n, np.int64)
     for s in range(k):
         for d in range(first[s], first[s + 1]):
             stage[d] = s
@@ -125,7 +134,7 @@ def list_order(
                 s, now = stage[d], free[d]
                 r = replicas[s]
                 arrives = returns = NEVER
-                if turn[d, F] < m and ahead[d] < most[s]:
+                if turn[d, F] < m and ahead[d] < most[s] and inside[d] < stages.room[s]:
                     if s == 0:
                         arrives = 0.0
                     elif forward_end[s - 1, turn[d, F]] >= 0.0:
@@ -160,6 +169,7 @@ def list_order(
             free[at] = start[at] + stages.forward[s]
             forward_end[s, microbatch] = free[at]
             ahead[at] += 1
+            inside[at] += 1
             if s + 1 < k:
                 stale[first[s + 1] + microbatch % replicas[s + 1]] = True
         elif action == I:
@@ -170,17 +180,20 @@ def list_order(
                 stale[first[s - 1] + microbatch % replicas[s - 1]] = True
         else:
             free[at] = start[at] + stages.weight[s]
+            inside[at] -= 1
     step = 0.0
     for d in range(n):
         step = max(step, free[d] + stages.reduce[stage[d]])
     return step
 
 
-def judge_line(
-    line: Ints, k: int, m: int, prices: Prices, limit: float, stages: Stages, most: Ints, order: Order
-) -> tuple[float, int]:
-    """Return the step of a line's best list schedule, in ms, and its rule; a bound of at least `limit`, and -1."""
-    price_line(line, k, prices, stages)
+def judge_stages(k: int, m: int, stages: Stages, limit: float, most: Ints, order: Order) -> tuple[float, int]:
+    """Return the step of the best list schedule of k stages, in ms, and its rule; a bound of `limit` or more, and -1.
+
+    The bound is NEVER if some stage has no room for a microbatch.
+    """
+    if stages.room[:k].min() < 1:
+        return NEVER, -1
     bound = bound_line(k, m, stages)
     if bound >= limit:
         return bound, -1
@@ -193,6 +206,14 @@ def judge_line(
             if best <= bound * (1 + 1e-9):
                 break
     return best, found
+
+
+def judge_line(
+    line: Ints, k: int, m: int, prices: Prices, limit: float, stages: Stages, most: Ints, order: Order
+) -> tuple[float, int]:
+    """Return the step of a line's best list schedule, and its rule, as `judge_stages` does."""
+    price_line(line, k, m, prices, stages)
+    return judge_stages(k, m, stages, limit, most, order)
 
 
 def pack_members(parent: Ints, last: Ints, blocks: int) -> Words:
@@ -330,6 +351,7 @@ KERNELS = [
     pack_members,
     lies_between,
     list_order,
+    judge_stages,
     judge_line,
     _walk,
     change_line,
