@@ -79,7 +79,8 @@ def plan(
     objective: what the plan makes as small as possible: "bottleneck" (the default), the time of its slowest stage, or
         "step", the time of a whole step under its schedule. "step" leaves devices idle that do not help.
     best: choose stages, their replicas, the devices in use and the order of work together, for the shortest step. It
-        stands for objective="step", schedule="search" and the cost model "replicated", unless these are stated.
+        stands for objective="step", schedule="search" and Options(model="replicated", recompute="auto"), unless these
+        are stated.
     pins: submodule or node -> number of its stage.
     together: sets of submodules or nodes that no cut may separate.
 
@@ -89,6 +90,8 @@ def plan(
     _check_arguments(machine, options, pins, together)
     check_flag("inference", inference)
     check_flag("best", best)
+    if best and inference:
+        raise InputError("best=True with inference=True: a step is one of training, so leave one of them out")
     options, chosen = choose_objective(options, objective, schedule, best=best)
     if inference:
         check_without_backwards(options)
@@ -128,7 +131,8 @@ def choose_objective(
         raise InputError("best=True with objective='bottleneck': the best plan is the one with the shortest step")
     objective = "step" if best else objective
     if options is None:
-        options = Options(model="replicated" if best else Options.model, use_all=objective != "step")
+        chosen = Options(model="replicated", recompute="auto") if best else Options()
+        options = replace(chosen, use_all=objective != "step")
     options = replace(options, objective=objective or options.objective)
     usual: Literal["1F1B", "search"] = "search" if best else "1F1B"
     return options, usual if schedule is None else schedule

@@ -74,9 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument(
         "--recompute",
-        default=Options.recompute,
         choices=RECOMPUTE,
-        help="stages that recompute activations, to save memory",
+        help="stages that recompute activations, to save memory (default: never, or auto with --best)",
     )
     add_schedule(parser, [*SCHEDULES, SEARCH, "a .csv file in torch's format"], "1F1B, or search with --best")
     add_search(parser)
@@ -191,8 +190,12 @@ class PlanArguments:
             raise InputError(
                 f"--objective step: --emit {self.arguments.emit} needs a stage on every rank: leave it out"
             )
+        if self._best and self.arguments.inference:
+            raise InputError("--inference: --best minimises a step of training, so leave one of them out")
         if self.arguments.schedule is None:
             self.arguments.schedule = SEARCH if self._best else "1F1B"
+        if self.arguments.recompute is None:
+            self.arguments.recompute = "auto" if self._best else Options.recompute
 
     def _list_wholes(self) -> list[Sequence[str]]:
         """Return the sets of nodes that --cut-at leaves whole. Raises InputError for a place that there is not."""

@@ -233,6 +233,7 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
         ({"together": [["a", 2]]}, r"together has \['a', 2\]: give sets of names"),
         ({"best": 1}, "best=1: give True or False"),
         ({"objective": "steps"}, "objective='steps': give one of bottleneck, step"),
+        ({"best": True, "inference": True}, "a step is one of training, so leave one of them out"),
         ({"best": True, "objective": "bottleneck"}, "the best plan is the one with the shortest step"),
     ],
 )

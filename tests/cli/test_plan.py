@@ -431,6 +431,7 @@ def test_a_best_plan_is_simulated_as_it_was_planned(
     ("arguments", "message"),
     [
         (["--best", "--objective", "bottleneck"], "--objective bottleneck: --best minimises the step"),
+        (["--best", "--inference"], "--inference: --best minimises a step of training"),
         (["--best", "--use-all-devices"], "takes as many devices as help"),
         (["--best", "--cost-model", "direct"], "is not for cost model 'direct'"),
         (["--best", "--schedule", "DualPipeV"], "is not for schedule 'DualPipeV': give one of search, GPipe"),

@@ -70,24 +70,27 @@ def find_shortest(costs: Costs, machine: Machine, m: int, *, replicas: bool, mos
     return Referee(shortest, named, complete, count)
 
 
-def find_best_that_fits(costs: Costs, machine: Machine, m: int, *, replicas: bool) -> float | None:
+def find_best_that_fits(
+    costs: Costs, machine: Machine, m: int, *, replicas: bool, recompute: str = "never"
+) -> float | None:
     """Return the shortest step over all lines and named schedules that stay in memory, in ms; None if none does.
 
     The schedules hold as many microbatches as keep all devices busy, or fewer.
     """
-    best = None
+    best, again = None, {"never": (False,), "always": (True,), "auto": (False, True)}[recompute]
     for plan in list_lines(costs, machine, m, replicas=replicas):
         homes = tuple(stage.devices for stage in plan.stages)
-        split = [(stage.nodes, stage.devices, False) for stage in plan.stages]
-        for name in NAMED:
-            for fewer in range(max(count_in_flight(homes)) if name != "GPipe" else 1):
-                most = [max(1, count - fewer) for count in count_in_flight(homes)]
-                schedule = schedule_replicas(name, homes, m, most)
-                workload = Scheduler.of(schedule).describe(len(machine), m)
+        counts = count_in_flight(homes)
+        tries = [(name, fewer) for name in NAMED for fewer in range(max(counts) if name != "GPipe" else 1)]
+        for name, fewer in tries:
+            schedule = schedule_replicas(name, homes, m, [max(1, count - fewer) for count in counts])
+            workload = Scheduler.of(schedule).describe(len(machine), m)
+            for flags in product(again, repeat=len(homes)):
+                split = [(s.nodes, s.devices, flag) for s, flag in zip(plan.stages, flags, strict=True)]
                 priced = price_split(costs, machine, workload, split, plan.model)
                 if any(s.memory_bytes > machine.devices[0].memory_bytes for s in priced):
                     continue
-                step = simulate(schedule, read_times(plan, schedule)).step_ms
+                step = simulate(schedule, read_times(replace(plan, stages=priced), schedule)).step_ms
                 best = step if best is None else min(best, step)
     return best
 

@@ -54,6 +54,9 @@ difference between the least of that level and the most of this one, in F, I, W 
 of its level. A stage inside of a level is left out, which leaves a label as it is: passing a stage makes no figure
 smaller, and takes devices. So the same tests on levels are a relaxation.
 
+*Memory.* A stage is left out if one microbatch and the weights exceed its device. Recomputing only makes I longer, and
+holds one microbatch too while it runs again: the bound without it is below every plan with it.
+
 A sum such as "F + I of the stages before + m (F + I + W) of this one" is no bound if W can wait: with F = 1, 1, I = 5,
 1, W = 0, 10 and 4 microbatches it is 54 ms, and there is an order of 49 ms.
 """
@@ -77,11 +80,15 @@ ROUNDING = 1e-9
 
 
 class Stage(NamedTuple):
-    """A stage of a chain: the nodes of ideal `end` without those of `begin`, on a number of devices."""
+    """A stage of a chain: the nodes of ideal `end` without those of `begin`, on a number of devices.
+
+    A stage that recomputes keeps no activations, and runs its forward again.
+    """
 
     begin: int
     end: int
     replicas: int
+    recompute: bool = False
 
 
 Line = tuple[Stage, ...]

@@ -34,9 +34,10 @@ FEW_LABELS, ROUGH = 6, 2e-3
 class LineSearch:
     """The lines known so far, with the step of each one's best list schedule in ms, and a bound of all lines' steps.
 
-    `steps` has lines in the order in which they were found, `rules` the rule of the list schedule of each. Lines that
-    do not fit in memory have the step NEVER. The bound is NEVER if no line fits, in any order of work. `usual` are the
-    lines from elsewhere.
+    `recompute` says which stages recompute: "never", "always", or with "auto" any where memory is limited. `steps` has
+    lines in the order in which they were found, `rules` the rule of the list schedule of each. Lines that do not fit in
+    memory have the step NEVER. The bound is NEVER if no line fits, in any order of work. `usual` are the lines from
+    elsewhere.
     """
 
     prices: Prices
@@ -44,6 +45,7 @@ class LineSearch:
     devices: int
     m: int
     most_replicas: int
+    recompute: str = "never"
     steps: dict[Line, float] = field(default_factory=dict)
     rules: dict[Line, int] = field(default_factory=dict)
     usual: list[Line] = field(default_factory=list)
@@ -77,7 +79,7 @@ class LineSearch:
         """
         full = self.prices.forward.size - 1
         for replicas in range(1, self.most_replicas + 1):
-            self.add((Stage(0, full, replicas),))
+            self.add((Stage(0, full, replicas, self.recompute == "always"),))
         self.bound = bound_by_work(self.prices, self.devices, self.m)
         if self.best == NEVER:
             self._add_usual(usual)
@@ -120,7 +122,8 @@ class LineSearch:
         """Anneal the best lines in turn."""
         if self.best == NEVER:
             return
-        room = np.zeros((self.devices, 3), np.int64)
+        room = np.zeros((self.devices, 4), np.int64)
+        recomputes = self.recompute == "auto" and self.prices.capacity < inf
         for turn in range(WALKS):
             if self.is_close() or time.monotonic() > deadline:
                 break
@@ -143,13 +146,32 @@ class LineSearch:
                 self.bound * (1 + CLOSE),
                 turn,
                 self._room,
+                recomputes,
             )
-            self.add(tuple(Stage(*map(int, stage)) for stage in room[:k]))
+            self.add(read_line(room[:k]))
 
     def add(self, line: Line) -> None:
-        """Judge a line by list schedules, unless it is known."""
+        """Judge a line by list schedules, unless it is known; also with stages that recompute, if memory is short."""
+        if self.recompute == "always":
+            line = tuple(stage._replace(recompute=True) for stage in line)
         if line in self.steps:
             return
+        self._judge(line)
+        if self.recompute == "auto" and self.prices.capacity < inf:
+            relieved = self._relieve(line)
+            if relieved not in self.steps:
+                self._judge(relieved)
+
+    def _relieve(self, line: Line) -> Line:
+        """Return a line in which stages recompute that hold fewer microbatches than 1F1B has in flight."""
+        stages, most = make_stages(len(line)), np.zeros(len(line), np.int64)
+        kernels.price_line(np.array(line, np.int64), len(line), self.m, self.prices, stages)
+        kernels.choose_rule(2, len(line), self.m, stages.replicas, most)
+        short = stages.room < np.minimum(most, self.m)
+        return tuple(stage._replace(recompute=stage.recompute or bool(s)) for stage, s in zip(line, short, strict=True))
+
+    def _judge(self, line: Line) -> None:
+        """Judge a line by list schedules."""
         stages, most = make_stages(len(line)), np.zeros(len(line), np.int64)
         self.steps[line], self.rules[line] = kernels.judge_line(
             np.array(line, np.int64), len(line), self.m, self.prices, NEVER, stages, most, self._room
@@ -182,6 +204,11 @@ class LineSearch:
         return [
             [(int(a), int(b)) for a, b in rows[:count]] for rows, count in zip(self._room.actions, counts, strict=False)
         ]
+
+
+def read_line(rows: Ints) -> Line:
+    """Return the line of an array [stages, 4] of begin, end, replicas and recompute."""
+    return tuple(Stage(int(row[0]), int(row[1]), int(row[2]), bool(row[3])) for row in rows)
 
 
 def list_neighbours(chains: Antichains) -> Lattice:

@@ -21,10 +21,10 @@ from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.solve import Task, bound_by_work, search, split_nodes
 from fxsplit.planner.step.bound import Line, Stage
 from fxsplit.planner.step.kernels import compile_kernels
-from fxsplit.planner.step.kernels.search import NEVER, F, I
+from fxsplit.planner.step.kernels.search import NEVER, F, I, W
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
-from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     REPLICABLE,
@@ -64,7 +64,7 @@ def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock
     machine, m = task.machine, task.workload.n_microbatches
     prices = price_ideals(task.costs, chains, machine, task.options.costs)
     most_replicas = len(machine) if task.options.model == "replicated" else 1
-    lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas)
+    lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas, task.recompute)
     whole = chains.complete and chains.slack is None
     lines.run(_list_usual(task, chains, states, clock), clock.deadline, whole=whole)
     best = min(_list_plans(task, chains, lines), key=_read_step, default=None)
@@ -152,7 +152,8 @@ def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClo
         if found is not None:
             ends = [0, *(end for end, _ in found.path)]
             yield tuple(
-                Stage(begin, end, len(move.devices)) for begin, (end, move) in zip(ends, found.path, strict=False)
+                Stage(begin, end, len(move.devices), move.recompute)
+                for begin, (end, move) in zip(ends, found.path, strict=False)
             )
         count //= 2
 
@@ -201,7 +202,8 @@ def _search_order(task: Task, chains: Antichains, line: Line, seconds: float, cl
 def price_plan(task: Task, chains: Antichains, line: Line) -> Plan:
     """Return the plan of a line, priced by definition on the graph; its bound is that of any bottleneck."""
     nodes = split_nodes(task.costs, chains, [stage.end for stage in line])
-    split = [(names, home, False) for names, home in zip(nodes, place(line), strict=True)]
+    homes = place(line)
+    split = [(names, home, stage.recompute) for names, home, stage in zip(nodes, homes, line, strict=True)]
     stages = price_split(task.costs, task.machine, task.workload, split, task.options.costs)
     low = bound_by_work(task.costs, task.machine)
     return Plan.assemble(
@@ -224,16 +226,18 @@ def place(line: Line) -> Homes:
 
 
 def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int]]]) -> Schedule:
-    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch."""
+    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch.
+
+    A stage that recomputes does its backward in one piece.
+    """
     homes = place(line)
-    ops = {F: FORWARD, I: INPUT_GRADIENT}
-    rows = [
-        tuple(
-            Action(s, ops.get(action, WEIGHT_GRADIENT), microbatch, replica) for action, microbatch in actions[device]
-        )
-        for s, home in enumerate(homes)
-        for replica, device in enumerate(home)
-    ]
+    whole, divided = {F: FORWARD, I: BACKWARD}, {F: FORWARD, I: INPUT_GRADIENT, W: WEIGHT_GRADIENT}
+    rows = []
+    for s, (stage, home) in enumerate(zip(line, homes, strict=True)):
+        ops = whole if stage.recompute else divided
+        for replica, device in enumerate(home):
+            done = ((ops[action], microbatch) for action, microbatch in actions[device] if action in ops)
+            rows.append(tuple(Action(s, op, microbatch, replica) for op, microbatch in done))
     return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
 
 
@@ -249,7 +253,6 @@ def _check(task: Task) -> None:
         "needs equal devices and equal links": not equal,
         "needs transfers='asynchronous'": machine.transfers == "blocking",
         "takes no pins": bool(task.pinned or task.never),
-        "plans no recompute": task.recompute != "never",
     }
     for reason, unfit in reasons.items():
         if unfit:

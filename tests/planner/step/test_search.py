@@ -15,7 +15,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.step.bound import Stage
 from fxsplit.planner.step.kernels import compile_kernels, search
 from fxsplit.planner.step.prices import price_ideals
-from fxsplit.planner.step.search import LineSearch, list_neighbours
+from fxsplit.planner.step.search import LineSearch, list_neighbours, read_line
 from fxsplit.planner.step.step import write_schedule
 from fxsplit.schedule.simulation.simulate import Times, simulate
 from fxsplit.schedule.verify import verify
@@ -74,7 +74,7 @@ def test_annealing_keeps_lines_legal_and_never_makes_the_best_worse(examples: in
         full = len(found.prices.forward) - 1
         begin = (Stage(0, full, 1),)
         found.add(begin)
-        room = np.zeros((found.devices, 3), np.int64)
+        room = np.zeros((found.devices, 4), np.int64)
         room[0] = begin[0]
         step, k = search.anneal_line(
             room,
@@ -89,8 +89,9 @@ def test_annealing_keeps_lines_legal_and_never_makes_the_best_worse(examples: in
             0.0,
             seed,
             found._room,
+            True,
         )
-        line = tuple(Stage(*map(int, stage)) for stage in room[:k])
+        line = read_line(room[:k])
         assert line[0].begin == 0 and line[-1].end == full
         assert all(a.end == b.begin for a, b in pairwise(line))
         assert all(found.prices.nested[stage.begin, stage.end] and stage.begin < stage.end for stage in line)

@@ -127,7 +127,6 @@ REFUSED: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"model": "direct"}, Machine.planned(2), SEARCH, "cost model 'direct'"),
     ({"model": "overlapped"}, Machine.planned(2), SEARCH, "cost model 'overlapped'"),
     ({"use_all": True}, Machine.planned(2), SEARCH, "as many devices as help"),
-    ({"recompute": "auto"}, Machine.planned(2), SEARCH, "recompute"),
     ({}, Machine((Device("a"), Device("b", speed=2.0)), (inf,)), SEARCH, "equal devices"),
     ({}, replace(Machine.planned(2), transfers="blocking"), SEARCH, "transfers='asynchronous'"),
     ({}, Machine.planned(2), "ZB-H2", "schedule 'ZB-H2'"),
@@ -143,18 +142,22 @@ def test_a_task_that_it_does_not_solve_is_refused(
     assert "objective='bottleneck'" in str(error.value)
 
 
-@sweep(25, 800)
+@sweep(15, 300)
+@pytest.mark.parametrize("recompute", ["never", "auto", "always"])
 @pytest.mark.parametrize("options", [STEP, LINE])
 def test_plans_stay_in_memory_and_are_as_good_as_every_named_schedule_that_does(
-    options: Options, examples: int
+    options: Options, recompute: str, examples: int
 ) -> None:
+    options = replace(options, recompute=recompute)
+
     @try_examples(examples)
     @given(profiles(4), machines(), st.integers(1, 4), st.sampled_from([1e3, 3e3, 6e3, 1e4, 2e4]))
     def check(costs: Costs, machine: Machine, m: int, memory_bytes: float) -> None:
         bare = tuple(replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0) for n in costs.nodes)
         costs = replace(costs, nodes=bare)
         machine = replace(machine, devices=tuple(replace(d, memory_bytes=memory_bytes) for d in machine.devices))
-        best = find_best_that_fits(costs, machine, m, replicas=options is STEP)
+        replicas = options.model == "replicated"
+        best = find_best_that_fits(costs, machine, m, replicas=replicas, recompute=recompute)
         try:
             plan = solve(costs, machine, m, options)
         except NoFit as error:
@@ -191,6 +194,19 @@ def test_memory_that_holds_only_parts_of_the_model_needs_a_pipeline() -> None:
     assert [stage.devices for stage in plan.stages] == [(0,), (1,), (2,)]
     # The bound knows that a stage has one node, so it is far above the work of all devices: 54 ms.
     assert plan.step_gap is not None and plan.step_gap < 0.02 and plan.step_ms == pytest.approx(60.0)
+
+
+def test_stages_recompute_only_where_memory_is_short() -> None:
+    costs = chain(3.0, 3.0, 3.0, parameter_bytes=10**6, kept_bytes=10**6)
+    auto = replace(LINE, recompute="auto")
+    assert not any(s.recompute for s in solve(costs, Machine.planned(3), 6, auto).stages)
+    machine = Machine.planned(3, memory_bytes=5.2e6)
+    plan, never = solve(costs, machine, 6, auto), solve(costs, machine, 6, LINE)
+    # One microbatch at a time on each device, or several whose forwards run twice.
+    assert any(s.recompute for s in plan.stages) and (plan.step_ms or 0.0) < (never.step_ms or 0.0)
+    assert "B0" in plan.schedule_csv
+    always = solve(costs, Machine.planned(3), 6, replace(LINE, recompute="always"))
+    assert all(s.recompute for s in always.stages)
 
 
 def test_less_memory_means_fewer_microbatches_at_once() -> None:

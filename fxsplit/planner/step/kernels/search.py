@@ -1,7 +1,8 @@
 """Find lines of stages with a short step: list schedules judge a line, and annealing changes its cuts and replicas.
 
-A line is an array [stages, 3] of begin, end and replicas; see step/bound.py for the words. Devices are numbered in the
-order of stages and of their replicas. List scheduling lets the device that can begin first take its next action:
+A line is an array [stages, 4] of begin, end, replicas and recompute; see step/bound.py for the words. Devices are
+numbered in the order of stages and of their replicas. List scheduling lets the device that can begin first take its
+next action:
 
 - of the forward and the input gradient whose inputs have arrived, the one that its rule prefers; a forward needs memory
 - if neither has arrived, a weight gradient (W), unless the next input is known to arrive before a share of W is over
@@ -60,7 +61,11 @@ def make_stages(most: int) -> Stages:
 
 
 def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> None:
-    """Write the times of the k stages of a line, and their room for m microbatches, into `stages`."""
+    """Write the times of the k stages of a line, and their room for m microbatches, into `stages`.
+
+    A stage that recomputes runs its forward again in its input gradient, and its weight gradient right after that: all
+    of its activations are in memory in between.
+    """
     for s in range(k):
         begin, end, r = line[s, 0], line[s, 1], line[s, 2]
         stages.forward[s] = prices.forward[end] - prices.forward[begin] + r * (prices.value[begin] + prices.value[end])
@@ -68,8 +73,13 @@ def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> No
         stages.weight[s] = prices.weight[end] - prices.weight[begin]
         stages.reduce[s] = (prices.reduce[end] - prices.reduce[begin]) * 4.0 * (r - 1) / r
         stages.replicas[s] = r
+        kept = prices.kept[end] - prices.kept[begin]
         room = prices.capacity - (prices.held[end] - prices.held[begin])
-        each = prices.kept[end] - prices.kept[begin] + prices.taken[begin]
+        each = kept + prices.taken[begin]
+        if line[s, 3]:
+            stages.input[s] += prices.forward[end] - prices.forward[begin] + stages.weight[s]
+            stages.weight[s] = 0.0
+            room, each = room - kept, prices.taken[begin]
         stages.room[s] = m if room >= m * each else max(0, int(room * (1 + 1e-9) / max(each, 1e-300)))
 
 
@@ -126,7 +136,8 @@ def list_order(
     forward_end, input_end = np.full((k, m), -1.0), np.full((k, m), -1.0)
     free, start = np.zeros(n), np.zeros(n)
     chosen, stale = np.zeros(n, np.int64), np.ones(n, np.bool_)
-    for _ in range(3 * m * k):
+    left = 3 * m * k
+    while left:
         at = -1
         for d in range(n):
             if stale[d]:
@@ -165,6 +176,7 @@ def list_order(
             order.counts[at] += 1
         stale[at] = True
         turn[at, action] += r
+        left -= 1
         if action == F:
             free[at] = start[at] + stages.forward[s]
             forward_end[s, microbatch] = free[at]
@@ -176,6 +188,15 @@ def list_order(
             free[at] = start[at] + stages.input[s]
             input_end[s, microbatch] = free[at]
             ahead[at] -= 1
+            if stages.weight[s] == 0.0:
+                # Nothing is left for later, and what the microbatch held is free.
+                if writes:
+                    order.actions[at, order.counts[at], 0] = W
+                    order.actions[at, order.counts[at], 1] = microbatch
+                    order.counts[at] += 1
+                turn[at, W] += r
+                inside[at] -= 1
+                left -= 1
             if s:
                 stale[first[s - 1] + microbatch % replicas[s - 1]] = True
         else:
@@ -243,8 +264,10 @@ def _walk(ideal: int, lattice: Lattice) -> int:
             return ideal
 
 
-def change_line(line: Ints, k: int, devices: int, most_replicas: int, prices: Prices, lattice: Lattice) -> int:
-    """Change a line at random: move a cut, split a stage, merge two, or change replicas.
+def change_line(
+    line: Ints, k: int, devices: int, most_replicas: int, prices: Prices, lattice: Lattice, recomputes: bool
+) -> int:
+    """Change a line at random: move a cut, split a stage, merge two, or change replicas or (if allowed) recompute.
 
     Returns the new number of stages, or 0 if the change was not possible.
     """
@@ -270,7 +293,7 @@ def change_line(line: Ints, k: int, devices: int, most_replicas: int, prices: Pr
             return 0
         for t in range(k, s + 1, -1):
             line[t] = line[t - 1]
-        line[s + 1, 0], line[s + 1, 1], line[s + 1, 2] = cut, end, 1
+        line[s + 1, 0], line[s + 1, 1], line[s + 1, 2], line[s + 1, 3] = cut, end, 1, line[s, 3]
         line[s, 1] = cut
         return k + 1
     if chance < 0.73:
@@ -279,10 +302,14 @@ def change_line(line: Ints, k: int, devices: int, most_replicas: int, prices: Pr
         s = np.random.randint(k - 1)
         line[s, 1] = line[s + 1, 1]
         line[s, 2] = min(most_replicas, line[s, 2] + line[s + 1, 2])
+        line[s, 3] = max(line[s, 3], line[s + 1, 3])
         for t in range(s + 1, k - 1):
             line[t] = line[t + 1]
         return k - 1
     s = np.random.randint(k)
+    if recomputes and np.random.random() < 0.4:
+        line[s, 3] = 1 - line[s, 3]
+        return k
     if np.random.random() < 0.5:
         if line[s, 2] >= most_replicas:
             return 0
@@ -312,8 +339,9 @@ def anneal_line(
     goal: float,
     seed: int,
     order: Order,
+    recomputes: bool,
 ) -> tuple[float, int]:
-    """Anneal a line of k stages, [devices, 3], in place; return the step of the best one, in ms, and its stages.
+    """Anneal a line of k stages, [devices, 4], in place; return the step of the best one, in ms, and its stages.
 
     A change that makes the step longer by x is kept with probability exp(-x / temperature) (Kirkpatrick et al. 1983).
     The temperature begins at `heat` steps, and falls with the square of the changes that are left.
@@ -327,7 +355,7 @@ def anneal_line(
         if best <= goal:
             break
         trial[:k] = now[:k]
-        new_k = change_line(trial, k, devices, most_replicas, prices, lattice)
+        new_k = change_line(trial, k, devices, most_replicas, prices, lattice, recomputes)
         if not new_k:
             continue
         temperature = heat * best * (1.0 - it / steps) ** 2
