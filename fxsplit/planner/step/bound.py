@@ -1,11 +1,11 @@
 """A lower bound of the step over all plans with one stage a device, any replicas, and any order of work.
 
 The problem. Stage s runs on r devices. A microbatch takes F on one of them forward, I for the gradients of the stage's
-inputs, and W for those of its weights; F and I contain the transfers over the stage's cuts. F waits for F of the stage
-before, I for its own F and for I of the stage after, W for its own I. A backward in one piece is an I with its W right
-after it. Replica j takes the microbatches j, j + r, j + 2 r, ...; the order of all actions of a device is free. After
-all W the replicas sum their gradients, in D. The step ends with the last action. All times of a stage follow from the
-ideals J and E that it lies between, and r (see prices.py).
+inputs, and W for the gradients of its weights; F and I contain the transfers over the stage's cuts. F waits for F of
+the stage before, I for its own F and for I of the stage after, W for its own I. A backward in one piece is an I with
+its W right after it. Replica j takes the microbatches j, j + r, j + 2 r, ...; the order of all actions of a device is
+free. After all W the replicas sum their gradients, in D. The step ends with the last action. All times of a stage
+follow from r and the ideals J and E that it lies between (see prices.py).
 
 Labels. The chain of stages is built from the first one on. What the stages so far mean for the later ones is a label of
 three kinds of figures at the boundary after them, each a lower bound for every order of work:
@@ -14,7 +14,7 @@ three kinds of figures at the boundary after them, each a lower bound for every 
 - Z_j: the time from when j + 1 gradients have crossed it back, to the end of the step
 - Y: if F + I of all later stages are added, a bound of the step
 
-They hold at the first boundary with zeros. Let m_s = ceil(m / r): some replica has so many microbatches.
+At the first boundary all of them are zero. Let m_s = ceil(m / r): some replica has at least m_s microbatches.
 
 *Q passes a stage*: Q_i' = max over a <= i of Q_a + ceil((i + 1 - a) / r) F. Before Q_a at most a forwards have crossed,
 so of i + 1 forwards that the stage has done, at least i + 1 - a began at Q_a or later, and one replica did at least
@@ -27,7 +27,7 @@ later; from then on Z_a is left.
 
 *Y passes a stage*: Y' is the largest of
 
-- Y + F + I: this stage is now one of those before
+- Y + F + I: this stage is now one of the stages before
 - Q_0 + F + m_s (I + W) + D and Q_0 + F + m_s I + Z_(m-1): the first I of a replica waits for a forward of this stage,
   and for F and I of its microbatch in all later stages
 - Q_0 + m_s F + I + max(Z_(m-1), W + D): the last F of a replica ends after m_s F; its microbatch then takes F and I of
@@ -80,7 +80,7 @@ ROUNDING = 1e-9
 
 
 class Stage(NamedTuple):
-    """A stage of a chain: the nodes of ideal `end` without those of `begin`, on a number of devices.
+    """A stage of a chain: the nodes that ideal `end` has and ideal `begin` has not, on a number of devices.
 
     A stage that recomputes keeps no activations, and runs its forward again.
     """
@@ -164,7 +164,7 @@ class LineBound:
 
 
 def sample(m: int, most: int = MOST_SAMPLES) -> Ints:
-    """Return at most so many of the numbers 0 to m - 1, the first and the last among them."""
+    """Return at most `most` of the numbers 0 to m - 1, the first and the last among them."""
     return np.unique(np.round(np.linspace(0, m - 1, min(m, most))).astype(np.int64))
 
 

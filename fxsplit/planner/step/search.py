@@ -129,7 +129,7 @@ class LineSearch:
                 break
             ranked = self.rank()
             line = ranked[turn % min(STARTS, len(ranked))]
-            # Every other walk of a line without replicas stays with those.
+            # Every second walk of a line without replicas adds none.
             plain = turn % 2 and all(stage.replicas == 1 for stage in line)
             most = 1 if plain else self.most_replicas
             room[: len(line)] = line
@@ -212,7 +212,7 @@ def read_line(rows: Ints) -> Line:
 
 
 def list_neighbours(chains: Antichains) -> Lattice:
-    """Return the neighbours of each ideal: those with one block more or less."""
+    """Return the neighbours of each ideal, which have one block more or less."""
     start = np.repeat(np.arange(len(chains)), np.diff(chains.pointer))
     ends = chains.child.astype(np.int64)
     one, other = np.concatenate([start, ends]), np.concatenate([ends, start])

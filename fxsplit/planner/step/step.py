@@ -47,7 +47,7 @@ SAME = 1e-9
 TWICE, LONG_S = 2, 1.0
 """How many of these lines are searched again, and for how many seconds."""
 SCHEDULES = (SEARCH, *REPLICABLE)
-"""The schedules that this search plans for: one whose order it chooses, and those that replicas can run."""
+"""The schedules that this search plans for: a free order of work, and the named schedules that replicas can run."""
 MODELS = ("forwarded", "replicated")
 """The cost models with a step that the bound is for: both devices are busy while a value crosses a cut."""
 

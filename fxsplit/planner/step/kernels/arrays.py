@@ -24,8 +24,9 @@ class Prices(NamedTuple):
     - `reduce`: the parameters of all nodes inside, once over a link; r replicas sum their gradients in
       4 (r - 1) / r times that (see `price_split`)
     - `value`, `gradient`: how long a value, and a gradient, that crosses a cut after the ideal keeps a device busy
-    - `held`: the bytes of all nodes inside that a device holds in any case, `kept`: those for a microbatch between its
-      forward and its backward, `taken`: those that cross a cut after the ideal. A stage holds no less than these sums
+    - `held`: the bytes of all nodes inside that a device holds in any case; `kept`: their bytes for a microbatch
+      between its forward and its backward; `taken`: the bytes that cross a cut after the ideal. A stage holds at least
+      these
     - `capacity`: the bytes of a device
     - `members`: uint64 [ideals, words], a bit for each block inside
     - `nested`: bool [ideals, ideals], whether the first is a subset of the second; of size 0 if ideals are too many

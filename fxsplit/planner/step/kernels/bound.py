@@ -186,7 +186,7 @@ def pass_stage(
 def test_line(
     threshold: float, devices: int, m: int, most_replicas: int, prices: Prices, samples: Ints, labels: Labels
 ) -> bool:
-    """Return whether a chain of stages passes all tests at a threshold, in ms; `labels` are those that do."""
+    """Return whether a chain of stages passes all tests at a threshold, in ms; `labels` get the labels that do."""
     n, full = prices.forward.size, prices.forward.size - 1
     labels.counts[:] = 0
     labels.figures[0, 0, 0, :] = 0.0
@@ -247,9 +247,9 @@ def test_line(
 def test_levels(
     threshold: float, devices: int, m: int, most_replicas: int, levels: Levels, samples: Ints, labels: Labels
 ) -> bool:
-    """Return whether a chain of stages may pass all tests at a threshold, in ms, as far as levels of work tell.
+    """Return whether a chain of levels passes all tests at a threshold, in ms: if none does, no chain of ideals does.
 
-    As `test_line`, with the least that a stage between two levels may take.
+    It is `test_line` with the least time that a stage between two levels may take.
     """
     n, full = levels.value.size, levels.value.size - 1
     labels.counts[:] = 0

@@ -55,7 +55,7 @@ class Order(NamedTuple):
 
 
 def make_stages(most: int) -> Stages:
-    """Return room for the times of so many stages."""
+    """Return room for the times of `most` stages."""
     ones = np.ones(most, np.int64)
     return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), ones, np.ones(most, np.int64))
 
@@ -99,7 +99,7 @@ def bound_line(k: int, m: int, stages: Stages) -> float:
 def choose_rule(rule: int, k: int, m: int, replicas: Ints, most: Ints) -> tuple[bool, float]:
     """Write the forwards that a replica of each stage is ahead at most; return if forwards go first, and the share.
 
-    The limits are no limit (input gradients first, or forwards first as in GPipe), those of 1F1B, and a few more.
+    Without limits, input gradients go first, or forwards as in GPipe. The other limits are 1F1B's, and a few more.
     """
     warm_up, after = rule % WARM_UPS, 0
     for s in range(k - 1, -1, -1):
