@@ -77,11 +77,11 @@ def plan_usual(planner: Planner, machine: Machine, m: int) -> tuple[tuple[float,
 
 
 def measure(path: Path, devices: int, bandwidth: float, m: int, model: str, memory: float = inf) -> Row:
-    """Plan one case, from reading the profile to the plan.
+    """Plan one case, and count the seconds of processor time from reading the profile to the plan.
 
     `memory` is the memory of a device, as a share of what the whole model holds on one device.
     """
-    begin = time.perf_counter()
+    begin = time.process_time()
     planner = Planner(read(str(path), by_bytes=True).costs)
     machine = Machine.planned(devices, bandwidth)
     if memory < inf:
@@ -92,7 +92,7 @@ def measure(path: Path, devices: int, bandwidth: float, m: int, model: str, memo
     plan = None
     with suppress(NoFit):
         plan = planner.plan(laid_out, workload, Options(model=model, use_all=False, objective="step"))
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     ideals = len(planner.lattice(machine)[0])
     case = f"{path.stem} {devices} @{bandwidth / 1e9:g}"
     return Row(case, ideals, *plan_usual(planner, machine, m), plan, seconds)

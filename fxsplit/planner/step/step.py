@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 
 from fxsplit.errors import NoFit, PlanError
@@ -65,6 +66,8 @@ def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock
     prices = price_ideals(task.costs, chains, machine, task.options.costs)
     most_replicas = len(machine) if task.options.model == "replicated" else 1
     lines = LineSearch(prices, list_neighbours(chains), len(machine), m, most_replicas, task.recompute)
+    if isfinite(machine.devices[0].memory_bytes):
+        lines.measure = partial(_measure, task, chains, lines)
     whole = chains.complete and chains.slack is None
     lines.run(_list_usual(task, chains, states, clock), clock.deadline, whole=whole)
     best = min(_list_plans(task, chains, lines), key=_read_step, default=None)
@@ -75,6 +78,11 @@ def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock
     step = _read_step(best)
     lines.prove(step)
     return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
+
+
+def _measure(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> float:
+    """Return the step of the best plan of a line that fits in memory, in ms; NEVER if none was found."""
+    return min(map(_read_step, _plan_line(task, chains, lines, line)), default=NEVER)
 
 
 def _explain_misfit(*, proven: bool) -> NoFit:
@@ -88,22 +96,26 @@ def _explain_misfit(*, proven: bool) -> NoFit:
 
 
 def _list_plans(task: Task, chains: Antichains, lines: LineSearch) -> Iterator[Plan]:
-    """Yield plans of the best lines that fit in memory, and of the usual lines, each with its step.
+    """Yield plans of the best lines that fit in memory, and of the usual lines, each with its step."""
+    name, limited = task.workload.schedule, isfinite(task.machine.devices[0].memory_bytes)
+    ranked = lines.rank()[: SIMULATED if limited or name != SEARCH else 1]
+    for line in dict.fromkeys([*ranked, *(lines.usual if limited else ())]):
+        yield from _plan_line(task, chains, lines, line)
+
+
+def _plan_line(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> list[Plan]:
+    """Return plans of a line that fit in memory, each with its step.
 
     If the order of work is free, a line runs under its best list schedule, or under 1F1B or ZB-H1 if that is as fast:
     they hold fewer microbatches, and 1F1B divides no backward.
     """
-    name, limited = task.workload.schedule, isfinite(task.machine.devices[0].memory_bytes)
-    ranked = lines.rank()[: SIMULATED if limited or name != SEARCH else 1]
-    for line in dict.fromkeys([*ranked, *(lines.usual if limited else ())]):
-        plan = price_plan(task, chains, line)
-        if name != SEARCH:
-            yield from _schedule_by_name(task, plan, name)
-            continue
-        listed = _fit(task, plan, line, lines)
-        step = min(map(_read_step, listed), default=inf)
-        simple = [found for each in SIMPLE for found in _schedule_by_name(task, plan, each)]
-        yield from [found for found in simple if _read_step(found) <= step * (1 + SAME)] or listed
+    plan = price_plan(task, chains, line)
+    if task.workload.schedule != SEARCH:
+        return _schedule_by_name(task, plan, task.workload.schedule)
+    listed = _fit(task, plan, line, lines)
+    step = min(map(_read_step, listed), default=inf)
+    simple = [found for each in SIMPLE for found in _schedule_by_name(task, plan, each)]
+    return [found for found in simple if _read_step(found) <= step * (1 + SAME)] or listed
 
 
 def _fit(task: Task, plan: Plan, line: Line, lines: LineSearch) -> list[Plan]:

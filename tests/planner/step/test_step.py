@@ -21,6 +21,7 @@ from fxsplit.ir.text.write import render
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.step import prices
+from fxsplit.planner.step.prices import price_ideals
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.schedule.search_plan import schedule_plan
@@ -207,6 +208,20 @@ def test_stages_recompute_only_where_memory_is_short() -> None:
     assert "B0" in plan.schedule_csv
     always = solve(costs, Machine.planned(3), 6, replace(LINE, recompute="always"))
     assert all(s.recompute for s in always.stages)
+
+
+def test_a_line_that_does_not_fit_after_all_does_not_end_the_search() -> None:
+    """Sums over ideals say that one device holds the whole model, and its largest node needs more while it runs."""
+    known = dict.fromkeys(("forward_peak_bytes", "halved_peak_bytes", "late_peak_bytes"), 0.0)
+    figures = {"parameter_bytes": 100, "kept_bytes": 100, **known, "backward_peak_bytes": 600.0}
+    costs = chain(1.0, 1.0, **figures)
+    machine = Machine.planned(2, memory_bytes=5_500.0)
+    alone = solve(costs, Machine.planned(1), 4, LINE).stages[0].memory_bytes
+    assert alone > machine.devices[0].memory_bytes
+    prices_ = price_ideals(costs, Planner(costs).lattice(machine)[0], machine)
+    assert prices_.held[-1] + prices_.kept[-1] < machine.devices[0].memory_bytes
+    # Two replicas would meet the bound of the work.
+    assert len(solve(costs, machine, 4).stages) == 2
 
 
 def test_less_memory_means_fewer_microbatches_at_once() -> None:
