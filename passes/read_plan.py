@@ -137,4 +137,6 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
     )
     same = [s.load_ms for s in priced] == [s.load_ms for s in plan.stages] and made.single_ms == plan.single_ms
     # The bound of other costs is no bound of these.
-    return made.prove(plan.proof) if same else replace(made, lower_bound_ms=0.0, n_states=0)
+    if not same:
+        return replace(made, lower_bound_ms=0.0, n_states=0)
+    return replace(made, step_ms=plan.step_ms, step_lower_bound_ms=plan.step_lower_bound_ms).prove(plan.proof)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
@@ -25,11 +25,12 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
+from fxsplit.planner.solve import OBJECTIVES
 from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Scheduler, find_schedule
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.search_plan import schedule_plan, state_step
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
@@ -41,6 +42,8 @@ if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
 
     from fxsplit.api.pipeline.pipeline import Pipeline
 
+S = TypeVar("S")
+
 
 @lose_no_interrupt
 def plan(
@@ -48,28 +51,36 @@ def plan(
     machine: int | Machine,
     *,
     example_inputs: Any = None,
-    schedule: ScheduleName | Schedule | os.PathLike[str] = "1F1B",
+    schedule: ScheduleName | Schedule | os.PathLike[str] | None = None,
     n_microbatches: int | None = None,
     inference: bool = False,
     compress: Compress | None = None,
     options: Options | None = None,
+    objective: Literal["bottleneck", "step"] | None = None,
+    best: bool = False,
     pins: Mapping[str, int] | None = None,
     together: Sequence[Sequence[str]] = (),
 ) -> Plan:
-    """Return the plan whose slowest stage is fastest on `machine`, with its lower bound and gap.
+    """Return the plan whose slowest stage is fastest on `machine`, or that is fastest to run, with its lower bound.
 
     profile: costs, a compiled pipeline, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
         dnn-partitioning JSON), or a model, which is measured here on a CPU. `fxsplit.profile` measures on other
         devices.
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     example_inputs: one whole batch for a model, as `compile` takes it.
-    schedule, n_microbatches: any schedule that compile() runs, and the pieces that a batch is cut into (default: two a
-        device). They decide how many microbatches a stage holds, and how many stages a device has. "search" plans for
-        1F1B, and then searches for the order of work with the shortest step. Also a Schedule, or a .csv file.
+    schedule, n_microbatches: any schedule that compile() runs (default: "1F1B"), and the pieces that a batch is cut
+        into (default: two a device). They decide how many microbatches a stage holds, and how many stages a device
+        has. "search" plans for 1F1B, and then searches for the order of work with the shortest step. Also a Schedule,
+        or a .csv file.
     inference: plan for outputs without gradients: from forward times only, with each weight held once. A profile that
         was measured for inference needs this.
     compress: count values and gradients with the bytes that compile(compress=) sends: "bf16" or "int8".
     options: the cost model, and the freedoms of the planner.
+    objective: what the plan makes as small as possible: "bottleneck" (the default), the time of its slowest stage, or
+        "step", the time of a whole step under its schedule. "step" leaves devices idle that do not help.
+    best: choose stages, their replicas, the devices in use and the order of work together, for the shortest step. It
+        stands for objective="step", schedule="search" and Options(model="replicated", recompute="auto"), unless these
+        are stated.
     pins: submodule or node -> number of its stage.
     together: sets of submodules or nodes that no cut may separate.
 
@@ -78,7 +89,10 @@ def plan(
     """
     _check_arguments(machine, options, pins, together)
     check_flag("inference", inference)
-    options = options or Options()
+    check_flag("best", best)
+    if best and inference:
+        raise InputError("best=True with inference=True: a step is one of training, so leave one of them out")
+    options, chosen = choose_objective(options, objective, schedule, best=best)
     if inference:
         check_without_backwards(options)
     if isinstance(profile, (str, os.PathLike)):
@@ -91,7 +105,7 @@ def plan(
         costs = _measure(profile, example_inputs, count, inference=inference)
     if costs.noise is not None:
         warn_user(costs.noise, UnsteadyProfileWarning)
-    stated, fixed = read_schedule(schedule)
+    stated, fixed = read_schedule(chosen)
     costs, name = choose_passes(costs, "1F1B" if fixed else stated, inference=inference)
     check_compress(compress)
     # The costs of a pipeline with compressed cuts count the compressed bytes already.
@@ -104,7 +118,24 @@ def plan(
         options = replace(options, use_all=True)
     with show_progress():
         found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
-        return schedule_plan(found, costs, laid_out, workload)[0]
+        return state_step(schedule_plan(found, costs, laid_out, workload)[0], len(where))
+
+
+def choose_objective(
+    options: Options | None, objective: str | None, schedule: S | None, *, best: bool
+) -> tuple[Options, S | Literal["1F1B", "search"]]:
+    """Return the options and the schedule of a plan, with the defaults of its objective; see `plan`."""
+    if objective not in (None, *OBJECTIVES):
+        raise InputError(f"objective={show(objective)}: give one of {', '.join(OBJECTIVES)}")
+    if best and objective == "bottleneck":
+        raise InputError("best=True with objective='bottleneck': the best plan is the one with the shortest step")
+    objective = "step" if best else objective
+    if options is None:
+        chosen = Options(model="replicated", recompute="auto") if best else Options()
+        options = replace(chosen, use_all=objective != "step")
+    options = replace(options, objective=objective or options.objective)
+    usual: Literal["1F1B", "search"] = "search" if best else "1F1B"
+    return options, usual if schedule is None else schedule
 
 
 def _check_arguments(machine: object, options: object, pins: object, together: object) -> None:
@@ -180,7 +211,8 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference:
 
 def check_can_run(plan: Plan) -> Plan:
     """Return the plan. Raises ScheduleError if a stage has several devices and the schedule cannot run such stages."""
-    if find_replicas(plan) is not None:
+    # A plan that states its schedule was made for it.
+    if find_replicas(plan) is not None and not plan.schedule_csv:
         check_takes_replicas(plan.schedule)
     return plan
 

@@ -50,11 +50,11 @@ from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
-from fxsplit.planner.solve import RECOMPUTE
+from fxsplit.planner.solve import OBJECTIVES, RECOMPUTE
 from fxsplit.schedule import SearchResult
 from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.search_plan import schedule_plan, state_step
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
 from fxsplit.system.files import make_folder, write_whole
@@ -78,11 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free-order", action="store_true", help="take devices in any order")
     parser.add_argument(
         "--recompute",
-        default=Options.recompute,
         choices=RECOMPUTE,
-        help="stages that recompute activations, to save memory",
+        help="stages that recompute activations, to save memory (default: never, or auto with --best)",
     )
-    add_schedule(parser, [*SCHEDULES, SEARCH, "a .csv file in torch's format"])
+    add_schedule(parser, [*SCHEDULES, SEARCH, "a .csv file in torch's format"], "1F1B, or search with --best")
     add_search(parser)
     parser.add_argument("--inference", action="store_true", help="for outputs without gradients: only forwards")
     parser.add_argument("--n-microbatches", type=int, metavar="N", help="default: two a device")
@@ -127,7 +126,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", type=take_text, metavar="FOLDER", help="the folder for --emit (default: the current one)"
     )
     parser.add_argument(
-        "--objective", choices=("bottleneck",), default="bottleneck", help="what the plan makes as small as possible"
+        "--objective",
+        choices=OBJECTIVES,
+        help="what the plan makes as small as possible: its slowest stage, or a whole step (default: bottleneck)",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="choose stages, replicas, devices and order of work together, for the shortest step",
     )
     parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
 
@@ -150,6 +156,8 @@ class PlanArguments:
                 raise InputError(f"--cut-at {arguments.cut_at[:SHOWN]}: --emit titan cuts at modules, so leave it out")
             arguments.cut_at, arguments.use_all_devices = "modules", True
         self.arguments = arguments
+        self._best = getattr(arguments, "best", False)
+        self._choose_objective()
         self._searches: dict[int, SearchResult] = {}
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
@@ -169,17 +177,36 @@ class PlanArguments:
             print(f"note: {self.profile.costs.noise}", file=sys.stderr)
         # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
+        model = arguments.cost_model or ("replicated" if self._best else self.profile.cost_model)
         self.options = Options(
-            model=arguments.cost_model or self.profile.cost_model,
+            model=model,
             use_all=arguments.use_all_devices,
             traffic=not arguments.no_traffic,
-            free=arguments.free_order or (foreign and not arguments.machine and arguments.cost_model != "replicated"),
+            free=arguments.free_order or (foreign and not arguments.machine and model != "replicated"),
+            objective=self.objective,
             optimizer_factor=arguments.optimizer_factor,
             recompute=arguments.recompute,
             time_limit=arguments.time_limit,
         )
         if arguments.inference:
             check_without_backwards(self.options)
+
+    def _choose_objective(self) -> None:
+        """Fill in the objective, and the schedule that it takes by default. Raises InputError for a contradiction."""
+        given = getattr(self.arguments, "objective", None)
+        if self._best and given == "bottleneck":
+            raise InputError("--objective bottleneck: --best minimises the step, so leave one of them out")
+        self.objective = "step" if self._best else given or "bottleneck"
+        if self.objective == "step" and getattr(self.arguments, "emit", None):
+            raise InputError(
+                f"--objective step: --emit {self.arguments.emit} needs a stage on every rank: leave it out"
+            )
+        if self._best and self.arguments.inference:
+            raise InputError("--inference: --best minimises a step of training, so leave one of them out")
+        if self.arguments.schedule is None:
+            self.arguments.schedule = SEARCH if self._best else "1F1B"
+        if self.arguments.recompute is None:
+            self.arguments.recompute = "auto" if self._best else Options.recompute
 
     def _list_wholes(self) -> list[Sequence[str]]:
         """Return the sets of nodes that --cut-at leaves whole. Raises InputError for a place that there is not."""
@@ -252,6 +279,7 @@ class PlanArguments:
         with show_progress():
             plan = check_can_run((planner or self.planner).plan(machine, workload, options))
             plan, _, found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
+            plan = state_step(plan, len(self.machine(count)))
         if found is not None:
             self._searches[id(plan)] = found
         # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.
@@ -347,21 +375,34 @@ def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None
 
 def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:
     """Return a row for each number of devices."""
-    rows = []
+    rows: list[tuple[object, ...]] = []
+    if question.objective == "step":
+        for count, plan in plans:
+            used = sum(len(stage.devices) for stage in plan.stages)
+            step_ms = plan.step_ms or 0.0
+            # Of this batch on one device.
+            faster = plan.n_microbatches * plan.single_ms / step_ms if step_ms else inf
+            figures = f"{step_ms:.4f}", f"{faster:.2f}", plan.standing.removeprefix("gap ")
+            rows.append((count, *figures, len(plan.stages), used))
+        return Table((">devices", ">step ms", ">speed-up", ">gap", ">stages", ">in use"), rows)
     for count, plan in plans:
         figures = f"{plan.bottleneck_ms:.4f}", f"{plan.speedup:.2f}", plan.standing.removeprefix("gap ")
         found = question.find_search(plan)
         searched = () if found is None else (f"{found.step_ms:.3f}", found.standing.removeprefix("gap "))
         rows.append((count, *figures, len(plan.stages), *searched))
-    heads = (">step ms", ">step gap") if question.schedule == SEARCH else ()
-    return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages", *heads), rows)
+    searched = (">step ms", ">step gap") if question.schedule == SEARCH else ()
+    return Table((">devices", ">bottleneck ms", ">speed-up", ">gap", ">stages", *searched), rows)
 
 
 def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
     """Return, in lines of 80 characters, why the last rows are alike, if they are proven to be the best."""
     (most, last) = plans[-1]
     # Of a device with several stages only the slowest stage is proven, and not the device's time.
-    proven = [(count, plan) for count, plan in plans if plan.optimal and plan.steady_ms == plan.bottleneck_ms]
+    proven = [
+        (count, plan)
+        for count, plan in plans
+        if plan.optimal and plan.minimised == "bottleneck" and plan.steady_ms == plan.bottleneck_ms
+    ]
     same = [count for count, plan in proven if plan.bottleneck_ms == last.bottleneck_ms]
     if len(same) < 2 or same[-1] != most:
         return []

@@ -45,14 +45,21 @@ _SENT = {"in_sent_bytes": "in_bytes", "in_sent_gradient_bytes": "in_gradient_byt
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as a JSON object: objective, bound and stages first.
 
-    The objective is the load of the slowest stage, in ms for a microbatch.
+    The objective is the load of the slowest stage, in ms for a microbatch, whichever figure was `minimised`. Its lower
+    bound and its gap are null if that was the step. `step_ms` is null if nobody has simulated the plan.
     """
+    bounded, step_gap = plan.minimised == "bottleneck", plan.step_gap
     return {
         "objective": plan.bottleneck_ms,
-        "lower_bound": plan.lower_bound_ms,
+        "lower_bound": plan.lower_bound_ms if bounded else None,
         # JSON has no infinity, the gap of a plan without a bound.
-        "gap": plan.gap if isfinite(plan.gap) else None,
+        "gap": plan.gap if bounded and isfinite(plan.gap) else None,
         "optimal": plan.optimal,
+        "minimised": plan.minimised,
+        "bottleneck_ms": plan.bottleneck_ms,
+        "step_ms": plan.step_ms,
+        "step_lower_bound_ms": plan.step_lower_bound_ms,
+        "step_gap": step_gap if step_gap is not None and isfinite(step_gap) else None,
         "proof": plan.proof,
         "cost_model": plan.model.name,
         "stages": [
@@ -144,7 +151,8 @@ def parse_plan(data: Any, name: str) -> Plan:
         plan = Plan(
             stages=stages,
             device_names=tuple(names),
-            lower_bound_ms=_number(data["lower_bound"], "lower_bound"),
+            # null in plans for the shortest step.
+            lower_bound_ms=_find_number(data["lower_bound"], "lower_bound") or 0.0,
             single_ms=_number(data["single"], "single"),
             schedule=str(data["schedule"]),
             n_microbatches=_count(data["n_microbatches"], "n_microbatches"),
@@ -154,7 +162,7 @@ def parse_plan(data: Any, name: str) -> Plan:
                 data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
             ),
             # Missing in files of earlier versions, and in plans from profiles of other tools.
-            spread=None if data.get("spread") is None else _number(data["spread"], "spread"),
+            spread=_find_number(data.get("spread"), "spread"),
             measured_on=str(data.get("measured_on", "")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
             busiest_ms=_number(data.get("busiest", 0.0), "busiest"),
@@ -164,6 +172,8 @@ def parse_plan(data: Any, name: str) -> Plan:
             schedule_csv=_read_schedule(data.get("schedule_csv")),
             compared=tuple(_read_compared(choice) for choice in as_list(data.get("compared", []))),
             machine=_read_machine(data.get("machine"), names),
+            step_ms=_find_number(data.get("step_ms"), "step_ms"),
+            step_lower_bound_ms=_find_number(data.get("step_lower_bound_ms"), "step_lower_bound_ms"),
         )
         return plan.prove(proof)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError, PlanError) as error:
@@ -294,6 +304,11 @@ def _number(value: Any, what: str) -> float:
     if not is_amount(value):
         raise PlanError(f"{what} is {show(value)}: it must be {AMOUNT}")
     return float(value)
+
+
+def _find_number(value: Any, what: str) -> float | None:
+    """Return a finite number, zero or more, or None for null. Raises PlanError for any other value."""
+    return None if value is None else _number(value, what)
 
 
 def _truth(value: Any, what: str) -> bool:

@@ -24,6 +24,7 @@ from fxsplit.planner.clock import SearchClock
 from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
+from fxsplit.planner.step.step import plan_step
 from fxsplit.system.figures import format_count
 from fxsplit.system.progress import phase
 
@@ -34,11 +35,13 @@ Enumerate = Callable[[bool], tuple[Antichains, States]]
 
 
 def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: SearchClock) -> Plan:
-    """Return the plan with the smallest bottleneck.
+    """Return the plan with the smallest bottleneck, or the shortest step, as the options say.
 
     If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
     light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
     """
+    if task.options.objective == "step":
+        return plan_step(task, chains, states, clock)
     # A schedule that puts several stages on a device has all of its stages.
     if task.machine.homes:
         task = replace(task, options=replace(task.options, use_all=True))
@@ -155,7 +158,7 @@ class Planner:
         return known
 
     def plan(self, machine: Machine, workload: Workload, options: Options) -> Plan:
-        """Return the plan with the smallest bottleneck. Raises PlanError if no plan exists."""
+        """Return the plan with the smallest bottleneck, or the shortest step. Raises PlanError if no plan exists."""
         clock = SearchClock.limited(options.time_limit)
         begin, earlier = time.perf_counter(), self.seconds["states"]
         try:

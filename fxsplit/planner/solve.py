@@ -26,6 +26,7 @@ from fxsplit.planner.search.search import SLACK, BestChain, may_fit, minimise
 from fxsplit.system.figures import show
 
 RECOMPUTE = ("never", "always", "auto")
+OBJECTIVES = ("bottleneck", "step")
 MOST_CELLS, MOST_BOUNDED = 2**26, 2**25
 """Above this number of cells (configurations x states) only the last devices may stay idle, so a gap remains.
 
@@ -46,6 +47,8 @@ class Options:
     - `time_limit` is in seconds; when it is over, the result is the best plan so far, with its gap
     - `recompute` says which stages keep no activations and run their forward again: "always" all stages, "never" none,
       "auto" a stage if it would not fit otherwise, or would be slower
+    - `objective` is what the plan makes as small as possible: "bottleneck", the load of the slowest stage, or "step",
+      the time of a whole step under its schedule (see planner/step)
 
     Raises ChainError for an invalid value.
     """
@@ -57,6 +60,7 @@ class Options:
     free: bool = False
     time_limit: float = inf
     recompute: str = "never"
+    objective: str = "bottleneck"
 
     def __post_init__(self) -> None:
         number, flag = (int, float), (bool,)
@@ -81,6 +85,9 @@ class Options:
         if self.recompute not in RECOMPUTE:
             hint = suggest(self.recompute, RECOMPUTE)
             raise ChainError(f"partition{{recompute={self.recompute}}}: give one of {', '.join(RECOMPUTE)}{hint}")
+        if self.objective not in OBJECTIVES:
+            hint = suggest(self.objective, OBJECTIVES)
+            raise ChainError(f"partition{{objective={self.objective}}}: give one of {', '.join(OBJECTIVES)}{hint}")
         if self.free and self.model == "replicated":
             raise ChainError(
                 "partition{free=true,model=replicated}: replicated stages take neighbours; drop one of them"
@@ -379,12 +386,18 @@ def bound_by_work(costs: Costs, machine: Machine) -> float:
 
 def _split(costs: Costs, chains: Antichains, path: Path) -> Split:
     """Return the stages of a chain of states, each with its nodes in graph order, devices and recompute flag."""
+    nodes = split_nodes(costs, chains, [end for end, _ in path])
+    return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
+
+
+def split_nodes(costs: Costs, chains: Antichains, ends: Sequence[int]) -> list[list[str]]:
+    """Return the nodes of each stage in graph order, from the ideals at which the stages end."""
     # Go from the last stage to the first, so that a block ends up in the first stage that contains it.
-    stage_of = {b: stage for stage in reversed(range(len(path))) for b in chains.ideal(path[stage][0])}
-    nodes: list[list[str]] = [[] for _ in path]
+    stage_of = {b: stage for stage in reversed(range(len(ends))) for b in chains.ideal(ends[stage])}
+    nodes: list[list[str]] = [[] for _ in ends]
     for node in costs.nodes:
         nodes[stage_of[chains.blocks.home[node.name]]].append(node.name)
-    return [(names, move.devices, move.recompute) for names, (_, move) in zip(nodes, path, strict=True)]
+    return nodes
 
 
 def pose_problems(

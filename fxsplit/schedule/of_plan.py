@@ -51,7 +51,7 @@ def build_schedule(
         schedule = parse_csv(plan.schedule_csv, plan.schedule)
         if schedule.n_stages != len(plan.stages):
             raise ScheduleError(f"{plan.schedule} has {schedule.n_stages} stages, and the plan {len(plan.stages)}")
-        if schedule.homes != scheduler.homes(len(plan.stages)):
+        if schedule.homes != (find_replicas(plan) or scheduler.homes(len(plan.stages))):
             raise ScheduleError(f"{plan.schedule}: its stages are on other devices than those of the plan")
         return schedule
     if plan.schedule == scheduler.name == SEARCH and not plan.schedule_csv:

@@ -16,13 +16,15 @@ from fxsplit.ir.facts.price import StagePlan, price_split
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, SEARCH, Scheduler, generate
 from fxsplit.schedule.generators.synchronous import one_f_one_b
 from fxsplit.schedule.moments import list_moments
-from fxsplit.schedule.of_plan import find_replicas, read_times
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.solver.search import SearchResult, search
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
+MOST_SIMULATED = 30_000
+"""Schedules of more actions, a fifth of a second of simulation, are not simulated for every plan."""
 ATTEMPTS = 4
 """How often a search begins again with less memory, if messages between stages need the rest."""
 
@@ -133,16 +135,37 @@ def take_schedule(
 ) -> tuple[Plan, Workload]:
     """Return the plan and the workload under another schedule, with the same number of microbatches.
 
-    The stages stay as they are, and their memory is that under the schedule.
+    The stages stay as they are, and their memory is that under the schedule. The step is simulated again.
     """
     made = scheduler.describe(len(machine), workload.n_microbatches, may_idle=workload.may_idle)
-    made = replace(made, recompute=workload.recompute)
+    # A stage with replicas by choice of the plan: the schedule does not place every stage on several devices.
+    made = replace(made, recompute=workload.recompute, replicated=workload.replicated)
     split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
     priced = tuple(price_split(costs, machine, made, split, plan.model))
     again = Plan.assemble(
         priced, costs, machine, made, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
-    return again.prove(plan.proof), made
+    step_ms, low = simulate_step(again, schedule), plan.step_lower_bound_ms
+    return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
+
+
+def state_step(plan: Plan, n_devices: int) -> Plan:
+    """Return a plan for a machine of `n_devices` devices that states its step, as its schedule is simulated.
+
+    It stays as it is if the runtime cannot run it, and if its schedule has more than MOST_SIMULATED actions: a
+    simulation would take longer than most searches.
+    """
+    actions = 3 * len(plan.stages) * plan.n_microbatches
+    in_order = [s.devices for s in plan.stages] == sorted(s.devices for s in plan.stages)
+    if plan.step_ms is not None or not plan.model.forwards or not in_order or actions > MOST_SIMULATED:
+        return plan
+    schedule = build_schedule(plan, Scheduler(plan.schedule, n_devices), plan.n_microbatches)
+    return replace(plan, step_ms=simulate_step(plan, schedule)).prove(plan.proof)
+
+
+def simulate_step(plan: Plan, schedule: Schedule) -> float:
+    """Return the time of a plan's step under a schedule, in ms."""
+    return simulate(schedule, read_times(plan, schedule)).step_ms
 
 
 def _count_room(stage: StagePlan, room: float) -> float:

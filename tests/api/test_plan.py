@@ -26,9 +26,11 @@ from fxsplit.passes.schedule import SchedulePlan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule import SCHEDULES
-from fxsplit.schedule.generators.catalogue import ScheduleName
+from fxsplit.schedule.generators.catalogue import ScheduleName, Scheduler
 from fxsplit.schedule.generators.synchronous import REPLICABLE
+from fxsplit.schedule.of_plan import build_schedule, read_times
 from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.simulation.simulate import simulate
 from tests.support.graphs import ir_of, machines, node, profiles
 from tests.support.models import FAST, Residual
 
@@ -157,6 +159,42 @@ def test_numbers_that_a_schedule_is_not_made_for_are_refused() -> None:
     assert plan.device_names == ("device0/0", "device1/0", "device0/1", "device1/1") and plan.bottleneck_ms == 6.0
 
 
+def test_the_best_plan_chooses_stages_replicas_devices_and_order_together() -> None:
+    """Two devices share the microbatches of everything, in a third there is no use."""
+    nodes = (node("a", ms=4.0, parameter_bytes=10), node("b", ["a"], 4.0), node("c", ["b"], 4.0))
+    costs = Costs(nodes, (), ("c",), rows=1)
+    best = fxsplit.plan(costs, 3, n_microbatches=2, best=True)
+    assert [stage.devices for stage in best.stages] == [(0, 1)] and best.schedule == "search"
+    assert best.step_ms == pytest.approx(36.0) and best.optimal and best.model.name == "replicated"
+    # A value that is stated stays: no replicas, or an order by name.
+    line = fxsplit.plan(costs, 3, n_microbatches=2, best=True, options=Options(use_all=False))
+    assert all(len(stage.devices) == 1 for stage in line.stages) and line.model.name == "forwarded"
+    named = fxsplit.plan(costs, 3, n_microbatches=2, best=True, schedule="GPipe")
+    assert named.schedule == "GPipe" and not named.schedule_csv
+    assert min(line.step_ms or 0.0, named.step_ms or 0.0) >= 36.0
+
+
+def test_an_objective_alone_keeps_schedule_and_cost_model() -> None:
+    costs = Costs((node("a", ms=4.0), node("b", ["a"], 4.0), node("c", ["b"], 4.0)), (), ("c",), rows=1)
+    plan = fxsplit.plan(costs, 3, n_microbatches=2, objective="step")
+    assert (plan.schedule, plan.model.name, plan.minimised) == ("1F1B", "forwarded", "step")
+    assert plan == plan and fxsplit.plan(costs, 3, objective="bottleneck").minimised == "bottleneck"
+    # In Options too, and the argument goes first.
+    options = Options(use_all=False, objective="step")
+    assert fxsplit.plan(costs, 3, options=options).minimised == "step"
+    assert fxsplit.plan(costs, 3, options=options, objective="bottleneck").minimised == "bottleneck"
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZBVZeroBubble", "Interleaved1F1B", "search", "Chimera"])
+def test_every_plan_that_can_run_states_the_step_of_the_simulator(schedule: ScheduleName) -> None:
+    costs = Costs(tuple(node(f"n{i}", [f"n{i - 1}"] if i else []) for i in range(8)), (), ("n7",), rows=1)
+    plan = fxsplit.plan(costs, 2, schedule=schedule, n_microbatches=4)
+    made = build_schedule(plan, Scheduler(schedule, 2), 4)
+    assert plan.step_ms == simulate(made, read_times(plan, made)).step_ms
+    # Nobody can run a plan that sends values straight to their readers, or one in another order of devices.
+    assert fxsplit.plan(costs, 2, options=Options(model="direct")).step_ms is None
+
+
 def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
     """plan() must not return a plan that compile() refuses."""
     costs = Costs((node("a", ms=9.0),), (), ("a",))
@@ -193,6 +231,10 @@ def test_replicas_under_a_schedule_that_runs_none_are_refused() -> None:
             r"together=None: give a list of sets of names that stay together, such as \[\('a', 'b'\)\]",
         ),
         ({"together": [["a", 2]]}, r"together has \['a', 2\]: give sets of names"),
+        ({"best": 1}, "best=1: give True or False"),
+        ({"objective": "steps"}, "objective='steps': give one of bottleneck, step"),
+        ({"best": True, "inference": True}, "a step is one of training, so leave one of them out"),
+        ({"best": True, "objective": "bottleneck"}, "the best plan is the one with the shortest step"),
     ],
 )
 def test_an_argument_of_another_type_or_without_effect_is_named(arguments: dict[str, Any], message: str) -> None:
@@ -209,3 +251,27 @@ def test_a_pipeline_that_is_not_compiled_has_no_costs_to_plan_from() -> None:
     pipe = fxsplit.compile(Residual(), 2, passes=FAST)
     with pytest.raises(InputError, match="nothing is compiled yet: call the pipeline once"):
         fxsplit.plan(pipe, 2)
+
+
+@pytest.mark.parametrize("options", [None, Options(use_all=False)])
+def test_compile_runs_the_best_plan_with_its_replicas_and_its_order(options: Options | None) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(5)))
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    machine = Machine.of(["cpu"] * 3, bytes_per_s=1e9)
+    costs = fxsplit.profile(model, x, n_microbatches=6, device="cpu")
+    best = fxsplit.plan(costs, machine, n_microbatches=6, best=True, options=options)
+    loss_fn = torch.nn.MSELoss()
+    with fxsplit.compile(
+        model, machine, example_inputs=x, plan=best, schedule="search", n_microbatches=6, costs=costs, loss_fn=loss_fn
+    ) as pipe:
+        assert pipe.plan.step_ms == best.step_ms and pipe.plan.standing == best.standing
+        assert pipe.plan.schedule_csv == best.schedule_csv
+        loss = pipe.step(x, target=y)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    whole = loss_fn(model(x), y)
+    whole.backward()
+    assert loss == pytest.approx(whole.item(), rel=1e-5)
+    for mine, own in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, own.grad)

@@ -395,3 +395,51 @@ def test_baselines_are_never_left_out_in_silence(
     Costs((node("a"), node("b", ["a"])), (), ("b",), rows=1).save(tmp_path / "net.json")
     assert cli.main(["plan", str(tmp_path / "net.json"), "--baselines", *option]) == 2
     assert "--baselines prints a table for one plan" in capsys.readouterr().err
+
+
+def test_best_minimises_the_step_and_says_so(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    base = ["plan", profile, "--bandwidth", "1e6", "--n-microbatches", "4"]
+    found = answer(capsys, *base, "--devices", "2", "--best")
+    assert found["minimised"] == "step" and found["schedule"] == "search" and found["cost_model"] == "replicated"
+    assert (found["lower_bound"], found["gap"]) == (None, None) and found["objective"] == found["bottleneck_ms"]
+    assert found["step_lower_bound_ms"] <= found["step_ms"] and found["step_gap"] < 0.01
+    # Never slower than the plan with the smallest bottleneck, whose step is stated too.
+    usual = answer(capsys, *base, "--devices", "2")
+    assert usual["minimised"] == "bottleneck" and usual["step_lower_bound_ms"] is None
+    assert found["step_ms"] <= usual["step_ms"]
+    named = answer(capsys, *base, "--devices", "2", "--objective", "step")
+    assert named["schedule"] == "1F1B" and found["step_ms"] <= named["step_ms"] <= usual["step_ms"]
+    assert cli.main([*base, "--devices", "1..3", "--best"]) == 0
+    out = capsys.readouterr().out
+    assert out.split()[:10] == ["devices", "step", "ms", "speed-up", "gap", "stages", "in", "use", "1", "48.0000"]
+    assert cli.main([*base, "--devices", "2", "--best"]) == 0
+    out = capsys.readouterr().out
+    assert f"step {found['step_ms']:.3f} ms" in out and "over one device for this batch" in out
+
+
+def test_a_best_plan_is_simulated_as_it_was_planned(
+    capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
+) -> None:
+    assert cli.main(["plan", profile, "--devices", "3", "--bandwidth", "1e7", "--best", "--json"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "plan.json").write_text(text)
+    assert cli.main(["simulate", "--plan", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time"] == pytest.approx(json.loads(text)["step_ms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--best", "--objective", "bottleneck"], "--objective bottleneck: --best minimises the step"),
+        (["--best", "--inference"], "--inference: --best minimises a step of training"),
+        (["--best", "--use-all-devices"], "takes as many devices as help"),
+        (["--best", "--cost-model", "direct"], "is not for cost model 'direct'"),
+        (["--best", "--schedule", "DualPipeV"], "is not for schedule 'DualPipeV': give one of search, GPipe"),
+        (["--objective", "step", "--emit", "titan"], "--emit titan needs a stage on every rank"),
+    ],
+)
+def test_best_refuses_what_it_does_not_plan(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], profile: str
+) -> None:
+    assert cli.main(["plan", profile, "--devices", "2", *arguments]) == 2
+    assert message in capsys.readouterr().err

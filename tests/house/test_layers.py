@@ -88,8 +88,10 @@ INNER: dict[str, list[set[str]]] = {
         {"search"},
         {"baselines", "direct", "no_plan"},
         {"solve"},
+        {"step"},
         {"planner"},
     ],
+    "planner.step": [{"kernels"}, {"bound", "prices"}, {"search"}, {"step"}],
     "runtime": [
         {"stage"},
         {"autograd_node", "program"},

@@ -11,7 +11,8 @@ from torch.distributed.pipelining import schedules as theirs
 from fxsplit.errors import NotExportable, ScheduleError
 from fxsplit.schedule import SCHEDULES, Action, Times, generate, simulate
 from fxsplit.schedule.flow import with_transfers
-from fxsplit.schedule.torch_csv import read_csv, write_csv
+from fxsplit.schedule.generators.synchronous import count_in_flight, schedule_replicas
+from fxsplit.schedule.torch_csv import format_csv, parse_csv, read_csv, write_csv
 from tests.support.torch_schedules import make_theirs
 
 TORCHS = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZB-H1", "ZB-H2", "InterleavedZeroBubble"]
@@ -102,6 +103,28 @@ def test_what_torchtitan_adds_is_read(tmp_path: Path) -> None:
 def test_files_that_are_wrong(rows: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=message):
         read_csv(write(tmp_path / "bad.csv", *rows))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1"])
+def test_plans_write_replicas_and_read_them_again(name: str, tmp_path: Path) -> None:
+    homes = ((0, 1, 2), (3,), (4, 5))
+    schedule = schedule_replicas(name, homes, 7, count_in_flight(homes))
+    text = format_csv(schedule)
+    assert "0F1r1" in text and "0REDUCE_GRADr2" in text and "1REDUCE" not in text
+    assert parse_csv(text, name) == schedule
+    # A file in torch's format has none, and is not written.
+    with pytest.raises(NotExportable, match="torch has no replicas of a stage"):
+        write_csv(schedule, tmp_path / "schedule.csv")
+    (tmp_path / "own.csv").write_text(text)
+    with pytest.raises(ScheduleError, match=r"'0F1r1' is not an action of torch"):
+        read_csv(tmp_path / "own.csv")
+
+
+def test_replicas_that_are_missing_are_named() -> None:
+    with pytest.raises(ScheduleError, match="stage 0 has 1 replicas, and one of them is called r1"):
+        parse_csv("0F0r1,0B0r1\r\n", "plan")
+    with pytest.raises(ScheduleError, match="rank 1, 0B0: stage 0 is rank 0's too"):
+        parse_csv("0F0\r\n0B0\r\n", "plan")
 
 
 def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class Plan(Shown, Fact):
     - `compared`: the schedules from which this one was chosen, the one with the shortest step first; empty if the
       schedule was given
     - the plan was priced for `costs` and `machine`, which pictures and reports show; None in a plan from a file
+    - `step_ms` is the time of one step under the plan's schedule, as simulated; None if nobody has simulated it
+    - `step_lower_bound_ms` is a lower bound on the step of any plan, if the step was minimised and not the bottleneck
     - `proof` says how the lower bound is known: "search" if all plans were searched, "bound" if the bound may be out of
       reach, None if it is not proven. Only the planner fills it in: a plan that a pass makes or changes is not proven,
       whatever bound it states
@@ -99,6 +101,8 @@ class Plan(Shown, Fact):
     compared: tuple[ComparedSchedule, ...] = ()
     costs: Costs | None = None
     machine: Machine | None = None
+    step_ms: float | None = None
+    step_lower_bound_ms: float | None = None
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -225,17 +229,36 @@ class Plan(Shown, Fact):
         return inf if self.bottleneck_ms > 0 else 0.0
 
     @property
+    def minimised(self) -> Literal["bottleneck", "step"]:
+        """The figure that the planner has made as small as it could."""
+        return "bottleneck" if self.step_lower_bound_ms is None else "step"
+
+    @property
+    def step_gap(self) -> float | None:
+        """The relative distance of the step above its lower bound; None if the step was not minimised."""
+        if self.step_ms is None or self.step_lower_bound_ms is None:
+            return None
+        if self.step_lower_bound_ms > 0:
+            return self.step_ms / self.step_lower_bound_ms - 1.0
+        return inf if self.step_ms > 0 else 0.0
+
+    @property
+    def _proven_gap(self) -> float:
+        """The gap of the figure that was minimised."""
+        return self.gap if self.step_gap is None else self.step_gap
+
+    @property
     def optimal(self) -> bool:
-        """Whether the plan is proven to be the best under its cost model."""
-        return self.proof is not None and self.gap < PROVEN
+        """Whether the plan is proven to be the best: no other has a smaller bottleneck, or a shorter step."""
+        return self.proof is not None and self._proven_gap < PROVEN
 
     @property
     def standing(self) -> str:
         """The proof in words: "optimal", "gap 3.10 %", or "not proven"."""
         if self.optimal:
             return "optimal"
-        known = self.proof is not None and isfinite(self.gap)
-        return f"gap {100 * self.gap:.2f} %" if known else "not proven"
+        known = self.proof is not None and isfinite(self._proven_gap)
+        return f"gap {100 * self._proven_gap:.2f} %" if known else "not proven"
 
     def stage_of(self) -> dict[str, int]:
         """Return the stage of every node."""
@@ -334,6 +357,8 @@ class Plan(Shown, Fact):
         values: Row = {**model, "lower_bound_ms": self.lower_bound_ms, "n_states": self.n_states, "proof": self.proof}
         if all(ir.get(kind) is not None for kind in (Costs, Machine, Workload)):
             stages = [{"devices": s.devices, "recompute": s.recompute, "nodes": s.nodes} for s in self.stages]
+            known = {"step_ms": self.step_ms, "step_lower_bound_ms": self.step_lower_bound_ms}
+            values |= {name: value for name, value in known.items() if value is not None}
             values |= {"bound_for": _take_digest(ir)}
         else:
             values |= list_values(self, leave_out=("stages", "compared", "costs", "machine", *values))
@@ -386,6 +411,8 @@ class Plan(Shown, Fact):
         if values.pop("bound_for", None) != _take_digest(ir):
             # Costs, machine or workload were edited: the bound says nothing of the new ones.
             bounds, proof = {"lower_bound_ms": 0.0, "n_states": 0}, None
+            steps = ("step_ms", "step_lower_bound_ms", "compared")
+            values = {name: value for name, value in values.items() if name not in steps}
         split = [record.make_row(_Split, row, "stages") for row in rows]
         lacking = sorted(set(costs.by_name) ^ {name for s in split for name in s.nodes})
         if lacking:
@@ -405,7 +432,10 @@ class Plan(Shown, Fact):
     def summarise(self) -> str:
         """Return the number of stages, the schedule, the bottleneck and the proof."""
         stages = format_count(len(self.stages), "stage")
-        return f"{stages}, {self.schedule}, bottleneck {self.bottleneck_ms:.3f} ms, {self.standing}"
+        figure = f"bottleneck {self.bottleneck_ms:.3f} ms"
+        if self.minimised == "step":
+            figure = f"step {self.step_ms:.3f} ms"
+        return f"{stages}, {self.schedule}, {figure}, {self.standing}"
 
     def show(self) -> Parts:
         """Return a table of times and bytes of the stages, one of their nodes, and lines about the bottleneck."""
@@ -414,11 +444,8 @@ class Plan(Shown, Fact):
             ("stage", ">nodes", "first .. last in graph order"),
             [(i, len(s.nodes), s.place) for i, s in enumerate(self.stages)],
         )
-        # A bound that nobody has proven is no bound.
-        bound = f"lower bound {self.lower_bound_ms:.3f} ms, " * (self.standing != "not proven")
-        among = f" among {self.n_states} states" * bool(bound)
-        yield f"bottleneck {self.bottleneck_ms:.3f} ms{format_spread(self.spread)}, {bound}{self.standing}{among}"
-        yield f"steady-state speed-up {self.speedup:.2f} over one device"
+        yield self._describe_proof()
+        yield self._describe_speedup()
         yield f"{self.schedule}, {format_count(self.n_microbatches, 'microbatch')} of {format_count(self.rows, 'row')}"
         if self.fixed_rows:
             sizes = " and ".join(map(str, self.fixed_rows))
@@ -455,6 +482,22 @@ class Plan(Shown, Fact):
         InputError for another ending, and FileError if the file cannot be written.
         """
         import_above("report.picture").save_plan_picture(self, path, dark=dark)
+
+    def _describe_speedup(self) -> str:
+        """Return the speed-up over one device: of a step if that was minimised, else of a pipeline in steady state."""
+        if self.minimised == "bottleneck" or not self.step_ms:
+            return f"steady-state speed-up {self.speedup:.2f} over one device"
+        return f"speed-up {self.n_microbatches * self.single_ms / self.step_ms:.2f} over one device for this batch"
+
+    def _describe_proof(self) -> str:
+        """Return the figure that was minimised, its lower bound and the proof, for people."""
+        figure, ms, low = "bottleneck", self.bottleneck_ms, self.lower_bound_ms
+        if self.step_ms is not None and self.step_lower_bound_ms is not None:
+            figure, ms, low = "step", self.step_ms, self.step_lower_bound_ms
+        # A bound that nobody has proven is no bound.
+        bound = f"lower bound {low:.3f} ms, " * (self.standing != "not proven")
+        among = f" among {self.n_states} states" * bool(bound)
+        return f"{figure} {ms:.3f} ms{format_spread(self.spread)}, {bound}{self.standing}{among}"
 
     def _list_figures(self) -> tuple[list[str], list[list[str]]]:
         """Return the column heads of the table of stages, and a row for each stage."""

@@ -31,7 +31,7 @@ from fxsplit.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.simulate import Times
-from fxsplit.schedule.torch_csv import format_csv, parse_csv
+from fxsplit.schedule.torch_csv import check_exportable, format_csv, parse_csv
 from fxsplit.system.figures import show
 
 Runnable = Literal[
@@ -266,6 +266,8 @@ class Scheduler:
 
         `may_idle` permits stages without nodes. Raises ScheduleError for unsupported numbers.
         """
+        if self.fixed:
+            check_exportable(self.fixed)
         if self.fixed or self.name not in COUNTED:
             self.schedule(n_microbatches)
         unrolled = machine.unrolled(self.homes())

@@ -211,7 +211,7 @@ def chimera(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> 
         return to_go, a.op == FORWARD, a.microbatch
 
     rows = list_schedule(homes, n_microbatches, order, most=lambda device: n_devices)
-    return Schedule("Chimera", n_microbatches, homes, _append_sums(rows, homes))
+    return Schedule("Chimera", n_microbatches, homes, append_sums(rows, homes))
 
 
 def check_takes_replicas(name: str) -> None:
@@ -244,7 +244,7 @@ def schedule_replicas(name: str, homes: Homes, n_microbatches: int, most: Sequen
             most=lambda device: most[stage_on[device]],
             split=name == "ZB-H1",
         )
-    return Schedule(name, n_microbatches, homes, _append_sums(rows, homes))
+    return Schedule(name, n_microbatches, homes, append_sums(rows, homes))
 
 
 REPLICABLE = ("GPipe", "1F1B", "ZB-H1")
@@ -262,7 +262,7 @@ def count_in_flight(homes: Homes) -> list[int]:
     return [-(-sum(counts[s:]) // count) for s, count in enumerate(counts)]
 
 
-def _append_sums(rows: Rows, homes: Homes) -> Rows:
+def append_sums(rows: Rows, homes: Homes) -> Rows:
     """Append a reduction for each replica of a replicated stage."""
     # At the end, when all gradients exist: an earlier reduction would block the device until the other replicas arrive.
     own: list[list[Action]] = [[] for _ in rows]
