@@ -144,7 +144,7 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
 
 
 def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
-    """Return a function that weighs the losses of microbatches, by the numbers that they divide by if these are known.
+    """Return a function that weighs the losses of microbatches: by the numbers that the losses divide by, if known.
 
     targets: the targets of the microbatches (None: the model computes its own loss).
     """
