@@ -252,7 +252,7 @@ class BatchLoss:
         return self(microbatch, program.build_result(outputs), look)
 
     def _look_at(self, program: Program, microbatch: int, outputs: Sequence[Any]) -> None:
-        """Find out how the loss combines, from the last stage's outputs for a microbatch."""
+        """Find out from a microbatch whether losses make a mean or a sum. `outputs`: the last stage's outputs."""
         target = self._list_target(microbatch, outputs)
         self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 
