@@ -113,7 +113,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The name of the pass. If only the text is known, the name of the pass's class or function."""
+        """The name of the pass. For a step from a file, the name of the class or function that its text names."""
         return name_pass(self.run) if self.run is not None else self.text.partition("{")[0].rpartition(":")[2]
 
 

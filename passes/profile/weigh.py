@@ -165,8 +165,8 @@ class BackwardMemory(NamedTuple):
 def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> BackwardMemory:
     """Run a backward from `outputs` to `ends` and count its allocations. Activations stay in memory.
 
-    With several outputs, the gradients that the backward starts from count too: in a step, the operator itself makes
-    the gradients that do not arrive.
+    With several outputs, the gradients that the backward starts from count too: in a step, no gradient may arrive for
+    some outputs, and the operator's backward then makes these gradients itself.
     """
     # A single output's gradient exists before the backward, and counts elsewhere.
     seeds = [_make_seed(t, layout) for t in outputs] if len(outputs) == 1 else None

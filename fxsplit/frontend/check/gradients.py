@@ -74,9 +74,10 @@ def check_gradients(here: Runnable, *, by_code: bool = False) -> GradientCompari
 def _compare_trained(
     here: Runnable, trained: Mapping[str, Tensor], *, thawed: bool, by_code: bool
 ) -> GradientComparison | None:
-    """Compare the gradients of `trained`, and with `thawed` also those of the inputs. Raises TraceError if one differs.
+    """Compare the gradients of the parameters `trained`. With `thawed`, compare the gradients of the inputs too.
 
-    Returns what else the runs have shown, or None if the model or its graph has no such backward.
+    Raises TraceError for a gradient that differs. Returns what else the runs have shown, or None if the model or its
+    graph cannot compute all these gradients.
     """
     try:
         return _compare_at_once(here, trained, thawed=thawed, by_code=by_code)
@@ -141,7 +142,7 @@ def _compute_of_graph(
 
 
 def find_parameters(here: Runnable) -> dict[str, Tensor]:
-    """Return the parameters that can have gradients, by name: those of a floating-point dtype."""
+    """Return the parameters that can have gradients, by name: all with a floating-point dtype."""
     return {name: p for name, p in here.model.named_parameters() if p.is_floating_point()}
 
 
@@ -153,7 +154,7 @@ def split_parameters(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def name_gradients(here: Runnable, parameters: Sequence[str], gradients: Gradients) -> dict[str, Tensor]:
     """Return the gradients that exist, dense, by the names that errors use.
 
-    gradients: those of `parameters`, which are given by name, and then those of the inputs.
+    gradients: first the gradients of `parameters`, which are given by name, and then the gradients of the inputs.
     """
     names = [*parameters, *(f"argument {spec.name}" for spec in here.inputs.specs)]
     named = zip(names, gradients, strict=False)
@@ -238,7 +239,7 @@ def _thaw(parameters: Sequence[Tensor]) -> Iterator[None]:
 def _compute_gradients(
     run: Callable[..., Any], here: Runnable, parameters: Sequence[Tensor], *, of_inputs: bool, or_none: bool
 ) -> Gradients | None:
-    """Return the gradients of `parameters`, and with `of_inputs` also those of the inputs, for one call of `run`.
+    """Call `run`, and return the gradients of `parameters`; with `of_inputs`, the gradients of the inputs follow.
 
     or_none: return None if no output requires a gradient, or if backward fails for another reason than memory.
     """

@@ -47,7 +47,7 @@ def compare_graphs(before: IR, after: IR) -> list[Difference]:
 
     Each difference comes with the rounding that is allowed for it. Both graphs run on the example. They also run on
     twice as many rows, if the graph before can: a number of rows may have become a constant. A graph that draws random
-    numbers draws them in the order of its nodes. If that alone may cause a difference, both run again with random
+    numbers draws them in the order of its nodes. If only this order may cause a difference, both run again with random
     numbers that depend on the names of the nodes.
     Raises BrokenFact if the outputs have other shapes or other containers. If weights have no values, only shapes and
     containers are compared.

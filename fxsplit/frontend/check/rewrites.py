@@ -24,10 +24,10 @@ class Rewrites:
     captured: IR
 
     def check(self, step: Pass, before: IR, after: IR) -> IR:
-        """Return `after`, with the fact Detached if it has lost gradients.
+        """Return `after`, with the fact Detached if the pass has lost gradients of the model's weights.
 
-        Raises BrokenFact if it computes something else.
-        Nothing is run for fxsplit's own passes, and for passes that leave the graph as it is.
+        Raises BrokenFact if the new graph computes something else. Nothing is run for fxsplit's own passes, and for
+        passes that do not change the graph.
         """
         if is_own(step) or after.gm is before.gm:
             return after

@@ -371,7 +371,7 @@ def _compare_outputs(here: Runnable, expected: Any, got: Any, noise: Noise) -> l
 
 
 def _find_own_containers(here: Runnable, expected: Any, got: Any) -> pytree.TreeSpec | None:
-    """Return the structure of the model's output if it differs from that of the graph.
+    """Return the structure of the model's output if the graph's output has another structure, else None.
 
     Raises TraceError for a container that torch's pytrees take for a leaf, since outputs could not be put back into it.
     """

@@ -206,6 +206,6 @@ def _describe_cuts(cuts: Mapping[str, ChunkSpec], inputs: Inputs) -> str:
 
 
 def _write_chunks(cuts: Mapping[str, ChunkSpec]) -> str:
-    """Return the option that cuts arguments in this way."""
+    """Return the option `chunks=` as text, with the dimensions in `cuts`, for the user to copy."""
     places = (f"{name!r}: {'fxsplit.Replicate' if dim is None else dim}" for name, (dim, _) in cuts.items())
     return f"chunks={{{', '.join(places)}}}, or compile with n_microbatches=1"

@@ -356,7 +356,7 @@ def find_busiest_ms(stages: Sequence[StagePlan], machine: Machine, model: CostMo
     """Return the time in which one microbatch keeps the busiest device busy, with all of its stages, in milliseconds.
 
     A device of an unrolled machine represents one stage; the stages take turns on the real device. If several real
-    devices share the microbatches of a stage, it counts on each of them for its share.
+    devices share the microbatches of a stage, each of them has its share of the stage's time.
     """
     busy: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
     for stage in stages:

@@ -33,7 +33,7 @@ HEADERS = ("model", "mode", "step")
 STORED: dict[str, Any] = {kind.__name__: kind for kind in (Machine, Workload, Pins, Costs, Plan)}
 """The facts that a text stores. All others follow from these and from the model, so the text has them as comments."""
 MAKES_AGAIN = {"Antichains": "augment", "States": "order"}
-"""Facts that follow from the stored facts alone, without the model -> the passes that make them again."""
+"""Facts that follow only from the stored facts, without the model -> the passes that make them again."""
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class ThreadBackend:
         return Status(tuple(found))
 
     def close(self) -> None:
-        """End the threads. It may be called twice, and by a worker itself."""
+        """End the threads. This may be called twice, and a worker itself may call it."""
         self._closed = True
         _end(self._tasks)
         # A worker may drop the last reference to the pipeline, and a thread cannot wait for itself.

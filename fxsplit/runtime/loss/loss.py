@@ -144,7 +144,7 @@ def weigh_rows(reduction: str | None, rows: Sequence[int]) -> Weights:
 
 
 def find_weights(batch: Batch, targets: Targets | None, meaning: LossMeaning) -> Weigh:
-    """Return a function that weighs the losses of microbatches, by the numbers that they divide by if these are known.
+    """Return a function that weighs the losses of microbatches: by the numbers that the losses divide by, if known.
 
     targets: the targets of the microbatches (None: the model computes its own loss).
     """
@@ -252,7 +252,7 @@ class BatchLoss:
         return self(microbatch, program.build_result(outputs), look)
 
     def _look_at(self, program: Program, microbatch: int, outputs: Sequence[Any]) -> None:
-        """Find out how the loss combines, from the last stage's outputs for a microbatch."""
+        """Find out from a microbatch whether losses make a mean or a sum. `outputs`: the last stage's outputs."""
         target = self._list_target(microbatch, outputs)
         self.meaning.look_at(program, outputs, target, self._rows[microbatch])
 

@@ -83,7 +83,11 @@ def accumulate(
 
 
 def is_plain(leaf: Tensor) -> bool:
-    """Return whether workers may add to a leaf's `.grad` at any time, since no hook may see or change gradients."""
+    """Return whether workers may add to a leaf's `.grad` at any time.
+
+    The leaf must have a `.grad` of its own dtype, device and layout, and no hooks, which would have to see the sum
+    first.
+    """
     grad = leaf.grad
     if grad is None or leaf._backward_hooks or has_hooks_behind(leaf):
         return False

@@ -171,10 +171,7 @@ def unmute() -> Iterator[None]:
 
 
 def put_hook_behind(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook on a new leaf without hooks.
-
-    It is called after a gradient has been added to the leaf's `.grad`.
-    """
+    """Register a hook on a new leaf without hooks. The hook runs after a gradient was added to the leaf's `.grad`."""
     # Like register_post_accumulate_grad_hook(), but four times as fast, since no handle for removal is made. Ids of
     # handles count from 0, so -1 is free.
     leaf._post_accumulate_grad_hooks = OrderedDict({-1: hook})

@@ -56,10 +56,10 @@ class CollectiveOperators(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """The rank that owns a weight's values, and the weight's name in the model. Each remote tensor has one.
+    """Where the values of a remote tensor are: the rank that has them, and the name of the weight in the model.
 
-    index: the weight's index among the parameters of `collective`.
-    collective: runs operators on the gradients of all ranks, for a gradient.
+    index: the index of the weight among the parameters that `collective` knows.
+    collective: for a gradient, the object that runs operators on the gradients of all ranks; None for a weight.
     """
 
     name: str

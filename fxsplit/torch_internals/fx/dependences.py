@@ -65,7 +65,10 @@ def find_inseparable(
 
 
 def _list_readers(kv_cache: fx.Node, seen: Mapping[str, Observation]) -> list[str]:
-    """Return a node that reads a KV cache, and the nodes that read the cache's value as it is or rearranged."""
+    """Return the names of the node `kv_cache`, which reads a KV cache, and of all nodes that read its value.
+
+    This includes readers of a value that was only rearranged, for example by repeating heads.
+    """
     found, left = dict.fromkeys([kv_cache.name]), [kv_cache]
     while left:
         for user in left.pop().users:

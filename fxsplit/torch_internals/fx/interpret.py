@@ -35,9 +35,9 @@ class Interpreter(fx.Interpreter):
 
 @contextmanager
 def preserve(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Restore the buffers of `module` and the random generators after the block. Gradient hooks are muted inside it.
+    """Restore the buffers of `module` and the random generators after the block. Gradient hooks are muted in the block.
 
-    The generators are those of all devices in use and of `devices`, even if the block is the first to use them.
+    The generators of all devices in use and of `devices` are restored, even if the block is the first to use them.
     """
     # The context of fake tensors restores generators itself, and a generator's state cannot be read inside it.
     imagined = any(is_fake(w) for w in (*module.parameters(), *module.buffers()))

@@ -141,9 +141,9 @@ class DeferredBatchNorm(RunsUncompiled):
 
 
 def _copy_with_own_statistics(norm: _BatchNorm) -> _BatchNorm:
-    """Return a copy of a batch norm that shares its parameters.
+    """Return a copy of a batch norm that shares its parameters, but not its statistics.
 
-    After a call, its statistics are those of only this call.
+    After a call, the statistics of the copy are the statistics of only this call.
     """
     made = copy.copy(norm)
     made._buffers = {name: None if b is None else b.detach().clone() for name, b in norm._buffers.items()}

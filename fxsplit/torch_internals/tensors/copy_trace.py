@@ -174,7 +174,7 @@ def _follow(parts: Parts, func: Any, args: Any, kwargs: Any, number: int | None,
 
 
 def _chain(first: View, second: View) -> View:
-    """Return the view that applies `first` and then `second`."""
+    """Return the function that applies `first` to a tensor, and then `second` to the result."""
     if first is _keep or second is _keep:
         return second if first is _keep else first
     return lambda tensor: second(first(tensor))

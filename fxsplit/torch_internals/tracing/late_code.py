@@ -28,7 +28,7 @@ def generate_code_late() -> Iterator[None]:
 
 
 def _postpone(recompile: Method, module: GraphModule) -> None:
-    """Replace all attributes that `recompile` sets by descriptors that call it when one of them is read."""
+    """Replace all attributes that `recompile` sets by descriptors, which call `recompile` when an attribute is read."""
     for name in GENERATED:
         setattr(type(module), name, _Late(recompile, module, name))
         # Python looks in the object before its class, so remove the object's own attribute.

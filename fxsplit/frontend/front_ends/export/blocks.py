@@ -86,9 +86,11 @@ def find_vmaps(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
 
 
 def cut_out(program: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """Return some nodes of a program as a body, the nodes for its placeholders, and the nodes that it returns.
+    """Copy some nodes of a program into a graph of their own, a body. Return (body, inputs, outputs).
 
-    The body itself fetches attributes that are not tensors.
+    inputs: the program's nodes whose values the body takes, one for each of its placeholders. outputs: the nodes whose
+    values the body returns. Attributes that are no tensors, such as inner bodies, are not inputs: the body fetches
+    them.
     """
     inside, graph = set(nodes), fx.Graph()
     read = dict.fromkeys(value for node in nodes for value in node.all_input_nodes)

@@ -237,7 +237,10 @@ def _take_tensors(here: Runnable, wholes: WholeModules, numbers: Sequence[Number
 
 @contextmanager
 def _notice_checkpoints() -> Iterator[list[None]]:
-    """Yield a list. It gets an item if the block changes how tensors are saved for backward, as checkpoint() does."""
+    """Yield a list.
+
+    The list gets an item if the block changes how tensors are saved for backward, like checkpoint().
+    """
     entered: list[None] = []
 
     def note(enter: Method, hooks: saved_tensors_hooks) -> None:

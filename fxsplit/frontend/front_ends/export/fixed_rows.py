@@ -164,7 +164,7 @@ class _Merge:
                     raise self._make_error(f"its constant {path!r} differs", None)
 
     def _make_error(self, what: str, node: fx.Node | None) -> OtherGraph:
-        """Return the error for graphs that cannot be merged."""
+        """Return the error for graphs that cannot be merged: `what` differs between them, first at `node`."""
         sizes = " and ".join(map(str, self._sizes))
         line = "" if node is None else find_line(node)
         return OtherGraph(

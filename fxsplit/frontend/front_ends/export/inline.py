@@ -247,7 +247,7 @@ class GraphWriter:
         return call.write_output(self._called[whole, number], output)
 
     def _detach(self, value: Any) -> Any:
-        """Return a node without gradient for a tensor's node, and any other value as it is."""
+        """Add a node that detaches the value of a tensor's node, and return it. Return any other value as it is."""
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
             return value
         return _copy_meta(self.graph.call_function(aten.detach.default, (value,)), value)

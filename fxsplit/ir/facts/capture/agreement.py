@@ -98,9 +98,9 @@ def find_rows_dim(whole: Sequence[int], pieces: Sequence[Sequence[int]], rows: S
 
 
 def mix_rows(tensor: Tensor, dim: int, each: int = 1, shift: int = 1) -> Tensor:
-    """Return the same number of new rows: floats lie between two rows of the tensor, other dtypes are another row.
+    """Return as many new rows of the same sort: floats between two rows of the tensor, or another row for other dtypes.
 
-    each: how many entries along `dim` a row has. shift: how far the second row is from the first.
+    each: how many entries along `dim` a row has. shift: how far the second of the two rows is from the first.
     A value between two probabilities, masks or images is again such a value. A tensor with only one row is scaled.
     """
     other = tensor.roll(shift * each, dim)

@@ -84,7 +84,7 @@ class Effects(Fact):
 
 
 def _list_parted(sets: Sequence[tuple[str, ...]], kept: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return those of `sets` that are not contained in a set of `kept`.
+    """Return the sets in `sets` that no set in `kept` contains: their nodes may have been parted.
 
     A graph that writes rows in place has about one set per node, so a set is compared only with sets that share a name.
     """

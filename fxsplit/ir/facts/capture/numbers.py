@@ -69,7 +69,7 @@ def set_numbers(gm: fx.GraphModule, values: Iterable[Any]) -> None:
 
 
 def name_numbers(numbers: Sequence[NumberPlace], taken: Iterable[str]) -> list[str]:
-    """Return a name for the placeholder of each number, such as `rate` for that of attribute 'body.rate'."""
+    """Return a name for the placeholder of each number, such as `rate` for the attribute 'body.rate'."""
     names = dict.fromkeys(taken)
     before = len(names)
     for number in numbers:

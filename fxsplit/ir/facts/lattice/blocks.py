@@ -69,7 +69,7 @@ class Blocks:
     def joined(self, groups: Iterable[Sequence[int]], costs: Costs) -> Blocks:
         """Return the blocks after joining each group into one block.
 
-        Each group lists numbers of blocks, and must be convex.
+        A group lists the numbers of its blocks. It must be convex: no path may leave it and come back.
         """
         position = {n.name: i for i, n in enumerate(costs.nodes)}
         sets = [sorted(position[name] for b in group for name in self.members[b]) for group in groups]

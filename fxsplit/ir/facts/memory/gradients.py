@@ -61,7 +61,7 @@ class BackwardGradients:
     def start(self, name: str, *, foreign: bool) -> None:
         """Let the gradient of a value arrive from outside the stage.
 
-        The memory of a `foreign` gradient is counted elsewhere.
+        foreign: the memory of the gradient belongs to another stage or to the caller, who counts it.
         """
         size = self._sizes[name]
         self._found[name] = _Gradient(_Memory(size, 1, foreign), owned=False)

@@ -105,7 +105,7 @@ class Membership:
         return None
 
     def _is_time_to_look(self) -> bool:
-        """Return whether the last look at connections was long enough ago."""
+        """Return whether the last look at connections was so long ago that the next look is due."""
         return time.monotonic() > self._looked + LOOK_S
 
     def _list_gone(self) -> Iterator[int]:

@@ -124,7 +124,10 @@ class Reducer:
             self.left_out.settle(kept=kept)
 
     def _start(self, offers: Sequence[GradientOffer], weight: float, *, last: bool = False) -> None:
-        """Begin buckets with these gradients. `last`: whether these are the last buckets of the step."""
+        """Put gradients into buckets and begin to add each bucket over the ranks.
+
+        `last`: no more buckets come in this step.
+        """
         scaled = [GradientOffer(p, scale(g, weight)) for p, g in offers]
         buckets = fill_buckets(scaled, self._bucket_bytes)
         hook = self._plain if self._is_plain() else self.hook

@@ -90,7 +90,10 @@ class RankChannels:
         self._unproven: dict[int, list[Action]] = {}
 
     def open(self, key: Hashable, schedule: Schedule) -> None:
-        """Begin a job of a schedule. `key` selects the layouts that earlier jobs have learnt."""
+        """Begin a job of a schedule.
+
+        Jobs with equal keys send messages of equal layouts, so known layouts are not sent again.
+        """
         # After a failure ranks have stopped at different points of the job: layouts may be known on one end only.
         if self._epoch != self.world.epoch:
             self._epoch = self.world.epoch

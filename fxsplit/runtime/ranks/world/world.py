@@ -240,16 +240,13 @@ class World:
         return own
 
     def _make(self, ranks: Iterable[int], backend: str, limit_s: float) -> Any:
-        """Return a group of ranks of the default group.
-
-        Raises RankError if one of the ranks does not come to make it.
-        """
+        """Return a group of ranks of the default group. Raises RankError if a rank does not come to make the group."""
         return make_group(ranks, limit_s, backend, self._guard.check, self.limit_s)
 
     def open_pairs(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Open links for those of the (source, receiver) pairs that have none. Every rank calls it.
+        """Open a link for each (sender, receiver) pair in `wanted` that has no link yet.
 
-        Ranks are numbered as in this pipeline.
+        Every rank calls this. Ranks are numbered as in this pipeline.
         """
         missing = set(wanted) - self._pairs.keys()
         if self._find_backend() == "gloo":
@@ -366,7 +363,7 @@ class World:
         return unpack_text(packed)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Fill a dense tensor with rank `source`'s tensor. It is on the host or on this rank's device."""
+        """Fill a dense tensor, in host memory or on this rank's device, with the values of rank `source`'s tensor."""
         on_host = not accelerators.is_accelerator(tensor.device)
         self._broadcast(self._control if on_host else self._data, tensor, source, what, self.limit_s)
 
