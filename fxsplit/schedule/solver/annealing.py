@@ -59,7 +59,7 @@ ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
 """Annealings one after another: a good order gets lost if the temperature is high again."""
 DEEP = Setting(0.3, 3.0, by_gap=True)
 """Change the whole order, and the rule of each gap, for long: what helps with little memory."""
-LENGTH = 180_000
+LENGTH = 225_000
 """The length of ENDING, for each device and stage: the part that it changes grows with both. That of DEEP is four times
 as long.
 """
@@ -87,9 +87,9 @@ def list_settings(one: Instance) -> Iterator[Setting]:
     elif one.memory.min() > p:
         turns = [ROUGH, FINE[0], FINE[1], ending, ROUGH, FINE[2]]
     elif one.memory.min() == p:
-        turns = [*map(lengthen, ENDINGS, [one] * 3, (1, 3, 2)), ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
+        turns = [*map(lengthen, ENDINGS, [one] * 3, (1, 2, 2)), ROUGH, FINE[0], FINE[1], ROUGH, FINE[2]]
     else:
-        turns = [lengthen(DEEP, one, 4), ROUGH, ending, FINE[1]]
+        turns = [ROUGH, FINE[0], ending, lengthen(DEEP, one, 4), FINE[1]]
     if SMALL < one.n_actions <= MEDIUM:
         turns = [HOT[0], *turns]
     while True:

@@ -56,6 +56,8 @@ FINE_RULES = tuple((first, last) for first in (0.0, 0.3, 0.6, 0.9) for last in (
 """The rules of the gaps of the first and of the last device that are tried on the best of the first orders."""
 FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
 """Up to the first number of states windows are searched before orders, up to the second after some, and not above."""
+RIVAL = 1.03
+"""An order whose step is longer than the best one's by at most this factor is annealed as well at first."""
 FIRST_TURNS = 2
 """How many annealings come before windows with many states: a number, so that the result does not depend on time."""
 
@@ -259,10 +261,11 @@ def _search(
         proofs = WindowBound(one, windowed, MANY_STATES)
         # Windows with many states take seconds, and other bounds are often met before.
         first = 0 if proofs.size <= FEW_STATES else FIRST_TURNS
-        if len(starts) > 1:
-            # The better order of different kinds is not always the one that leads to the best.
+        rivals = [start for start in starts if start.step <= RIVAL * best.step]
+        if len(rivals) > 1:
+            # Of orders of two kinds, the slower one may lead to the best.
             short = lengthen(DEEP, one)
-            tried = [improve(one, start, low * (1 + CLOSE), short, seed * 1000, deadline) for start in starts]
+            tried = [improve(one, rival, low * (1 + CLOSE), short, seed * 1000, deadline) for rival in rivals]
             best = min(tried, key=lambda candidate: candidate.step)
     settings, turn, proven = list_settings(one), 0, False
     while best.step > low * (1 + CLOSE) and time.monotonic() < deadline:

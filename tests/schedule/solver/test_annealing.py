@@ -119,10 +119,10 @@ def test_settings_depend_on_the_size() -> None:
     ending = ENDING._replace(length=LENGTH * 8 * 4)
     assert ending in first(folded)
     tight = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=2)
-    assert first(tight, 4) == [DEEP._replace(length=4 * LENGTH * 8 * 4), ROUGH, ending, FINE[1]]
+    assert first(tight, 4) == [ROUGH, FINE[0], ending, DEEP._replace(length=4 * LENGTH * 8 * 4)]
     exact = make_instance(go_there_and_back(4), 40, Times.unit(8), memory=4)
     # Each begins cooler than the one before.
-    cooler = [(0.3, ending.length), (0.15, 3 * ending.length), (0.1, 2 * ending.length)]
+    cooler = [(0.3, ending.length), (0.15, 2 * ending.length), (0.1, 2 * ending.length)]
     assert first(exact, 4) == [*(ENDING._replace(warmth=warmth, length=length) for warmth, length in cooler), ROUGH]
 
 

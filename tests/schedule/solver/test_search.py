@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fxsplit.errors import ScheduleError
 from fxsplit.schedule import RUNNABLE, SearchResult, Times, generate, search, simulate, verify
 from fxsplit.schedule.homes import line
-from fxsplit.schedule.kernels.instance import make_instance
-from fxsplit.schedule.solver.search import Placement, fits
+from fxsplit.schedule.kernels.instance import Instance, make_instance
+from fxsplit.schedule.solver.annealing import DEEP, Candidate, Setting, improve
+from fxsplit.schedule.solver.search import Placement, fits, warm_up
 from tests.support.exact_schedules import (
     CLOSE,
     Pipeline,
@@ -197,6 +198,32 @@ def test_memory_is_counted_from_its_parts() -> None:
     assert not fits(one, generate("1F1B", 2, 4))
     assert fits(make_instance(line(2), 4, times, memory=[2, 1]), generate("1F1B", 2, 4))
     assert not fits(make_instance(line(2), 4, times, memory=[2, 1]), generate("GPipe", 2, 4))
+
+
+def test_with_little_memory_orders_of_two_kinds_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are annealed if their steps are close, and the better one goes on."""
+    asked: list[tuple[float, float, Setting]] = []
+
+    def note(one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float) -> Candidate:
+        found = improve(one, start, goal, setting._replace(length=1, fewest=30), seed, deadline)
+        asked.append((start.step, found.step, setting))
+        return found
+
+    warm_up()
+    monkeypatch.setattr("fxsplit.schedule.solver.search.improve", note)
+    options: dict[str, Any] = {"n_devices": 8, "n_microbatches": 24, "stages_per_device": 2, "time_limit_s": 2.0}
+    times = Times([9.0] * 16, [13.5] * 16, [0.3] * 16, [0.3] * 16, weight_ms=[4.5] * 16)
+    for memory, rival, kinds in ((4, 1.5, 2), (4, 1.0, 1), (8, 1.5, 1)):
+        asked.clear()
+        monkeypatch.setattr("fxsplit.schedule.solver.search.RIVAL", rival)
+        search(times, memory=memory, **options)
+        deep = [setting.by_gap and setting.side == DEEP.side for _, _, setting in asked[:2]]
+        assert deep == [kinds == 2] * 2
+        # Each annealing begins from the best so far.
+        best = min(found for _, found, _ in asked[:kinds])
+        if kinds == 2:
+            assert asked[0][0] != asked[1][0]
+            assert asked[2][0] == best
 
 
 GOOD: dict[str, Any] = {"n_devices": 2, "n_microbatches": 2, "time_limit_s": 0.1}
