@@ -47,7 +47,7 @@ from fxsplit.schedule.of_plan import (
     read_footprints,
     read_times,
 )
-from fxsplit.schedule.search_plan import schedule_plan, search_for_plan
+from fxsplit.schedule.search_plan import list_limits, schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import parse_csv, read_csv, write_csv
@@ -155,8 +155,9 @@ def _write_files(arguments: argparse.Namespace, timeline: Timeline, plan: Plan |
 def _search(plan: Plan | None, base: Schedule, options: dict[str, Any]) -> SearchResult:
     """Return the schedule that a search finds for a plan, or for equal stages of unit times."""
     if plan is not None:
-        # The file of a plan does not state the memory of its devices.
-        return search_for_plan(plan, n_microbatches=base.n_microbatches, **options)
+        # The file of a plan may not state its machine.
+        limits = () if plan.machine is None else list_limits(plan, plan.machine)
+        return search_for_plan(plan, limits, n_microbatches=base.n_microbatches, **options)
     each = base.n_stages // base.n_devices
     times = Times.unit(base.n_stages)
     return search(

@@ -161,7 +161,11 @@ def state_step(plan: Plan, n_devices: int) -> Plan:
     in_order = [s.devices for s in plan.stages] == sorted(s.devices for s in plan.stages)
     if plan.step_ms is not None or not plan.model.forwards or not in_order or actions > MOST_SIMULATED:
         return plan
-    schedule = build_schedule(plan, Scheduler(plan.schedule, n_devices), plan.n_microbatches)
+    # A schedule that is stated action by action may have a name of its own.
+    if plan.schedule_csv:
+        schedule = parse_csv(plan.schedule_csv, plan.schedule)
+    else:
+        schedule = build_schedule(plan, Scheduler(plan.schedule, n_devices), plan.n_microbatches)
     return replace(plan, step_ms=simulate_step(plan, schedule)).prove(plan.proof)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from fxsplit.api.plan import lay_out
 from fxsplit.cli import main as cli
 from fxsplit.errors import InputError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
-from fxsplit.ir.facts.given.machine import Machine
+from fxsplit.ir.facts.given.machine import Device, Machine
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.report import draw, save_picture
@@ -25,6 +26,7 @@ from fxsplit.schedule import Times, generate, simulate
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.generators.catalogue import count_devices
 from fxsplit.schedule.of_plan import read_times
+from fxsplit.schedule.search_plan import search_for_plan
 from fxsplit.schedule.simulation.memory import Footprint, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.figures import format_bytes
@@ -451,6 +453,21 @@ def test_search(plan: str, profile: str, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["simulate", "--plan", plan, "--schedule", "search", "--search-seconds", "5"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"step [\d.]+ ms, lower bound [\d.]+ ms, optimal", last)
+
+
+def test_a_search_keeps_within_the_memory_of_the_plans_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = chain([40, 30, 20, 10, 20, 30, 50, 20], kept_bytes=1000, parameter_bytes=10)
+    need = max(s.memory_bytes for s in fxsplit.plan(costs, 4, n_microbatches=8).stages)
+    steps = []
+    for memory_bytes in (need, math.inf):
+        devices = tuple(Device(f"d{i}", memory_bytes=memory_bytes) for i in range(4))
+        plan = fxsplit.plan(costs, Machine(devices, (math.inf,) * 3), n_microbatches=8)
+        save_plan(plan, tmp_path / "plan.json")
+        steps.append(answer(capsys, "--plan", str(tmp_path / "plan.json"), "--schedule", "search")["step_time"])
+        assert steps[-1] == pytest.approx(search_for_plan(plan, [memory_bytes] * 4).step_ms)
+    assert steps[0] > steps[1]
 
 
 def test_search_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
