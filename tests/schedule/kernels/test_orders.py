@@ -329,6 +329,39 @@ def test_an_annealing_keeps_the_best_and_the_beginning(kernels: None, cut: int) 
         assert orders.anneal(one, walk, tail, state, np.full(x.p, kinds.shape[1]), goal, 0, 300)
 
 
+def test_changes_of_rules_are_drawn_as_stated(kernels: None) -> None:
+    """For a device or all after it, a share of 0 to 1.3 and often 0; for a gap, one of four, or those of all gaps."""
+    orders.seed_random(1)
+    start = np.array([0, 2, 0])
+    zeros, lasts, shares = 0, 0, []
+    for _ in range(2000):
+        rules = np.full((3, 5), 7.0)
+        first, last = orders._change_rules(rules, start, False, False)
+        changed = rules != 7.0
+        assert changed.any(axis=1).tolist() == [first <= d <= last for d in range(3)]
+        assert not changed[1, :2].any() and len({*rules[changed].tolist()}) == 1
+        lasts += first == 0 and last == 2
+        zeros += rules[changed][0] == 0.0
+        shares.append(rules[changed][0])
+    assert min(shares) == 0.0 and 1.2 < max(shares) <= 1.3
+    assert 500 < zeros < 700 and 250 < lasts < 420
+    drawn, alone = list[float](), 0
+    for _ in range(2000):
+        rules = np.full((3, 5), 7.0)
+        first, last = orders._change_rules(rules, start, True, True)
+        assert first == last
+        changed = rules[first] != 7.0
+        alone += changed.sum() == 1
+        drawn.append(float(rules[first][changed][0]))
+    # W of the other chunk first in 0.3 of the draws.
+    other = [abs(rule) >= orders.OTHER for rule in drawn]
+    assert 500 < sum(other) < 700 and 900 < alone < 1500
+    plain = [rule for rule in drawn if abs(rule) < orders.OTHER]
+    # In a tenth a force is dropped, and the rule holds for all gaps.
+    for rule, low, high in ((0.0, 0.35, 0.45), (1.0, 0.27, 0.36), (-1e-9, 0.1, 0.17), (-1.0, 0.1, 0.17)):
+        assert low < plain.count(rule) / len(plain) < high
+
+
 def test_an_annealing_finds_the_optimum() -> None:
     compile_kernels()
     for seed in range(6):
