@@ -78,7 +78,7 @@ def inputs_made_on_a_side_stream(setting: Setting) -> tuple[bool, str]:
 def a_trace_has_every_action(setting: Setting) -> tuple[bool, str]:
     """Trace a step: each stage's forward and backward of each microbatch has a span of positive length."""
     x, y = setting.make_batch()
-    with setting.compile(Net().double().to(setting.device), 3, example_inputs=x) as pipe:
+    with setting.compile(Net().double().to(setting.device), 3, example_inputs=x, schedule="1F1B") as pipe:
         pipe.step(x, target=y)
         measured, _ = pipe.trace(x, target=y)
         stages = len(pipe.plan.stages)

@@ -335,7 +335,7 @@ def test_folded_weights_serve_evaluation_and_refuse_to_train() -> None:
         torch.testing.assert_close(outputs, model(IMAGES), rtol=1e-4, atol=1e-4)
         with pytest.raises(AssertionError, match="Fusion only for eval") as error:
             pipe.train()(IMAGES)
-        assert error.value.__notes__ == ["in pass 'fold-conv-bn' (1 of 7) on Residual in train mode"]
+        assert error.value.__notes__ == ["in pass 'fold-conv-bn' (1 of 8) on Residual in train mode"]
 
 
 @pytest.mark.parametrize("how", ["pipeline", "model", "assign", "optimizer", "in place"])
