@@ -146,7 +146,7 @@ def take_schedule(
         priced, costs, machine, made, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
     memory_bytes = [device.memory_bytes for device in machine.devices]
-    schedule = build_schedule(again, scheduler, workload.n_microbatches, memory_bytes)
+    schedule = scheduler.fixed or build_schedule(again, scheduler, workload.n_microbatches, memory_bytes)
     step_ms, low = simulate_step(again, schedule), plan.step_lower_bound_ms
     return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
 
