@@ -33,7 +33,7 @@ def run_schedule(rank: int, n: int, schedule: Any) -> tuple[int, str]:
     count = compare(make_model(), n, lambda pipe, i: pipe.step(x[: (8, 8, 4)[i]], target=x[: (8, 8, 4)[i]]), options)
     over_ranks, over_threads = compile_both(make_model(), n, options)
     assert over_ranks.plan.schedule_csv == over_threads.plan.schedule_csv
-    return count, over_ranks.plan.schedule_csv
+    return count, over_ranks.plan.schedule + over_ranks.plan.schedule_csv
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
