@@ -38,6 +38,28 @@ class Room(NamedTuple):
     late: Floats
 
 
+class Extension(NamedTuple):
+    """A stage that may come after a label, from the ideal `begin` to `end`; times in ms.
+
+    `used` devices come before it, `replicas` are its own, and `left` come after it. It takes `forward`, `input` and
+    `weight` for F, I and W, `reduce` for REDUCE, and `work` in all. `rest` is the F and I of all later stages at least,
+    and `whole` their work.
+    """
+
+    begin: int
+    end: int
+    used: int
+    replicas: int
+    left: int
+    forward: float
+    input: float
+    weight: float
+    reduce: float
+    work: float
+    rest: float
+    whole: float
+
+
 def add_label(figures: Floats, origins: Ints, count: int, label: Floats, origin: Ints, tiny: float) -> int:
     """Add a label to a list unless another one is at least as good; return how many labels the list has then.
 
@@ -183,6 +205,43 @@ def pass_stage(
     return bound
 
 
+def extend_labels(
+    labels: Labels,
+    stage: Extension,
+    samples: Ints,
+    m: int,
+    threshold: float,
+    after: Floats,
+    origin: Ints,
+    room: Room,
+) -> None:
+    """Add to `labels` those after one more stage that pass all tests at the threshold, in ms.
+
+    `after`, `origin` and `room` are only room to write in.
+    """
+    begin, end, used, r, left, f, i, w, d, work, rest, whole = stage
+    head, full = 1 + samples.size, labels.figures.shape[1] - 1
+    origin[0], origin[1], origin[3] = begin, used, r
+    for at in range(labels.counts[used, begin]):
+        label = labels.figures[used, begin, at]
+        if label[head] + work > threshold:
+            continue
+        # All later work begins after the first forward of this stage, on the devices that are left.
+        if end < full and label[head] + f + m * whole / left > threshold:
+            continue
+        if pass_stage(label, after, samples, m, r, f, i, w, d, rest, threshold, room) > threshold:
+            continue
+        origin[2] = at
+        labels.counts[used + r, end] = add_label(
+            labels.figures[used + r, end],
+            labels.origins[used + r, end],
+            labels.counts[used + r, end],
+            after,
+            origin,
+            TINY * threshold,
+        )
+
+
 def test_line(
     threshold: float, devices: int, m: int, most_replicas: int, prices: Prices, samples: Ints, labels: Labels
 ) -> bool:
@@ -193,11 +252,9 @@ def test_line(
     labels.counts[0, 0] = 1
     after, origin = np.zeros(1 + 2 * samples.size), np.zeros(4, np.int64)
     room = Room(np.zeros((2, samples.size)), np.zeros((2, samples.size)), np.zeros(2), np.zeros(2))
-    head = 1 + samples.size
     for begin in range(full):
         for used in range(devices):
-            count = labels.counts[used, begin]
-            if count == 0:
+            if labels.counts[used, begin] == 0:
                 continue
             for end in range(begin + 1, n):
                 if not prices.nested[begin, end]:
@@ -221,26 +278,8 @@ def test_line(
                     work = (m + r - 1) // r * (f + i + w) + d
                     if work > threshold:
                         continue
-                    origin[0], origin[1], origin[3] = begin, used, r
-                    for at in range(count):
-                        label = labels.figures[used, begin, at]
-                        if label[head] + work > threshold:
-                            continue
-                        # All later work begins after the first forward of this stage, on the devices that are left.
-                        if end < full and label[head] + f + m * whole / left > threshold:
-                            continue
-                        bound = pass_stage(label, after, samples, m, r, f, i, w, d, rest, threshold, room)
-                        if bound > threshold:
-                            continue
-                        origin[2] = at
-                        labels.counts[used + r, end] = add_label(
-                            labels.figures[used + r, end],
-                            labels.origins[used + r, end],
-                            labels.counts[used + r, end],
-                            after,
-                            origin,
-                            TINY * threshold,
-                        )
+                    stage = Extension(begin, end, used, r, left, f, i, w, d, work, rest, whole)
+                    extend_labels(labels, stage, samples, m, threshold, after, origin, room)
     return bool(labels.counts[:, full].max() > 0)
 
 
@@ -257,12 +296,10 @@ def test_levels(
     labels.counts[0, 0] = 1
     after, origin = np.zeros(1 + 2 * samples.size), np.zeros(4, np.int64)
     room = Room(np.zeros((2, samples.size)), np.zeros((2, samples.size)), np.zeros(2), np.zeros(2))
-    head = 1 + samples.size
     least = np.zeros(5)
     for begin in range(full):
         for used in range(devices):
-            count = labels.counts[used, begin]
-            if count == 0:
+            if labels.counts[used, begin] == 0:
                 continue
             for end in range(begin + 1, n):
                 for x in range(5):
@@ -283,24 +320,9 @@ def test_levels(
                     work = (m + r - 1) // r * (f + i + least[2] + more) + d
                     if work > threshold:
                         continue
-                    for at in range(count):
-                        label = labels.figures[used, begin, at]
-                        if label[head] + work > threshold:
-                            continue
-                        if end < full and label[head] + f + m * whole / left > threshold:
-                            continue
-                        bound = pass_stage(label, after, samples, m, r, f, i, least[2], d, rest, threshold, room)
-                        if bound > threshold:
-                            continue
-                        labels.counts[used + r, end] = add_label(
-                            labels.figures[used + r, end],
-                            labels.origins[used + r, end],
-                            labels.counts[used + r, end],
-                            after,
-                            origin,
-                            TINY * threshold,
-                        )
+                    stage = Extension(begin, end, used, r, left, f, i, least[2], d, work, rest, whole)
+                    extend_labels(labels, stage, samples, m, threshold, after, origin, room)
     return bool(labels.counts[:, full].max() > 0)
 
 
-KERNELS = [add_label, bound_device, pass_stage, test_line, test_levels]
+KERNELS = [add_label, bound_device, pass_stage, extend_labels, test_line, test_levels]
