@@ -24,9 +24,8 @@ from torch.nn import functional as F
 import fxsplit
 from bench.lib.runtime_networks import Case, build
 from bench.networks.unet import UNet
-from fxsplit.schedule import simulate
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from fxsplit.schedule.of_plan import read_times
+from fxsplit.schedule.search_plan import simulate_step
 from fxsplit.schedule.solver.search import warm_up
 
 NAMES: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZB-H1", "ZB-H2", "search")
@@ -109,7 +108,7 @@ def predict_ms(pipe: fxsplit.Pipeline) -> float:
     """Return the simulated step of a pipeline, in ms."""
     program = pipe.compiler.list_programs()[0]
     schedule = program.schedule(pipe.plan.n_microbatches)
-    return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
+    return simulate_step(pipe.plan, schedule)
 
 
 PASSES = "profile{repeats=9},augment,order,partition,emit"

@@ -20,9 +20,9 @@ from bench.gpu.timing import SIZES, Case, Taken, measure, measure_in_turns
 from bench.lib.peers_runtime import torchgpipe_step
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.schedule import simulate
 from fxsplit.schedule.generators.catalogue import Scheduler
-from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.schedule.search_plan import simulate_step
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
 # The most informative pipelines come first, because a size may run out of time.
@@ -140,4 +140,4 @@ def predict_ms(pipe: Pipeline, scheduler: Scheduler, n_microbatches: int) -> flo
     """Return the step time that the plan predicts, in milliseconds, as if each stage had a device."""
     # Without sharing: stages that share a GPU take at least the sum of their work.
     schedule = build_schedule(pipe.plan, scheduler, n_microbatches)
-    return simulate(schedule, read_times(pipe.plan, schedule)).step_ms
+    return simulate_step(pipe.plan, schedule)

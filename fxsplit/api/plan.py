@@ -118,7 +118,7 @@ def plan(
         options = replace(options, use_all=True)
     with show_progress():
         found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
-        return state_step(schedule_plan(found, costs, laid_out, workload)[0], len(where))
+        return state_step(schedule_plan(found, costs, laid_out, workload)[0])
 
 
 def choose_objective(

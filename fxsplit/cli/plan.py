@@ -279,7 +279,7 @@ class PlanArguments:
         with show_progress():
             plan = check_can_run((planner or self.planner).plan(machine, workload, options))
             plan, _, found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
-            plan = state_step(plan, len(self.machine(count)))
+            plan = state_step(plan)
         if found is not None:
             self._searches[id(plan)] = found
         # A node without support has an extreme time, so it is the bottleneck if no plan avoids it.

@@ -12,9 +12,15 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import ComparedSchedule, Plan
 from fxsplit.schedule.generators.catalogue import SPLITTING, Scheduler
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times
-from fxsplit.schedule.search_plan import generate_from_times, list_limits, search_for_plan, take_schedule
-from fxsplit.schedule.simulation.simulate import simulate
+from fxsplit.schedule.of_plan import build_schedule, find_replicas
+from fxsplit.schedule.search_plan import (
+    generate_from_times,
+    list_limits,
+    list_short,
+    search_for_plan,
+    simulate_step,
+    take_schedule,
+)
 from fxsplit.schedule.solver.search import is_warm
 
 NAMES = ("1F1B", "GPipe", "ZB-H1")
@@ -48,8 +54,7 @@ def choose_schedule(
     compared = [ComparedSchedule(choice.scheduler.name, choice.step_ms) for choice in choices]
     for number, choice in enumerate(choices):
         made, scheduled = take_schedule(plan, choice.scheduler, costs, machine, workload)
-        used = zip(made.stages, list_limits(made, machine), strict=True)
-        compared[number] = replace(compared[number], fits=all(s.memory_bytes <= limit for s, limit in used))
+        compared[number] = replace(compared[number], fits=not list_short(made, machine))
         if compared[number].fits:
             return replace(made, compared=tuple(compared)).prove(plan.proof), scheduled
     # Only a plan that a pass has made may need more memory than there is. It keeps its schedule.
@@ -69,7 +74,7 @@ def _list_choices(plan: Plan, machine: Machine, deadline: float, *, splits: bool
     steps: list[float] = []
     for scheduler in _list_schedulers(plan, machine, deadline, splits=splits):
         schedule = build_schedule(plan, scheduler, plan.n_microbatches, memory_bytes)
-        step_ms = simulate(schedule, read_times(plan, schedule)).step_ms
+        step_ms = simulate_step(plan, schedule)
         steps.append(next((known for known in steps if abs(known - step_ms) <= SAME * known), step_ms))
         yield _Choice(scheduler, steps[-1])
 

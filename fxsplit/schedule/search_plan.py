@@ -16,7 +16,7 @@ from fxsplit.ir.facts.price import StagePlan, price_split
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, SEARCH, Scheduler, generate
 from fxsplit.schedule.generators.synchronous import one_f_one_b
 from fxsplit.schedule.moments import list_moments
-from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times
+from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times, restore_schedule
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.solver.search import SearchResult, search
@@ -61,8 +61,13 @@ def schedule_plan(
 
 
 def list_limits(plan: Plan, machine: Machine) -> list[float]:
-    """Return the memory that each stage may use, in bytes: that of its device, or of the smallest of its devices."""
-    return [min(machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+    """Return the memory that each stage may use, in bytes."""
+    return [stage.find_limit(machine) for stage in plan.stages]
+
+
+def list_short(plan: Plan, machine: Machine) -> list[int]:
+    """Return the stages that need more memory than their devices have."""
+    return [i for i, stage in enumerate(plan.stages) if stage.memory_bytes > stage.find_limit(machine)]
 
 
 def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -> Schedule | None:
@@ -151,8 +156,8 @@ def take_schedule(
     return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
 
 
-def state_step(plan: Plan, n_devices: int) -> Plan:
-    """Return a plan for a machine of `n_devices` devices that states its step, as its schedule is simulated.
+def state_step(plan: Plan) -> Plan:
+    """Return a plan that states its step, as its schedule is simulated.
 
     It stays as it is if the runtime cannot run it, and if its schedule has more than MOST_SIMULATED actions: a
     simulation would take longer than most searches.
@@ -161,12 +166,7 @@ def state_step(plan: Plan, n_devices: int) -> Plan:
     in_order = [s.devices for s in plan.stages] == sorted(s.devices for s in plan.stages)
     if plan.step_ms is not None or not plan.model.forwards or not in_order or actions > MOST_SIMULATED:
         return plan
-    # A schedule that is stated action by action may have a name of its own.
-    if plan.schedule_csv:
-        schedule = parse_csv(plan.schedule_csv, plan.schedule)
-    else:
-        schedule = build_schedule(plan, Scheduler(plan.schedule, n_devices), plan.n_microbatches)
-    return replace(plan, step_ms=simulate_step(plan, schedule)).prove(plan.proof)
+    return replace(plan, step_ms=simulate_step(plan, restore_schedule(plan))).prove(plan.proof)
 
 
 def simulate_step(plan: Plan, schedule: Schedule) -> float:

@@ -31,9 +31,10 @@ from fxsplit.passes import BatchNorm, Cut
 from fxsplit.passes.schedule import PLANNED, SchedulePlan
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
-from fxsplit.schedule import RUNNABLE, Schedule, find_schedule, simulate
+from fxsplit.schedule import RUNNABLE, Schedule, find_schedule
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler
-from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.schedule.of_plan import build_schedule
+from fxsplit.schedule.search_plan import simulate_step
 from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
 
@@ -59,7 +60,7 @@ class Candidate:
     def predict_step_ms(self, plan: Plan) -> float:
         """Return the simulated time of a training step with a plan for this candidate, in milliseconds."""
         schedule = build_schedule(plan, self.follow(plan).scheduler, self.n_microbatches)
-        return simulate(schedule, read_times(plan, schedule)).step_ms
+        return simulate_step(plan, schedule)
 
     def __str__(self) -> str:
         return f"{self.scheduler.name} with {format_count(self.n_microbatches, 'microbatch')}"

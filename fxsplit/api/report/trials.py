@@ -19,6 +19,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.report.page.story import NextBest, Trial
+from fxsplit.schedule.choose_schedule import NAMES
 from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
 from fxsplit.schedule.of_plan import read_footprints, read_times, restore_schedule
 from fxsplit.schedule.search_plan import schedule_plan
@@ -28,8 +29,6 @@ from fxsplit.system.figures import format_count, format_share
 
 N_LAYERS = 4
 """How many of the slowest modules are tried at twice their speed."""
-OTHER_SCHEDULES = ("1F1B", "GPipe", "ZB-H1")
-"""The schedules that are tried for the stages of a plan."""
 _VALUES = ("output_bytes", "gradient_bytes", "kept_bytes", "kept_for_bytes", "unkept_bytes", "storage_bytes")
 OF_ROWS = ("forward_ms", "backward_ms", "host_ms", "lent_bytes", *_VALUES)
 """The figures of a node that grow with the rows of a microbatch."""
@@ -179,7 +178,7 @@ class Trials:
         """Yield the same stages under other schedules."""
         if self.stages_per_device > 1 or self.costs.inference or any(len(s.devices) > 1 for s in self.plan.stages):
             return
-        for name in OTHER_SCHEDULES:
+        for name in NAMES:
             if name == self.plan.schedule:
                 continue
             try:
@@ -200,7 +199,7 @@ class Trials:
         """Return whether each device has room for a step."""
         assert self.plan.machine is not None
         traces = trace_memory(simulation, read_footprints(self.plan))
-        limits = [self.plan.machine.devices[stage.devices[0]].memory_bytes for stage in self.plan.stages]
+        limits = [stage.find_limit(self.plan.machine) for stage in self.plan.stages]
         return all(find_peak(trace) <= limit for trace, limit in zip(traces, limits, strict=True))
 
     def _try_grid(self) -> Iterator[Trial]:

@@ -302,7 +302,7 @@ class Plan(Shown, Fact):
                 if not isclose(said, true, rel_tol=1e-9, abs_tol=1e-12):
                     raise BrokenFact(f"stage {number} is said to have {figure}={said} and has {true}")
             # Replicas need the same memory, so the smallest of their devices decides.
-            if other.memory_bytes > min(machine.devices[d].memory_bytes for d in mine.devices):
+            if other.memory_bytes > mine.find_limit(machine):
                 raise BrokenFact(f"stage {number} needs {other.memory_bytes:.0f} bytes, more than its device has")
         self._verify_speedup(costs, machine)
         pins = ir.get(Pins)
@@ -375,7 +375,7 @@ class Plan(Shown, Fact):
         lines = [f"cost model {self.model.name}{traffic}, {state}"]
         inside: set[str] = set()
         for number, stage in enumerate(self.stages):
-            least = inf if machine is None else min(machine.devices[d].memory_bytes for d in stage.devices)
+            least = inf if machine is None else stage.find_limit(machine)
             limit = "" if machine is None else f" of {'unlimited' if least == inf else format_bytes(least)}"
             memory = f"{format_bytes(stage.memory_bytes)}{limit}{', recomputes' * stage.recompute}"
             parts = [f"{kind} {format_bytes(size)}" for kind, size in stage.memory_kinds.items() if size]

@@ -148,6 +148,10 @@ class StagePlan:
             "working": self.working_bytes,
         }
 
+    def find_limit(self, machine: Machine) -> float:
+        """Return the memory that the stage may use, in bytes: that of its device, or of the smallest of its devices."""
+        return min(machine.devices[d].memory_bytes for d in self.devices)
+
     @property
     def place(self) -> str:
         """The places in the model at which the stage begins and ends, as a text."""

@@ -33,7 +33,7 @@ from fxsplit.schedule.generators.synchronous import (
 )
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.search_plan import search_for_plan, simulate_step, take_schedule
+from fxsplit.schedule.search_plan import list_limits, list_short, search_for_plan, simulate_step, take_schedule
 
 SIMULATED = 12
 """How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""
@@ -126,18 +126,12 @@ def _fit(task: Task, plan: Plan, line: Line, lines: LineSearch) -> list[Plan]:
         if not actions:
             return []
         found = _take(task, plan, write_schedule(line, lines.m, actions))
-        short = _list_short(task, found)
+        short = list_short(found, task.machine)
         if not short:
             return [found]
         # Sums over ideals leave out what single actions need.
         fewer = [count + (s in short) for s, count in enumerate(fewer)]
     return []
-
-
-def _list_short(task: Task, plan: Plan) -> list[int]:
-    """Return the stages that need more memory than their devices have."""
-    devices = task.machine.devices
-    return [i for i, s in enumerate(plan.stages) if s.memory_bytes > min(devices[d].memory_bytes for d in s.devices)]
 
 
 def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
@@ -148,7 +142,7 @@ def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
         found = replace(plan, step_ms=simulate_step(plan, made))
     else:
         found = _take(task, plan, replace(made, name=SEARCH))
-    return [] if _list_short(task, found) else [found]
+    return [] if list_short(found, task.machine) else [found]
 
 
 def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Iterator[Line]:
@@ -199,15 +193,14 @@ def _search_orders(
 
 def _take_faster(task: Task, best: Plan | None, plan: Plan) -> Plan | None:
     """Return the faster of the best plan and another one, if that fits in memory."""
-    return best if _read_step(plan) >= _read_step(best) or _list_short(task, plan) else plan
+    return best if _read_step(plan) >= _read_step(best) or list_short(plan, task.machine) else plan
 
 
 def _search_order(task: Task, chains: Antichains, line: Line, seconds: float, clock: SearchClock) -> tuple[Plan, float]:
     """Return the plan of a line with a searched order, and a bound of the line's step in ms."""
     plan = price_plan(task, chains, line)
-    limits = [min(task.machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
     left = max(min(seconds, clock.deadline - time.monotonic()), 1e-3)
-    found = search_for_plan(plan, limits, time_limit_s=left)
+    found = search_for_plan(plan, list_limits(plan, task.machine), time_limit_s=left)
     return _take(task, plan, found.schedule), found.bound_ms
 
 

@@ -63,7 +63,7 @@ def find_limits(plan: Plan) -> list[float]:
     """Return the memory limit of each stage's devices in bytes; infinite if it is unlimited or not known."""
     if plan.machine is None:
         return [inf] * len(plan.stages)
-    return [min(plan.machine.devices[d].memory_bytes for d in stage.devices) for stage in plan.stages]
+    return [stage.find_limit(plan.machine) for stage in plan.stages]
 
 
 def find_device_limits(plan: Plan, timeline: Timeline) -> list[float]:
