@@ -14,10 +14,8 @@ from pathlib import Path
 # Both are read when torch and numba are loaded. OpenMP's threads spin at barriers while they wait. If other processes
 # use the cores too, a test takes many times as long with two threads as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # numba numbers the files of its cache without a lock: processes that compile one kernel at once mix them up.
-    cache = Path(__file__).parent.parent / ".pytest_cache" / f"numba-{worker}"
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache))
+# All workers share one cache of numba's, in the checkout: each kernel is compiled once.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "numba"))
 
 # A test that fails says all.
 os.environ.setdefault("FXSPLIT_TRACEBACK", "full")

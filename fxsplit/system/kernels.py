@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 from fxsplit.system.imports import import_whole
 
+PATIENCE_S = 120.0
+"""How long a process waits for another one that compiles the same kernel, before it compiles the kernel itself."""
+
 
 @cache
 def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled kernel, from numba's on-disk cache if an earlier process compiled it."""
+    """Return the compiled kernel, from numba's on-disk cache if another process compiled it."""
     # numba takes about a second to import: do it only for compiling.
     import_whole(["numba"])
     from numba import njit
 
-    machine_code: Callable[..., Any] = njit(cache=True)(kernel)
-    return machine_code
+    machine_code = njit(cache=True)(kernel)
+    machine_code.compile = _lock_out_others(machine_code)
+    compiled: Callable[..., Any] = machine_code
+    return compiled
+
+
+def _lock_out_others(machine_code: Any) -> Callable[..., Any]:
+    """Return numba's `machine_code.compile`, which loads a signature or compiles it, for one process at a time.
+
+    numba numbers the files of its cache without a lock. Two processes that compile two signatures of a kernel at once
+    may take one number for both, and a later process loads the wrong code. With the lock, ranks that start together
+    compile each kernel once, and not once each.
+    """
+    from filelock import FileLock, Timeout
+
+    compile_signature: Callable[..., Any] = machine_code.compile
+    folder, kernel = Path(machine_code.stats.cache_path), machine_code.py_func
+    lock = FileLock(folder / f"{kernel.__module__}.{kernel.__name__}.lock", timeout=PATIENCE_S)
+
+    @wraps(compile_signature)
+    def compile_alone(signature: Any) -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            return compile_signature(signature)
+        try:
+            return compile_signature(signature)
+        finally:
+            lock.release()
+
+    return compile_alone

@@ -146,15 +146,18 @@ class LineBound:
     def bisect(self, low: float, step: float, near: float = NEAR) -> tuple[float, list[Line]]:
         """Return a step in ms that no line beats, and the lines met on the way, without repeats.
 
-        `low` is such a step, and `step` that of a known line. The bound is `step` if no line can be any better.
+        `low` is such a step, and `step` that of a known line. The bound is `step` if no line can be any better. A bound
+        that is next to nothing beside `step` is not looked for any closer.
         """
         met: dict[Line, None] = {}
         high = step * (1 - ROUNDING)
         if low >= high or not self.test(high):
             return step, []
         met.update(dict.fromkeys(self.lines()))
-        while high > low * (1 + near):
-            middle = (low * high) ** 0.5 if low > 0 else high / 2
+        nothing = max(step * ROUNDING, float(np.finfo(float).tiny))
+        while high > max(low * (1 + near), nothing):
+            # Two roots, since a product of small times may be zero.
+            middle = low**0.5 * high**0.5 if low > 0 else high / 2
             if self.test(middle):
                 high = middle
                 met.update(dict.fromkeys(self.lines()))

@@ -15,10 +15,16 @@ from fxsplit.ir.facts.costs.costs import Costs, InputCost
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.step.bound import LineBound, bound_by_work, sample
+from fxsplit.planner.step.kernels import compile_kernels
 from fxsplit.planner.step.kernels.bound import Room, add_label, bound_device, pass_stage
 from fxsplit.planner.step.prices import price_ideals, sort_into_levels
 from tests.support.graphs import node, profiles, sweep, try_examples
 from tests.support.steps import find_shortest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    compile_kernels()
 
 
 @st.composite
@@ -77,6 +83,16 @@ def test_bisection_ends_at_the_step_if_nothing_can_be_better() -> None:
     assert bound(costs, Machine.planned(2), 4, 12.0, replicas=False) == 12.0
     # With two replicas, each takes two of four microbatches.
     assert bound(costs, Machine.planned(2), 4, 12.0, replicas=True) == pytest.approx(6.0, rel=3e-4)
+
+
+@pytest.mark.parametrize("forward_ms", [0.0, 5e-324, 1e-200])
+def test_bisection_ends_if_all_but_the_transfers_is_next_to_nothing(forward_ms: float) -> None:
+    nodes = (node("a", ["x"], forward_ms, backward_ms=0.0), node("b", ["a"], forward_ms, backward_ms=0.0))
+    costs = Costs(nodes, (InputCost("x", 0, 0),), ("b",), rows=1)
+    assert bound(costs, Machine.planned(2), 1, 1.0, replicas=False) <= 2.0 * forward_ms
+    assert bound(costs, Machine.planned(2), 1, 1e-320, replicas=False) <= max(2.0 * forward_ms, 1e-320)
+    # The product of the bound and of this step is less than any float.
+    assert bound(costs, Machine.planned(2), 1, 1e-150, replicas=False) <= max(2.0 * forward_ms, 1e-150)
 
 
 def test_lines_of_the_labels_are_chains_from_the_empty_to_the_full_ideal() -> None:
