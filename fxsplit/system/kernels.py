@@ -21,7 +21,7 @@ def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     from numba import njit
 
     machine_code = njit(cache=True)(kernel)
-    machine_code.compile = _lock_out_others(machine_code)
+    machine_code.compile = _lock_out_others(machine_code)  # type: ignore[method-assign]
     compiled: Callable[..., Any] = machine_code
     return compiled
 

@@ -2,6 +2,7 @@
 
 A stage on all devices often comes close to the bound, and costs nothing to try, so it is first. Then come the lines of
 the labels that the bound met: they pass all of its tests. Annealing of cuts and replicas begins from the best of them.
+If memory is limited, a list schedule may not fit although a named one does: then all lines are tried if they are few.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -26,6 +28,8 @@ WALKS, STARTS, CHANGES, HEAT = 8, 6, 3_000, 0.01
 """How many annealings there are, from how many lines, of how many changes, and at which temperature, in steps."""
 LEVELS, LEVEL_LABELS, LEVEL_SAMPLES = 300, 12, 5
 """The levels of too many ideals, and the labels and samples of their bound."""
+FEW_LINES = 600
+"""With so many lines at most, all are tried if memory is limited."""
 FEW_LABELS, ROUGH = 6, 2e-3
 """The labels and the width of the bisection that finds lines without replicas to start from."""
 
@@ -89,11 +93,16 @@ class LineSearch:
         # The bound meets more lines if it begins far above.
         if not self.is_close():
             self._add_usual(usual)
-            self._anneal(deadline)
+            few = self._list_few() if self.measure is not None else []
+            if few:
+                self._try_all(few)
+            else:
+                self._anneal(deadline)
 
     def _add_usual(self, usual: Iterable[Line]) -> None:
-        """Add lines to begin from."""
-        for line in usual:
+        """Add lines to begin from. A replica without a microbatch is left out."""
+        for found in usual:
+            line = tuple(stage._replace(replicas=min(stage.replicas, self.m)) for stage in found)
             self.usual.append(line)
             self.add(line)
 
@@ -111,6 +120,34 @@ class LineSearch:
             single = LineBound(prices, self.devices, self.m, 1, FEW_LABELS)
             for line in single.bisect(self.bound, self.best, ROUGH)[1]:
                 self.add(line)
+
+    def _list_few(self) -> list[Line]:
+        """Return all lines, each with all choices of recompute, or [] if they are more than FEW_LINES."""
+        nested, full = self.prices.nested, self.prices.forward.size - 1
+        again = {"never": (False,), "always": (True,), "auto": (False, True)}[self.recompute]
+        found: list[Line] = []
+        begun: list[tuple[Line, int]] = [((), self.devices)] if nested.size else []
+        while begun:
+            line, left = begun.pop()
+            begin = line[-1].end if line else 0
+            if begin == full:
+                found.append(line)
+            elif len(begun) + len(found) > FEW_LINES:
+                return []
+            else:
+                choices = product(np.flatnonzero(nested[begin]), range(1, min(self.most_replicas, left) + 1), again)
+                begun += [((*line, Stage(begin, int(end), r, f)), left - r) for end, r, f in choices if end > begin]
+        return found
+
+    def _try_all(self, lines: Sequence[Line]) -> None:
+        """Measure the lines that may be better than the best, those with the smallest bounds first."""
+        assert self.measure is not None, "the caller has looked"
+        bounds = {line: self.bound_line(line) for line in lines}
+        for line in sorted(bounds, key=bounds.__getitem__):
+            if bounds[line] >= self.best:
+                break
+            self._judge(line)
+            self.steps[line] = min(self.steps[line], self.measure(line))
 
     def prove(self, step: float) -> None:
         """Raise the bound to a step in ms, if it is close and no line can be any better."""

@@ -25,11 +25,13 @@ from fxsplit.planner.step.kernels import compile_kernels
 from fxsplit.planner.step.kernels.search import NEVER, F, I, W
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     REPLICABLE,
     append_sums,
+    count_in_flight,
+    schedule_replicas,
 )
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
@@ -39,7 +41,7 @@ SIMULATED = 12
 """How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""
 ATTEMPTS = 6
 """How often a list schedule is made again for less room, if actions need more memory than sums over ideals say."""
-SIMPLE = ("1F1B", "ZB-H1")
+SIMPLE = ("1F1B", "ZB-H1", "GPipe")
 """Schedules that are taken instead of a searched order, if they are as fast."""
 BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
 """For how many lines an order is searched: the best by their steps and by their bounds; and for how many seconds."""
@@ -106,8 +108,8 @@ def _list_plans(task: Task, chains: Antichains, lines: LineSearch) -> Iterator[P
 def _plan_line(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> list[Plan]:
     """Return plans of a line that fit in memory, each with its step.
 
-    If the order of work is free, a line runs under its best list schedule, or under 1F1B or ZB-H1 if that is as fast:
-    they hold fewer microbatches, and 1F1B divides no backward.
+    If the order of work is free, a line runs under its best list schedule, or under a named one if that is as fast:
+    1F1B and ZB-H1 hold fewer microbatches, and 1F1B divides no backward.
     """
     plan = price_plan(task, chains, line)
     if task.workload.schedule != SEARCH:
@@ -135,14 +137,23 @@ def _fit(task: Task, plan: Plan, line: Line, lines: LineSearch) -> list[Plan]:
 
 
 def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
-    """Return a plan with its step under a named schedule, or [] if it does not fit."""
+    """Return a plan with its step under a named schedule, or [] if it does not fit.
+
+    If the order of work is free, the schedule holds as many microbatches as keep all devices busy, or fewer.
+    """
     memory = [device.memory_bytes for device in task.machine.devices]
-    made = build_schedule(replace(plan, schedule=name), Scheduler(name, len(task.machine)), plan.n_microbatches, memory)
+    scheduler = Scheduler(name, len(task.machine))
+    made = build_schedule(replace(plan, schedule=name), scheduler, plan.n_microbatches, memory)
     if plan.schedule != SEARCH:
         found = replace(plan, step_ms=simulate_step(plan, made))
-    else:
-        found = _take(task, plan, replace(made, name=SEARCH))
-    return [] if list_short(found, task.machine) else [found]
+        return [] if list_short(found, task.machine) else [found]
+    homes = tuple(stage.devices for stage in plan.stages)
+    held = count_in_flight(homes)
+    fewer = range(max(held)) if isfinite(memory[0]) else ()
+    others = [schedule_replicas(name, homes, plan.n_microbatches, [max(1, n - less) for n in held]) for less in fewer]
+    plans = [_take(task, plan, replace(each, name=SEARCH)) for each in dict.fromkeys([made, *others])]
+    fitting = [found for found in plans if not list_short(found, task.machine)]
+    return [min(fitting, key=_read_step)] if fitting else []
 
 
 def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Iterator[Line]:
@@ -231,18 +242,12 @@ def place(line: Line) -> Homes:
 
 
 def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int]]]) -> Schedule:
-    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch.
-
-    A stage that recomputes does its backward in one piece.
-    """
-    homes = place(line)
-    whole, divided = {F: FORWARD, I: BACKWARD}, {F: FORWARD, I: INPUT_GRADIENT, W: WEIGHT_GRADIENT}
+    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch."""
+    homes, ops = place(line), {F: FORWARD, I: INPUT_GRADIENT, W: WEIGHT_GRADIENT}
     rows = []
-    for s, (stage, home) in enumerate(zip(line, homes, strict=True)):
-        ops = whole if stage.recompute else divided
+    for s, home in enumerate(homes):
         for replica, device in enumerate(home):
-            done = ((ops[action], microbatch) for action, microbatch in actions[device] if action in ops)
-            rows.append(tuple(Action(s, op, microbatch, replica) for op, microbatch in done))
+            rows.append(tuple(Action(s, ops[action], i, replica) for action, i in actions[device]))
     return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
 
 

@@ -23,7 +23,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.step import prices
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
-from fxsplit.schedule.of_plan import build_schedule, read_times
+from fxsplit.schedule.of_plan import build_schedule, read_times, restore_schedule
 from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.verify import verify
@@ -177,6 +177,23 @@ def test_plans_stay_in_memory_and_are_as_good_as_every_named_schedule_that_does(
             assert plan.step_ms <= best * (1 + 1e-9) + 1e-9
 
     check()
+
+
+def test_a_stage_that_recomputes_returns_its_input_gradient_before_its_weight_gradient() -> None:
+    """F of the first node, I of the second (0.5 ms), and the first one's forward again, while W of the second runs."""
+    nodes = (node("a", ["x"], 1.0, backward_ms=0.0), node("b", ["a"], 0.0, backward_ms=1.0, weight_ms=0.5))
+    costs = Costs(nodes, (InputCost("x", 0, 0),), ("b",), rows=1)
+    for options in (STEP, LINE):
+        plan = solve(costs, Machine.planned(2, memory_bytes=6e3), 1, replace(options, recompute="always"))
+        assert plan.step_ms == pytest.approx(2.5)
+        assert all(s.recompute for s in plan.stages) and "I0" in plan.schedule_csv
+
+
+def test_replicas_without_a_microbatch_are_left_out() -> None:
+    """Two microbatches: the plan with the smallest bottleneck has four replicas of one stage."""
+    plan = solve(chain(3.0, 3.0), Machine.planned(4, 1e12, memory_bytes=1e9), 2)
+    assert max(len(stage.devices) for stage in plan.stages) <= 2
+    assert restore_schedule(plan).n_microbatches == 2
 
 
 def test_a_graph_that_no_device_holds_is_refused_with_a_proof() -> None:

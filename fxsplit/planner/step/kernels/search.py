@@ -7,6 +7,9 @@ next action:
 - of the forward and the input gradient whose inputs have arrived, the one that its rule prefers; a forward needs memory
 - if neither has arrived, a weight gradient (W), unless the next input is known to arrive before a share of W is over
 - otherwise it waits for the next input
+
+A stage that recomputes has its activations in memory from its input gradient to its weight gradient. If memory has no
+room for more than one microbatch of them, a weight gradient comes before the next input gradient.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Stages(NamedTuple):
 
     - `replicas`: how many devices share its microbatches
     - `room`: how many microbatches each of them has memory for, at most
+    - `late`: how many weight gradients may wait at most when an input gradient begins
     """
 
     forward: Floats
@@ -38,6 +42,7 @@ class Stages(NamedTuple):
     reduce: Floats
     replicas: Ints
     room: Ints
+    late: Ints
 
 
 class Lattice(NamedTuple):
@@ -57,14 +62,15 @@ class Order(NamedTuple):
 def make_stages(most: int) -> Stages:
     """Return room for the times of `most` stages."""
     ones = np.ones(most, np.int64)
-    return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), ones, np.ones(most, np.int64))
+    room, late = np.ones(most, np.int64), np.ones(most, np.int64)
+    return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), ones, room, late)
 
 
 def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> None:
     """Write the times of the k stages of a line, and their room for m microbatches, into `stages`.
 
-    A stage that recomputes runs its forward again in its input gradient, and its weight gradient right after that: all
-    of its activations are in memory in between.
+    A stage that recomputes runs its forward again in its input gradient. Its activations are in memory from then until
+    its weight gradient is done. Several weight gradients only wait if that leaves room for all m microbatches.
     """
     for s in range(k):
         begin, end, r = line[s, 0], line[s, 1], line[s, 2]
@@ -76,10 +82,12 @@ def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> No
         kept = prices.kept[end] - prices.kept[begin]
         room = prices.capacity - (prices.held[end] - prices.held[begin])
         each = kept + prices.taken[begin]
+        stages.late[s] = m
         if line[s, 3]:
-            stages.input[s] += prices.forward[end] - prices.forward[begin] + stages.weight[s]
-            stages.weight[s] = 0.0
+            stages.input[s] += prices.forward[end] - prices.forward[begin]
             room, each = room - kept, prices.taken[begin]
+            if room < m * (each + kept):
+                stages.late[s] = max(0, int((room - m * each) / max(kept, 1e-300)))
         stages.room[s] = m if room >= m * each else max(0, int(room * (1 + 1e-9) / max(each, 1e-300)))
 
 
@@ -150,7 +158,7 @@ def list_order(
                         arrives = 0.0
                     elif forward_end[s - 1, turn[d, F]] >= 0.0:
                         arrives = forward_end[s - 1, turn[d, F]]
-                if turn[d, I] < turn[d, F]:
+                if turn[d, I] < turn[d, F] and (turn[d, I] - turn[d, W]) // r <= stages.late[s]:
                     if s == k - 1:
                         returns = 0.0
                     elif input_end[s + 1, turn[d, I]] >= 0.0:
