@@ -366,16 +366,17 @@ class _Trial:
         graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
         if graph is None:
             return None
-        closer, loose = self._look_closer(run)
-        whole, pieces = closer.take(name)
+        weights = {}
         for by_rows in (False, True):
             count = Count(graph, by_rows, safe=is_safe(graph) and not by_rows)
             with suppress(Exception):  # such as labels on which the loss itself fails
-                weights = self._weigh(count, run)
-                found = torch.stack([p * w for p, w in zip(pieces, weights, strict=True) if w]).sum(0)
-                if is_close(whole, found.to(whole.dtype), loose=loose):
-                    return count
-        return None
+                weights[count] = torch.tensor(self._weigh(count, run), dtype=torch.float64)
+        by_size = torch.tensor(share_rows(run.rows), dtype=torch.float64)
+        fitting = [w for w in (*weights.values(), by_size) if _weighs(w, *run.take(name))]
+        # Losses of pieces may be so alike that in single precision several weights fit.
+        clear = fitting and all(is_close(w, fitting[0]) for w in fitting)
+        closer, loose = (run, False) if clear else self._look_closer(run)
+        return next((c for c, w in weights.items() if _weighs(w, *closer.take(name), loose=loose)), None)
 
     def _find_watch(self, name: str, run: TrialRun) -> CountWatch | None:
         """Return a watch for the divisions that lead to a number, if the number is a mean over rows on the example.
@@ -414,6 +415,12 @@ class _Trial:
             return is_weighted_mean({part: run_model(self._double, rows)[name] for part, rows in parts.items()})
         except Exception:  # for example if two rows must stay together
             return False
+
+
+def _weighs(weights: Tensor, whole: Tensor, pieces: Sequence[Tensor], *, loose: bool = False) -> bool:
+    """Return whether a number is the sum of the pieces' numbers times their weights, without pieces of weight zero."""
+    terms = [piece * weight for piece, weight in zip(pieces, weights.tolist(), strict=True) if weight]
+    return bool(terms) and is_close(whole, torch.stack(terms).sum(0).to(whole.dtype), loose=loose)
 
 
 def _is_finite(value: Tensor) -> bool:
