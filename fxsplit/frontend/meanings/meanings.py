@@ -230,11 +230,11 @@ class _Trial:
         if self._subject.made_up and not _is_finite(whole):
             return self._refuse(name, run, "on made-up weights it is not finite, so a mean cannot be told from a sum")
         kinds = list_kinds(whole, pieces, run.rows)
+        if not kinds and (count := self._find_count(name, run)) is not None:
+            return OutputKind("mean", count=count)
         if not kinds:
             closer, loose = self._look_closer(run)
             kinds = list_kinds(*closer.take(name), closer.rows, loose=loose)
-        if not kinds and (count := self._find_count(name, run)) is not None:
-            return OutputKind("mean", count=count)
         if not kinds and self._is_counted(name, whole):
             self.doubtful = True
             self.said.append(f"{name} of {self._here.name} {DIFFERS}")

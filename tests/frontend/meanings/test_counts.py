@@ -13,7 +13,10 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.errors import FxsplitError, FxsplitWarning, InputError
+from fxsplit.frontend.meanings import meanings, trial
 from fxsplit.frontend.meanings.counts import find_count, find_inner_counts
+from fxsplit.ir.facts.capture.counts import Count
+from tests.frontend.subjects import make_subject, trace
 from tests.support.models import FAST
 
 ROWS, WORDS, CLASSES = 9, 3, 5
@@ -102,6 +105,29 @@ def test_a_quotient_is_that_of_the_batch(how: str, shown: bool, schedule: str) -
                 torch.testing.assert_close(found.detach(), expected.detach())
                 for a, b in zip(model.parameters(), unsplit.parameters(), strict=True):
                     torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_double_precision_is_for_losses_that_are_too_alike_to_tell_counts_apart(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `scale` 1e-3 the loss of every piece is 0.5 log(5), but for the last digits of single precision."""
+    torch.manual_seed(0)
+    model = Tagger("function")
+    model.b.weight.data.mul_(scale)
+    model.b.bias.data.zero_()
+    x, y, mask = ignore(model, make_batch(uneven=True))
+    copies = []
+
+    def copy_in_double(here: Any, *, jitter: bool) -> Any:
+        copies.append(jitter)
+        return trial.copy_in_double(here, jitter=jitter)
+
+    monkeypatch.setattr(meanings, "copy_in_double", copy_in_double)
+    subject = make_subject(model, x.float(), y, mask.float(), rows=3)
+    (found,) = meanings.find_meanings(subject, trace(model))
+    assert isinstance(found.count, Count) and not found.count.by_rows
+    assert (False in copies) == (scale < 1)
 
 
 @pytest.mark.parametrize("how", ["two", "learnt"])
