@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -310,12 +311,14 @@ class _Trial:
     def _run(self, here: Runnable, rows: tuple[int, ...]) -> TrialRun:
         """Return a run on the example's rows, or some of them, with gradients if they will be needed."""
         shapes = self._subject.from_shapes
+        # A backward of more rows may need more memory than there is.
+        few = rows == self._few or sum(rows) <= 2 * self._subject.rows
+        early = here is self._here and few and not self._subject.made_up
         # A model that looks at the grad mode would behave differently.
-        early = here is self._here and rows == self._few and not self._subject.made_up
         if early and self._may_compare and not here.asks_for_gradients:
             # Without gradients the same run may succeed.
             with suppress(Exception):
-                run, self._early = run_early(here, rows)
+                run, self._early = run_early(here, rows, self._guess_count)
                 return run
         return run_pieces(here, take_batch(here, sum(rows), from_shapes=shapes), rows, from_shapes=shapes)
 
@@ -351,19 +354,30 @@ class _Trial:
             kinds = kinds & list_kinds(*run.take(name), run.rows)
         return kinds
 
-    def _find_node(self, name: str, run: TrialRun) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-        """Yield the captured graph, and the node in it that computes the output called `name`.
+    @cached_property
+    def _nodes(self) -> list[Any]:
+        """The outputs of the captured graph: nodes or constants; none without a graph."""
+        return [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
 
-        Yields nothing if there is no graph, or if that output is a constant of the graph.
-        """
-        leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
-        node = leaves[list(run.whole).index(name)] if len(leaves) == len(run.whole) else None
-        if self._gm is not None and isinstance(node, fx.Node):
-            yield self._gm, node
+    def _find_place(self, name: str, run: TrialRun) -> int | None:
+        """Return the place of an output among those of the captured graph; None if there is no graph of these."""
+        return list(run.whole).index(name) if len(self._nodes) == len(run.whole) else None
+
+    @cache  # noqa: B019 - a trial lives no longer than its call
+    def _find_divisor(self, place: int) -> fx.GraphModule | None:
+        """Return the graph of the count that an output of the captured graph is divided by, or None."""
+        node = self._nodes[place] if place < len(self._nodes) else None
+        return find_count(self._gm, node) if self._gm is not None and isinstance(node, fx.Node) else None
+
+    def _guess_count(self, place: int) -> Count | None:
+        """Return the count that an output is divided by if pieces are weighted by it alone, not by their rows too."""
+        graph = self._find_divisor(place)
+        return None if graph is None else Count(graph, False, safe=is_safe(graph))
 
     def _find_count(self, name: str, run: TrialRun) -> Count | None:
         """Return the count that a number is divided by, if pieces weighted by this count make the number, else None."""
-        graph = next((find_count(gm, node) for gm, node in self._find_node(name, run)), None)
+        place = self._find_place(name, run)
+        graph = None if place is None else self._find_divisor(place)
         if graph is None:
             return None
         weights = {}
@@ -384,8 +398,10 @@ class _Trial:
         On another batch, the number may not be a mean over rows. The watch compares the counts of each batch. Returns
         None if there is no division to watch.
         """
-        found = []
-        for graph in (graph for gm, node in self._find_node(name, run) for graph in find_inner_counts(gm, node)):
+        place, found = self._find_place(name, run), []
+        node = None if place is None else self._nodes[place]
+        inner = find_inner_counts(self._gm, node) if self._gm is not None and isinstance(node, fx.Node) else ()
+        for graph in inner:
             for by_rows in (False, True):
                 count = Count(graph, by_rows)
                 with suppress(Exception):  # such as a divisor for each row

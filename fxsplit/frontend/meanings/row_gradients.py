@@ -5,13 +5,14 @@ example by dividing by a norm.
 
 The function to differentiate depends on the kinds of the outputs, which are known only after the batch and all pieces
 have run. So the kinds are guessed first, and one run gives both outputs and gradients: an output with dimensions has
-rows in the first, and a number is a mean. If the guess was wrong, the gradients are computed once more.
+rows in the first, and a number is a mean, by the count that the graph divides by if it does. If the guess was wrong,
+the gradients are computed once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,19 +46,25 @@ class EarlyGradients:
 
     def is_right(self, meanings: Meanings) -> bool:
         """Return whether the guessed kinds are the true ones."""
-        counted = any(isinstance(meanings[name].count, Count) for name in self.guess)
-        return not counted and all(
-            (meanings[name].kind, meanings[name].dim) == (guess.kind, guess.dim) for name, guess in self.guess.items()
-        )
+        return all(_describe(meanings[name]) == _describe(guess) for name, guess in self.guess.items())
 
     def find_unjoined(self) -> str | None:
         """Return the name of a weight whose gradient for the batch is not the sum over the pieces, or None."""
         return _find_other(self.whole, self.joined)
 
 
-def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGradients | None]:
+def _describe(meaning: OutputKind) -> tuple[object, ...]:
+    """Return all that the function to differentiate depends on."""
+    count = meaning.count if isinstance(meaning.count, Count) else None
+    return meaning.kind, meaning.dim, count and (count.compute, count.by_rows)
+
+
+def run_early(
+    here: Runnable, rows: tuple[int, ...], find_count: Callable[[int], Count | None] = lambda place: None
+) -> tuple[TrialRun, EarlyGradients | None]:
     """Run the model on a batch and its pieces, of sizes `rows`. Returns the outputs and gradients of these runs.
 
+    find_count: returns the count that a number is probably divided by, from its place among the outputs.
     The gradients are None if no weight is trained, or if the guesses differ between runs. Raises the model's own
     errors.
     """
@@ -69,7 +76,7 @@ def run_early(here: Runnable, rows: tuple[int, ...]) -> tuple[TrialRun, EarlyGra
         count = here.inputs.count_rows(tensors)
         with torch.enable_grad(), try_out(here):
             made = list_outputs(here, tensors)
-            guesses.append(_guess(made, count))
+            guesses.append(_guess(made, count, find_count))
             if guesses[-1] and trained:
                 gradients.append(_differentiate(made, guesses[-1], tensors, count, list(trained.values())))
         outputs.append({name: v.detach() if isinstance(v, Tensor) else v for name, v in made.items()})
@@ -136,17 +143,17 @@ def _add(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
     return [a.add_(b) for a, b in zip(gradients, more, strict=True)]
 
 
-def _guess(outputs: Mapping[str, Any], rows: int) -> Meanings:
+def _guess(outputs: Mapping[str, Any], rows: int, find_count: Callable[[int], Count | None]) -> Meanings:
     """Return the guessed kinds of the outputs that have gradients; empty if some output fits no guess.
 
     rows: the number of rows for which the outputs were computed.
     """
     guesses: dict[str, OutputKind] = {}
-    for name, value in outputs.items():
+    for place, (name, value) in enumerate(outputs.items()):
         if _has_gradient(value):
             if value.ndim and value.shape[0] % rows:
                 return {}
-            guesses[name] = ROWS if value.ndim else MEAN
+            guesses[name] = ROWS if value.ndim else replace(MEAN, count=find_count(place))
     return guesses
 
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
-from fxsplit.frontend.meanings import row_gradients
+from fxsplit.frontend.meanings import meanings, row_gradients
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
 from fxsplit.frontend.subject import Runnable
+from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
-from tests.frontend.subjects import make_subject
+from tests.frontend.subjects import make_subject, trace
 from tests.support.models import FAST, Mlp, Residual
 
 
@@ -147,3 +148,37 @@ def test_one_run_gives_outputs_and_gradients(kind: type[nn.Module], runs: int, m
     assert meanings[0] == (OutputKind("rows", 1) if kind is Turned else ROWS)
     # Of a number the whole example says more than a few rows, which have run before.
     assert len(ran) == runs + 3 * (kind is Summed)
+
+
+class CountingLoss(nn.Module):
+    """The loss of a model, divided by the labels that count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_one_run_gives_the_gradients_of_a_loss_that_counts_labels(
+    compares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, -100, 2, -100, -100, 1, 0])
+    model = CountingLoss(Centred() if compares else nn.Linear(4, 3))
+    compared: list[Runnable] = []
+
+    def find(here: Runnable, *arguments: Any) -> str | None:
+        compared.append(here)
+        return find_unjoined_gradient(here, *arguments)
+
+    monkeypatch.setattr(meanings, "find_unjoined_gradient", find)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        (found,) = find_meanings(make_subject(model, x, y, rows=4), trace(model))
+    assert found.kind == "mean" and isinstance(found.count, Count)
+    assert [str(w.message).split("'")[1] for w in said] == ["model.a.weight"] * compares
+    # Only a difference is looked at again, in double precision.
+    assert len(compared) == compares
