@@ -28,11 +28,11 @@ NAMES = ("1F1B", "GPipe", "ZB-H1")
 SAME = 1e-5
 """Steps that differ by at most this share are equal: nothing is measured so exactly."""
 MOST_GENERATED, MOST_COMPILED, MOST_SEARCHED = 120, 1_000, 300
-"""ZB-H2 is compared up to the first number of actions, or up to the second if machine code generates it, and a searched
-schedule up to the third. Above them, generating takes longer than the 50 ms that a choice has.
+"""Numbers of actions. ZB-H2 is compared up to the first number, or up to the second if machine code generates it. A
+searched schedule is compared up to the third. With more actions, generating takes longer than the 50 ms of a choice.
 """
 LEAST_S = 0.005
-"""A search with less time is not begun, in seconds."""
+"""No search begins if less time than this is left, in seconds."""
 
 
 def choose_schedule(
@@ -40,11 +40,11 @@ def choose_schedule(
 ) -> tuple[Plan, Workload]:
     """Return a plan and its workload under the schedule with the shortest simulated step among those that fit.
 
-    The choice is among NAMES, ZB-H2 and a searched schedule. The stages stay as they are, one on each device. The plan
-    remembers the compared steps. A plan that states the actions of its schedule keeps it.
+    The choice is among NAMES, ZB-H2 and a searched schedule. The stages stay as they are, one on each device. The
+    returned plan lists the compared schedules with their steps. A plan that states the actions of its schedule is
+    returned unchanged, and so is a plan that fits in memory under none of the schedules.
 
-    - `limit_s`: the search ends so many seconds after the choice began, and is left out if its machine code is not
-      loaded
+    - `limit_s`: the search ends this many seconds after the choice begins. Without compiled kernels there is no search
     - `splits`: whether backwards may be split; otherwise only 1F1B and GPipe are compared
     """
     if plan.schedule_csv:
@@ -69,7 +69,7 @@ class _Choice(NamedTuple):
 
 
 def _list_choices(plan: Plan, machine: Machine, deadline: float, *, splits: bool) -> Iterator[_Choice]:
-    """Yield the schedules that a plan is compared under. A step that is the same as an earlier one has its time."""
+    """Yield the schedules that a plan is compared under. A step within SAME of an earlier one gets the earlier time."""
     memory_bytes = [device.memory_bytes for device in machine.devices]
     steps: list[float] = []
     for scheduler in _list_schedulers(plan, machine, deadline, splits=splits):
@@ -80,7 +80,7 @@ def _list_choices(plan: Plan, machine: Machine, deadline: float, *, splits: bool
 
 
 def _list_schedulers(plan: Plan, machine: Machine, deadline: float, *, splits: bool) -> Iterator[Scheduler]:
-    """Yield the schedulers that a plan can run under: fewer if stages have replicas, or if the step is long."""
+    """Yield the schedulers to compare for a plan: fewer if stages have replicas, or if a step has many actions."""
     yield from (Scheduler(name, len(machine)) for name in NAMES if splits or name not in SPLITTING)
     if not splits or find_replicas(plan) is not None:
         return
@@ -88,7 +88,7 @@ def _list_schedulers(plan: Plan, machine: Machine, deadline: float, *, splits: b
     if actions <= (MOST_COMPILED if is_warm() else MOST_GENERATED):
         made = generate_from_times(replace(plan, schedule="ZB-H2"), machine, limits)
         yield Scheduler("ZB-H2", len(machine)) if made is None else Scheduler.of(made)
-    # Orders are searched for transfers during which devices compute.
+    # The search assumes that devices compute during transfers.
     if is_warm() and actions <= MOST_SEARCHED and plan.transfers == "asynchronous":
         left_s = deadline - time.monotonic()
         if left_s >= LEAST_S:

@@ -99,7 +99,7 @@ def find_waits(schedule: Schedule, action: Action) -> list[Need]:
 
 
 def list_done(schedule: Schedule, device: int, position: int) -> tuple[Action, ...]:
-    """Return the actions whose results may leave the device once the action at a position of its row is over."""
+    """Return the actions whose results may leave the device after the action at a position of its row."""
     row = schedule.actions[device]
     if not schedule.paired:
         return (row[position],)
@@ -168,7 +168,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule with compute actions only. Readers of such a schedule assume its transfers."""
+    """Return the schedule with only its compute actions. The transfers then follow from these actions."""
     return replace(schedule, actions=tuple(tuple(a for a in row if a.op not in TRANSFERS) for row in schedule.actions))
 
 

@@ -31,7 +31,7 @@ DURING = {
 
 
 class ActionMoment(NamedTuple):
-    """One action of a device, with the contents of each of the device's stages during and after it."""
+    """One action of a device, and the memory contents of each of the device's stages during and after the action."""
 
     action: Action
     during: dict[int, Moment]

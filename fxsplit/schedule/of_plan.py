@@ -81,7 +81,7 @@ def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:
 
 
 def restore_schedule(plan: Plan) -> Schedule:
-    """Return the schedule that a plan was made for, from its name, its numbers, or the actions that it states.
+    """Return the schedule that a plan was made for: by its name, or from its list of actions if the name is not known.
 
     Raises ScheduleError if the schedule does not run the stages of the plan.
     """
@@ -116,16 +116,16 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
     """Return the times of a plan's stages, in ms for a microbatch.
 
     Under the cost model `overlapped`, a transfer occupies its link while both devices go on computing. On a machine of
-    blocking transfers both devices wait for it. Otherwise it keeps both devices busy, with its latency, as in the
-    plan's loads, and is part of their forwards and backwards. Replicas of a stage reduce their gradients once. Raises
-    ScheduleError if the schedule has a different number of stages.
+    blocking transfers both devices wait for it. Under other cost models a transfer, with its latency, keeps both
+    devices busy and is part of their forwards and backwards, as in the loads of the plan. Replicas of a stage reduce
+    their gradients once. Raises ScheduleError if the schedule has a different number of stages.
     """
     if len(plan.stages) != schedule.n_stages:
         raise ScheduleError(
             f"{schedule.name} on {schedule.n_devices} devices has {schedule.n_stages} stages, and the plan "
             f"{len(plan.stages)}: plan for {schedule.n_stages} devices, one for each stage"
         )
-    # Under `direct` a stage pays for values of any other stage, which are on no link.
+    # Under `direct` a stage pays for values of any other stage, and these values pass no link of the simulation.
     busy = plan.model.name != "overlapped" and (plan.transfers == "asynchronous" or not plan.model.forwards)
     # Under `overlapped` a plan's transfers do not contain their latencies.
     cuts = [_Cut.of(plan, s) for s in plan.stages]
@@ -165,7 +165,7 @@ def read_times(plan: Plan, schedule: Schedule) -> Times:
 
 
 class _Cut(NamedTuple):
-    """What crosses a cut for a microbatch, and the latency of each message that is part of the plan's transfers."""
+    """The bytes that cross a cut for a microbatch, and the latency that a plan's transfer includes for each message."""
 
     value_bytes: float
     gradient_bytes: float
@@ -190,14 +190,14 @@ class _Cut(NamedTuple):
         return there, hop_ms - there
 
     def find_forward_ms(self, transfer_ms: float) -> float:
-        """Return the forward part of a transfer: of its hop, and of its latencies."""
+        """Return the part of a transfer's time that the value takes, in ms; the gradient takes the rest."""
         there, _ = self.split_hop(transfer_ms)
         messages = max(1, count_messages(self.value_bytes, self.gradient_bytes))
         return there + self._find_late_ms(transfer_ms) * (self.value_bytes > 0) / messages
 
     def _find_late_ms(self, transfer_ms: float) -> float:
-        """Return the latencies that are part of a transfer."""
-        # The end of a host pays for no transfer.
+        """Return the time of a transfer that is latency, in ms."""
+        # A transfer that takes no time for a stage has no latency for it either.
         return min(transfer_ms, self.latency_ms * count_messages(self.value_bytes, self.gradient_bytes))
 
 

@@ -16,11 +16,11 @@ from fxsplit.schedule.flow import find_needs
 from fxsplit.schedule.schedule import Schedule
 
 Outstanding = list[list[tuple[Action, ...]]]
-"""By device and position of an action: the actions whose messages may still wait when that action begins."""
+"""[device][position]: the actions whose messages may still wait for their receiver when the action there begins."""
 
 
 def list_outstanding(schedule: Schedule) -> Outstanding:
-    """Return the messages that may still wait when each action begins."""
+    """Return the messages that may still wait for their receiver when each action begins."""
     places = {_name(a): (d, i) for d, row in enumerate(schedule.actions) for i, a in enumerate(row)}
     found: Outstanding = []
     for device, row in enumerate(schedule.actions):
@@ -44,7 +44,7 @@ def list_outstanding(schedule: Schedule) -> Outstanding:
 
 
 def find_taker(schedule: Schedule, action: Action) -> Action | None:
-    """Return the action that takes the result of `action` for another stage, or None."""
+    """Return the action of another stage that takes the result of `action`, or None if there is none."""
     stage, m = action.stage, action.microbatch
     replica = schedule.replica_of.get
     if action.op == FORWARD and stage + 1 < schedule.n_stages:
@@ -55,5 +55,5 @@ def find_taker(schedule: Schedule, action: Action) -> Action | None:
 
 
 def _name(action: Action) -> Action:
-    """Return an action without its version, as needs refer to it."""
+    """Return an action without its weight version, as `find_needs` names it."""
     return action._replace(version=0)

@@ -22,7 +22,7 @@ class Schedule:
     Replica r of stage s is on device `homes[s][r]`. A schedule is `synchronous` if the optimizer steps once, after all
     microbatches, so that all of them use the same weights. Without `trains` it has only forwards.
 
-    A forward in `paired` and the backward after it run together, as under DualPipeV: what either makes leaves the
+    A forward in `paired` and the backward after it run together, as under DualPipeV: the results of both leave the
     device when both are done.
     """
 
@@ -138,7 +138,7 @@ class Schedule:
     def versions(self, device: int) -> list[int]:
         """Return, after each action of a device, the number of weight versions that the action's stage keeps there.
 
-        Kept versions are the newest, and all that later actions read.
+        A stage keeps its newest version, and every older version that a later action reads.
         """
         left: dict[tuple[int, int], Counter[int]] = {}
         for action in self.actions[device]:
@@ -166,7 +166,7 @@ class Schedule:
         return tuple(kept)
 
     def lag(self) -> tuple[int, ...]:
-        """Return, for each stage, the most versions by which a gradient is older than the weights it is applied to."""
+        """Return, for each stage, the highest age of a gradient when a step applies it, in weight versions."""
         lags = [0] * self.n_stages
         for row in self.actions:
             # For each stage and replica, the versions that computed the gradients since the last step.

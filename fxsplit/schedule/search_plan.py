@@ -24,7 +24,7 @@ from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
 MOST_SIMULATED = 30_000
-"""Schedules of more actions, a fifth of a second of simulation, are not simulated for every plan."""
+"""A schedule with more actions is not simulated for every plan: it would take more than a fifth of a second."""
 ATTEMPTS = 4
 """How often a search begins again with less memory, if messages between stages need the rest."""
 
@@ -39,11 +39,15 @@ def schedule_plan(
     time_limit_s: float | None = None,
     seed: int = 0,
 ) -> tuple[Plan, Workload, SearchResult | None]:
-    """Return a plan and its workload with the schedule that its times ask for, and the search if there was one.
+    """Return a plan and its workload under the schedule for the plan's times, and the search result if there is one.
 
-    Under "search" it is a searched one, and under a schedule of FROM_TIMES the one that is generated from the plan's
-    times, if it fits and is faster than the one for equal times. Other plans stay as they are, and so do those that
-    state their schedule. `memory`, `time_limit_s` and `seed` are those of `search_for_plan`, which states the errors.
+    - Under "search" the schedule is searched.
+    - Under a schedule of FROM_TIMES it is generated from the plan's times. It is used if it fits in memory and is
+      faster than the schedule for equal times.
+    - A plan that states the actions of its schedule keeps them.
+    - Other plans are returned unchanged.
+
+    `memory`, `time_limit_s`, `seed` and the errors are those of `search_for_plan`.
     """
     if plan.schedule_csv and workload.schedule_csv == plan.schedule_csv:
         return plan, workload, None
@@ -71,7 +75,11 @@ def list_short(plan: Plan, machine: Machine) -> list[int]:
 
 
 def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -> Schedule | None:
-    """Return the plan's schedule for its times; None if it does not fit, or is no faster than that for equal times."""
+    """Return the plan's schedule, generated from the plan's times.
+
+    Return None if it does not fit in memory, or if it is no faster than the schedule for equal times. `limits` is the
+    memory of each stage in bytes.
+    """
     if find_replicas(plan) is not None:
         return None
     each = len(machine) // (len(machine.real) or len(machine))
@@ -96,10 +104,10 @@ def search_for_plan(
     """Return the schedule with the shortest step for a plan's stages.
 
     - `limits`: the memory of each stage's device in bytes (default: unlimited)
-    - `memory`: how many microbatches each device may hold at most (default: what `limits` have room for)
-    - the others are those of `search`
+    - `memory`: how many microbatches each device may hold at most (default: as many as fit in `limits`)
+    - the other arguments are those of `search`
 
-    If no searched schedule is sure to fit and as fast as 1F1B, which plans are made for, it is 1F1B, without a bound.
+    Plans are made for 1F1B. If no searched schedule is sure to fit and as fast as 1F1B, return 1F1B, with a bound of 0.
     Raises ScheduleError for a plan with replicas, and for numbers out of range.
     """
     if find_replicas(plan) is not None:
@@ -138,9 +146,9 @@ def search_for_plan(
 def take_schedule(
     plan: Plan, scheduler: Scheduler, costs: Costs, machine: Machine, workload: Workload
 ) -> tuple[Plan, Workload]:
-    """Return the plan and the workload under another schedule, with the same number of microbatches.
+    """Return the plan and the workload under the schedule of `scheduler`, with the same number of microbatches.
 
-    The stages stay as they are, and their memory is that under the schedule. The step is simulated again.
+    The stages stay as they are. Their memory is computed for the new schedule, and the step is simulated again.
     """
     made = scheduler.describe(len(machine), workload.n_microbatches, may_idle=workload.may_idle)
     # A stage with replicas by choice of the plan: the schedule does not place every stage on several devices.
@@ -157,10 +165,10 @@ def take_schedule(
 
 
 def state_step(plan: Plan) -> Plan:
-    """Return a plan that states its step, as its schedule is simulated.
+    """Return the plan with the simulated time of its step, in ms.
 
-    It stays as it is if the runtime cannot run it, and if its schedule has more than MOST_SIMULATED actions: a
-    simulation would take longer than most searches.
+    A plan that states its step is returned unchanged. So is a plan that the runtime cannot run, and one whose schedule
+    has more than MOST_SIMULATED actions: simulating it would take longer than most searches for a plan.
     """
     actions = 3 * len(plan.stages) * plan.n_microbatches
     in_order = [s.devices for s in plan.stages] == sorted(s.devices for s in plan.stages)
@@ -175,7 +183,7 @@ def simulate_step(plan: Plan, schedule: Schedule) -> float:
 
 
 def _count_room(stage: StagePlan, room: float) -> float:
-    """Return how many microbatches a stage may hold in `room` bytes while one of them runs."""
+    """Return how many microbatches a stage can hold in `room` bytes while an action on one of them runs."""
     each = max(stage.resting_bytes, stage.halfway_bytes)
     runs = max(stage.forward_bytes, stage.early_bytes, stage.late_bytes, stage.whole_bytes)
     return inf if each <= 0 else (room - max(runs - each, 0.0)) / each
@@ -189,7 +197,7 @@ def _find_kept(stage: StagePlan) -> float:
 
 
 def _fits(plan: Plan, schedule: Schedule, rooms: Sequence[float]) -> bool:
-    """Return whether each stage stays within its room in all moments of a schedule, messages on their way included."""
+    """Return whether each stage, with its sent messages, stays within its `rooms` bytes at all times of a schedule."""
     moments = list_moments(schedule)
     return all(
         max(count_moving(stage, moment) for moment in own) <= room

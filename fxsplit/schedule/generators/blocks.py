@@ -25,14 +25,17 @@ from fxsplit.schedule.simulation.simulate import Times
 PERIOD = 6
 """The work of a device on one microbatch in unit times: a forward, an I and a W of each of its two stages."""
 FEWEST = SHARES[1::2]
-"""How much of a W a gap must have room for in large schedules; SHARES in others. All devices have the same share."""
+"""The shares of a W that a gap must have room for, tried in large schedules; small ones try all SHARES. All devices get
+the same share.
+"""
 
 
 class Offsets(NamedTuple):
-    """The unit times between starts on neighbouring devices, on the way down the line and on the way back.
+    """The times between starts on neighbouring devices, in units of one action.
 
-    A forward starts `down` later than on the device before, and on the way back `back` later. The two offsets of a
-    stage, of its forward and of its input gradient, are `both` together.
+    - `down`: between forwards on the way down the line of devices
+    - `back`: between forwards on the way back
+    - `both`: the sum of a stage's offset between forwards and its offset between input gradients
     """
 
     down: int
@@ -41,7 +44,7 @@ class Offsets(NamedTuple):
 
 
 Block = tuple[tuple[int, int, int, int], ...]
-"""By device: the starts of the forwards of its first and second stage, and of the I of its second and first stage."""
+"""Four starts for each device: F of its first stage, F of its second, I of its second, and I of its first."""
 
 
 def v_half(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times: Times | None = None) -> Schedule:
@@ -70,7 +73,7 @@ def v_min(n_devices: int, n_microbatches: int, stages_per_device: int = 2, times
 def _repeat(
     name: str, n_devices: int, n_microbatches: int, stages_per_device: int, times: Times | None, offsets: Offsets
 ) -> Schedule:
-    """Return the schedule that repeats the block of least memory for each microbatch, with W in its gaps."""
+    """Return the schedule that repeats the block with the least memory for each microbatch, and puts W in the gaps."""
     check_stages_per_device(name, stages_per_device, 2)
     homes = go_there_and_back(n_devices)
     used = take_times(name, n_microbatches, homes, times)
@@ -84,10 +87,13 @@ def _repeat(
 
 
 def _find_block(n_devices: int, offsets: Offsets) -> Block:
-    """Return the block without conflicts that holds least, and of these the one with the earliest first I.
+    """Return the block without conflicts that holds the fewest microbatches.
 
-    Two actions of a device conflict if they start at the same time of a period. The offsets leave three times free, one
-    for each turn: on the last device, on the first device from F to I, and on the last device again.
+    Of equal ones, return the block that waits least before its first I.
+
+    Two actions of a device conflict if they start at the same time of a period. The offsets do not fix how long a
+    microbatch waits where it turns round: on the last device, on the first device between F and I, and on the last
+    device again. All values of these three waits are tried.
     """
     last, starts = n_devices - 1, range(1, PERIOD + 1)
     found = []
@@ -110,7 +116,7 @@ def _find_block(n_devices: int, offsets: Offsets) -> Block:
 
 
 def _count_most(block: Block) -> int:
-    """Return the most forwards that a device is ahead of its input gradients while a block repeats without end."""
+    """Return the most forwards that any device is ahead of its input gradients if the block repeats without end."""
     # Before time t, microbatches 0 to (t - start) / PERIOD have started an action. The number is largest after an F.
     return max(
         sum((now - forward) // PERIOD - (now - gradient) // PERIOD for forward, gradient in ((f0, i0), (f1, i1)))

@@ -134,11 +134,11 @@ def generate(
     """Return the schedule called `name` for numbers of devices and microbatches.
 
     - `stages_per_device` defaults to the schedule's own number
-    - `times` are those of the stages (default: a forward, an input gradient and a weight gradient take equal times).
-      Only the schedules in FROM_TIMES look at them: these put weight gradients where a device would wait
+    - `times`: the times of the stages (default: a forward, an input gradient and a weight gradient take equal times).
+      Only the schedules in FROM_TIMES use the times: they put weight gradients into the idle time of devices
 
-    Raises ScheduleError for an unknown name, for numbers that the schedule does not support, and for times of another
-    number of stages.
+    Raises ScheduleError for an unknown name, for numbers that the schedule does not support, and if `times` is for a
+    different number of stages.
     """
     if times is None or name not in FROM_TIMES:
         return _generate(name, n_devices, n_microbatches, stages_per_device)
@@ -153,7 +153,7 @@ def _generate(name: str, n_devices: int, n_microbatches: int, stages_per_device:
 
 
 def _prepare(name: str, n_devices: int, n_microbatches: int, stages_per_device: int | None) -> Callable[..., Schedule]:
-    """Return the generator of a schedule with its numbers, which are checked; raises ScheduleError."""
+    """Return the generator of a schedule with its numbers filled in. Raises ScheduleError for unsupported numbers."""
     generator = inference if name == INFERENCE else find_schedule(name)
     if name == SEARCH and stages_per_device not in (None, 1):
         raise ScheduleError(
@@ -315,9 +315,9 @@ class MomentsOf:
 
 
 def find_moments(workload: Workload, machine: Machine) -> MomentsOf | None:
-    """Return the moments of a workload that was read from a file, as `Scheduler.lay_out` gives them.
+    """Return the moments of a workload that was read from a file, as `Scheduler.lay_out` would state them.
 
-    `machine` has a device for each stage. None for a schedule that is not known, or that has other stages.
+    `machine` has a device for each stage. Return None if the schedule is unknown, or has a different number of stages.
     """
     if workload.schedule_csv:
         return MomentsOf(Scheduler.of(parse_csv(workload.schedule_csv, workload.schedule)), workload.n_microbatches)

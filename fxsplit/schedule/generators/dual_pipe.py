@@ -15,15 +15,15 @@ from fxsplit.schedule.schedule import Schedule
 def dual_pipe_v(n_devices: int, n_microbatches: int, stages_per_device: int = 2) -> Schedule:
     """Return DualPipeV (DeepSeek-AI 2024): two stages a device, there and back, with paired forwards and backwards.
 
-    On 2 devices with 4 microbatches; each `+` joins a pair, which is in `paired` of the schedule:
+    On 2 devices with 4 microbatches. A `+` joins a forward and a backward that run together, as `Schedule.paired` says:
 
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3+3B1 3F2+0B0 3B2 3F3+0B1 3B3 0I2 0W2 0I3 0W3
         1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 1F3+2B1 2F3+1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
     A device has at most 2 n_devices + 1 forwards in flight, each half as long as under 1F1B: half a microbatch more
-    than the first device under 1F1B. With fewer than 2 n_devices microbatches it is the schedule of 2 n_devices,
-    without the actions of those that are missing. The order does not depend on times. Raises ScheduleError unless a
-    device has two stages.
+    than the first device under 1F1B. With fewer than 2 n_devices microbatches, the schedule is generated for 2
+    n_devices, and the actions of the missing microbatches are removed. The order does not depend on times. Raises
+    ScheduleError unless a device has two stages.
     """
     check_stages_per_device("DualPipeV", stages_per_device, 2)
     rows, paired = [], set[Action]()
@@ -37,7 +37,7 @@ def dual_pipe_v(n_devices: int, n_microbatches: int, stages_per_device: int = 2)
 
 
 class _Walk:
-    """The actions of one device, added kind by kind; microbatches count up for each stage and kind."""
+    """The growing row of one device. Each added action takes the next microbatch of its stage and direction."""
 
     def __init__(self, first: int, second: int) -> None:
         self.first, self.second = first, second
@@ -93,5 +93,5 @@ class _Walk:
         self._run((backward, BACKWARD))
 
     def _catch_up(self) -> None:
-        """Add the oldest weight gradient that waits."""
+        """Add the oldest weight gradient that is still to be done."""
         self.row.append(self._late.popleft())

@@ -23,13 +23,13 @@ KINDS = {FORWARD: 0, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
 """The numbers of the operations in kernels/rows.py."""
 
 Pair = tuple[float, float]
-"""The rule of the gaps of the first device and of the last; linear between them."""
+"""The rule of the first device's gaps, and of the last device's. The rules of devices between them change linearly."""
 SHARES, FEWER = (0.0, 0.3, 0.6, 0.9, 1.0), (0.0, 1.0)
 """Rules: how much of a W a gap must have room for."""
 LARGE = 10_000
-"""The number of actions from which on only FEWER are tried."""
+"""With at least this many actions, only the rules in FEWER are tried."""
 PLAIN = 100_000
-"""Up to so many actions, plain Python is faster than the import of numba."""
+"""Up to this many actions, plain Python is faster than the import of numba."""
 
 
 def fill(
@@ -40,9 +40,9 @@ def fill(
     most: int,
     pairs: Iterable[Pair] | None = None,
 ) -> Schedule | None:
-    """Return the schedule of orders with W in their gaps and the shortest step; None if they do not fit.
+    """Put W into the gaps of orders, and return the schedule with the shortest step. Return None if none fits.
 
-    - `most`: the forwards that a device may be ahead of its W, which free their activations
+    - `most`: how many forwards a device may be ahead of its W. A W frees the activations of its forward
     - `pairs`: the shares to try on the first device and on the last (default: all pairs of SHARES, or of FEWER). A gap
       gets a W if it has room for this share of it; 0 puts a W into any gap, and the next action waits
     """
@@ -63,13 +63,13 @@ def fill(
 
 
 def choose(found: Iterable[Schedule | None], times: Times) -> Schedule:
-    """Return the schedule with the shortest simulated step, the first of several."""
+    """Return the schedule with the shortest simulated step, the first one if several are equal."""
     known = [schedule for schedule in found if schedule is not None]
     return known[0] if len(known) == 1 else min(known, key=lambda schedule: find_step(schedule, times))
 
 
 def find_step(schedule: Schedule, times: Times) -> float:
-    """Return the step of a schedule in ms, as `simulate` does; faster if all backwards are split and nothing else runs.
+    """Return the simulated step of a schedule, in ms. A schedule of only F, I and W takes a faster way than `simulate`.
 
     Raises ScheduleError for a deadlock, and for times of another number of stages.
     """
@@ -87,21 +87,24 @@ def find_step(schedule: Schedule, times: Times) -> float:
 
 
 def take_times(name: str, n_microbatches: int, homes: Homes, times: Times | None) -> Times:
-    """Return the times that are given, or equal ones; raises ScheduleError for times of another number of stages."""
+    """Return the given times, or unit times if none are given.
+
+    Raises ScheduleError if the times are for a different number of stages.
+    """
     if times is not None:
         check_times(Schedule(name, n_microbatches, homes, ()), times)
     return times or Times.unit(len(homes))
 
 
 def read_kinds(one: Instance, rows: Orders) -> Ints:
-    """Return the forwards and backwards (or input gradients) of each device as kinds, [devices, entries]."""
+    """Return the orders of all devices as kinds, [devices, entries]. A full backward counts as an input gradient."""
     chunk = {int(stage): c for own in one.stages for c, stage in enumerate(own)}
     early = (FORWARD, BACKWARD, INPUT_GRADIENT)
     return np.array([[2 * chunk[a.stage] + (a.op != FORWARD) for a in row if a.op in early] for row in rows], np.int64)
 
 
 def list_rules(one: Instance, pairs: Iterable[Pair]) -> Iterator[Floats]:
-    """Yield rules for all gaps, [devices, entries], from those of the first device and of the last."""
+    """Yield the rules of all gaps, [devices, entries], for each pair of a first and a last device's rule."""
     p, v = one.stages.shape
     for first, last in pairs:
         each = first + (last - first) * np.arange(p) / max(1, p - 1)
@@ -109,7 +112,7 @@ def list_rules(one: Instance, pairs: Iterable[Pair]) -> Iterator[Floats]:
 
 
 def evaluate(one: Instance, kinds: Ints, rules: Floats) -> tuple[float, State]:
-    """Return the step of orders, in ms, and the state after it; NEVER if they cannot run."""
+    """Run orders, and return their step in ms and the state after it. The step is NEVER if the orders cannot run."""
     state = orders.begin(one)
     return orders.run(one, kinds, rules, state, np.full(len(kinds), kinds.shape[1])), state
 

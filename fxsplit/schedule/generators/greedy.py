@@ -28,10 +28,10 @@ def list_schedule(
 ) -> Rows:
     """Return each device's actions in the order that a list scheduler finds.
 
-    A free device takes, of all actions that it could start now, the smallest by `order`. `most(device)` limits how many
-    forwards a device may be ahead of the actions that free their activations. With `split`, a backward is an I and a W.
-    Replicas of a stage take microbatches in turn. An action of a stage with r replicas takes r times as long, because
-    plans replicate the stages with most work. Raises ScheduleError if the limits on activations block all devices.
+    Of all actions that a free device could start now, it takes the smallest by `order`. `most(device)` limits how many
+    microbatches' activations a device may hold. With `split`, a backward is an I and a W. Replicas of a stage take
+    microbatches in turn. An action of a stage with r replicas is assumed to take r times as long, because plans
+    replicate the stages with the most work. Raises ScheduleError if the limits on activations block all devices.
     """
     n_devices, last = 1 + max(d for home in homes for d in home), len(homes) - 1
     rows: list[list[Action]] = [[] for _ in range(n_devices)]

@@ -1,7 +1,7 @@
 """Zero-bubble schedules: split backwards, whose weight gradients (W) fill the time in which devices would wait.
 
-Each is an order of forwards and input gradients by a rule, and W in the gaps of that order (fill.py). The gaps depend
-on the times of the stages, so a schedule is generated from `times`; without them F, I and W take equal times.
+A rule gives the order of forwards and input gradients, and fill.py puts W into the gaps of that order. The gaps depend
+on the times of the stages, so a schedule is generated from `times`. Without `times`, F, I and W take equal times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def zb_h1(n_devices: int, n_microbatches: int, stages_per_device: int = 1) -> Sc
 
 
 def _delay(orders: Orders) -> Rows:
-    """Return the actions of each device: device d does the oldest W after each I, once d more are waiting."""
+    """Add W to orders: after each I, device d does the oldest waiting W if more than d of them are waiting."""
     rows = []
     for device, order in enumerate(orders):
         row: list[Action] = []
@@ -81,8 +81,8 @@ def interleaved_zero_bubble(
 ) -> Schedule:
     """Return InterleavedZeroBubble, by torch's name: Interleaved1F1B with split backwards, whose W fill idle time.
 
-    A device warms up with one forward less for each later device than under Interleaved1F1B, and has at most as many
-    forwards in flight as the first device then has. Raises ScheduleError for the same numbers as Interleaved1F1B.
+    For each later device, a device warms up with one forward less than under Interleaved1F1B. No device has more
+    forwards in flight than the first device has after its warm-up. Raises ScheduleError as `interleaved` does.
     """
     orders, size = order_interleaved("InterleavedZeroBubble", n_devices, n_microbatches, stages_per_device, split=True)
     homes = deal_in_turn(n_devices, stages_per_device)
@@ -128,9 +128,12 @@ def order_there_and_back(
 ) -> list[Action]:
     """Return the forwards and input gradients of a device under ZBVZeroBubble.
 
-    Device d runs 2 (n_devices - d) - 1 forwards of its first stage, then d times a forward of each stage, then
-    n_devices - d times a forward and an input gradient of its second stage, and then all four in turn. With more memory
-    it begins with `more` forwards more of its first stage, and then `pairs` times more a forward of each stage.
+    Device d runs in this order:
+
+    - 2 (n_devices - d) - 1 forwards of its first stage, and `more` additional ones
+    - d times a forward of each stage, and `pairs` additional times
+    - n_devices - d times a forward and an input gradient of its second stage
+    - a forward and an input gradient of each stage in turn, to the end
     """
     stages = {"F0": device, "F1": 2 * n_devices - 1 - device}
     stages |= {"I1": stages["F1"], "I0": stages["F0"]}
@@ -154,9 +157,9 @@ def order_there_and_back(
 
 
 def _follow_at_once(orders: Orders, n_microbatches: int, homes: Homes) -> Schedule:
-    """Return the schedule in which each W follows its I at once, but for the first ones at the end of each device.
+    """Return the schedule in which each W follows its I at once, except near the end of each device's row.
 
-    After its last forward, device d passes 2 d input gradients on first, for which other devices wait.
+    After its last forward, device d first runs 2 d input gradients in a row, because other devices wait for them.
     """
     rows = []
     for device, order in enumerate(orders):

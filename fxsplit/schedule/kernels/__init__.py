@@ -1,8 +1,8 @@
 """The inner loops of schedules: arrays in, arrays out.
 
-They are plain Python until `compile_kernels` has made machine code of them; importing numba takes about a second. Those
-that call each other are in one file, because numba's cache notices only a change of the file of a kernel itself. Call
-them by their module, as in `orders.run(...)`, to get the compiled ones.
+Kernels are plain Python until `compile_kernels` compiles them, because importing numba takes about a second. Kernels
+that call each other are in one file: numba's cache does not notice a change in the file of a called kernel. Call a
+kernel through its module, as in `orders.run(...)`, to get the compiled version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxsplit.system.kernels import compile_kernel
 
 @cache
 def compile_kernels() -> None:
-    """Make machine code of all kernels, when each is first called; numba's cache keeps it for other processes."""
+    """Compile each kernel to machine code at its first call. numba's cache keeps the code for later processes."""
     for module in (orders, rows, walks):
         for kernel in module.KERNELS:
             # Kernels find each other in their module.

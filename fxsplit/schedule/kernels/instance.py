@@ -1,8 +1,8 @@
 """Instance: a search's input as arrays. Kernels read it, so every array has one type and is contiguous.
 
-The order of a device is a row of *kinds*. Kind 2 c is a forward (F) of the device's chunk c, and kind 2 c + 1 an input
-gradient (I): the c-th of its stages. Microbatches keep their order in each kind, so the i-th entry of a kind is the
-one of microbatch i. Jobs of equal length lose nothing by that.
+The stages of a device are its *chunks* 0, 1, and so on. The order of a device is a row of *kinds*: kind 2 c is a
+forward (F) of chunk c, and kind 2 c + 1 an input gradient (I) of chunk c. Microbatches keep their order in each kind,
+so the i-th entry of a kind belongs to microbatch i. All microbatches take equal times, so no other order is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 UNLIMITED = 1e9
-"""More microbatches than any schedule has: the memory of a device without a limit."""
+"""The memory of a device without a limit, in microbatches: more than any schedule has."""
 
 
 class Instance(NamedTuple):
@@ -32,9 +32,9 @@ class Instance(NamedTuple):
     - `forward_hop`, `backward_hop`, `latency`: a message over the boundary before the stage; 0 inside of a device
     - `forward_link`, `backward_link`: the number of the link over that boundary, or -1 inside of a device
     - `n_links`
-    - `held`: the memory of a microbatch from its F on, `late`: the part of it that only its W frees; in microbatches of
-      the device's stages
-    - `memory`: [devices], the most that a device may hold
+    - `held`: the memory that an F takes. The unit is one microbatch's activations in all stages of the device
+    - `late`: the part of `held` that only the W frees; the I frees the rest
+    - `memory`: [devices], the most that a device may hold, in the same unit
     """
 
     n_microbatches: int

@@ -3,14 +3,15 @@
     F and I alone:   F0 F1 .  .  I0 F2 .  I1 .  I2         a gap while an input is on its way
     filled:          F0 F1 .  .  I0 F2 W0 I1 W1 I2 W2
 
-A *rule* for each gap says which W go there:
+A *rule* for each gap says which W go into the gap:
 
-    rule 0.6    W go into the gap while it has room for 0.6 of the next one
-    rule -0.6   one W goes there in any case, and the others as above
-    rule 2.6    as 0.6, and from there on all waiting W of the other chunk go before those of the oldest one's chunk
+    rule 0.6    a W goes into the gap if at least 0.6 of its time is left there, and so on with the next W
+    rule -0.6   one W goes there in any case, and more W as under 0.6
+    rule 2.6    as 0.6, but before this gap the waiting W are sorted: all W of the other chunk come first, then the
+                W of the chunk that has the oldest one
 
-and if memory is short, W make room for the next F. Otherwise the oldest W is first. While a device waits for an input,
-nothing that it does can change when that input arrives, so the end of each gap is known when it begins.
+Otherwise the oldest W goes first. If memory is too short for the next F, W run before it in any case. While a device
+waits for an input, nothing that it does can change when that input arrives. So the end of a gap is known at its begin.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 NEVER = 1e18
 """The time of what never happens: the step of orders that cannot run."""
 OTHER = 2.0
-"""A rule from this number on, or its negative, puts the W of the other chunk first."""
+"""A rule of at least this size, positive or negative, puts the W of the other chunk first."""
 TINY = 1e-9
-"""Times and memory may differ by so much: they are sums in another order."""
+"""Times and memory that differ by at most this are equal: sums in a different order differ in their last digits."""
 
 
 class State(NamedTuple):
@@ -35,8 +36,8 @@ class State(NamedTuple):
     - `free`: when it is free, in ms; `at`: how many entries of its order are done
     - `counts`: [devices, kinds], how many of each kind are done
     - `used`: the memory in use
-    - `queue`: [devices, W], the stages of the W in their order, those done and those that wait; `made` and `done`: how
-      many came in and went out
+    - `queue`: [devices, W], the stage of each W in order: first the done W, then the waiting ones
+    - `made`: how many W are in the queue, and `done`: how many of them are done
     - `links`: [links], when a link is free
     - `values` and `gradients`: [stages, microbatches], when the input of an F or I arrives; -1 if that is not known
     - `begins`: [devices, entries], when an entry begins, and `before`: how many W come before it
@@ -69,9 +70,9 @@ class Tail(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where the annealing is: orders and rules, [devices, entries], current, on trial, and the best so far.
+    """The orders and rules of an annealing, [devices, entries]: the current ones, those on trial, and the best so far.
 
-    `figures` are the cost of the current order and the step of the best one, in ms.
+    `figures` has two entries in ms: the cost of the current orders, and the step of the best ones.
     """
 
     orders: Ints
@@ -87,7 +88,8 @@ class Cooling(NamedTuple):
     """The settings of an annealing of `steps` steps.
 
     - `temperature`: at the beginning, in ms
-    - `side`: how much the mean end of the devices counts beside the step; ends before `least`, in ms, count as `least`
+    - `side`: the weight of the mean end time of the devices in the cost, which is the step plus this weighted mean
+    - `least`: an end time before this one counts as `least`, in ms
     - `by_gap`: whether a change of rules is for one gap, not for a whole device
     - `mixed`: whether rules may put the W of the other chunk first
     - `goal`: the step at which to stop, in ms
@@ -125,10 +127,10 @@ def begin(one: Instance) -> State:
 
 
 def run(one: Instance, orders: Ints, rules: Floats, state: State, stop: Ints) -> float:
-    """Run orders from a state until each device has done `stop` entries; return the end in ms, or NEVER.
+    """Run orders from a state until each device has done `stop` entries, and return the end in ms.
 
-    After the last entry of an order come the W that are left. NEVER if devices wait for each other, or if an F finds no
-    memory.
+    The remaining W run after the last entry of an order. Return NEVER if the devices wait for each other, or if there
+    is no memory for an F.
     """
     # Locals, since taking an array out of a tuple costs more than an action.
     n_stages, p, entries = one.device.size, orders.shape[0], orders.shape[1]
@@ -234,7 +236,7 @@ def _send(
     stage: int,
     m: int,
 ) -> None:
-    """Note when a result that is ready arrives at a stage; links take one message at a time."""
+    """Set the arrival of a result that is `ready` at that time, in ms. A link takes one message at a time."""
     if link >= 0:
         ready = max(links[link], ready) + hops[boundary]
         links[link] = ready
@@ -245,9 +247,9 @@ def _send(
 def list_orders(one: Instance, priority: Floats, most: Ints, reserve: float, state: State, orders: Ints) -> bool:
     """Write orders by list scheduling; return whether all actions could be placed.
 
-    The device that can go on first takes, of the kinds that it could start now, the one of least `priority`, or a W if
-    there is none. A device has at most `most` microbatches between F and I of its first chunk, and keeps memory for
-    `reserve` forwards of its last chunk.
+    The device that can start an action first is next. Of the kinds that it can start now, it takes the one with the
+    lowest `priority`, or a W if it can start none. A device has at most `most` microbatches between F and I of its
+    first chunk, and keeps memory free for `reserve` forwards of its last chunk.
     """
     n, n_stages, (p, v) = one.n_microbatches, one.device.size, one.stages.shape
     stages, device, memory, held, late = one.stages, one.device, one.memory, one.held, one.late
@@ -256,7 +258,7 @@ def list_orders(one: Instance, priority: Floats, most: Ints, reserve: float, sta
     forward_link, backward_link = one.forward_link, one.backward_link
     free, at, counts, used, links = state.free, state.at, state.counts, state.used, state.links
     queue, made, done, values, gradients = state.queue, state.made, state.done, state.values, state.gradients
-    # When each device could begin each kind, and the soonest of them; NEVER if it may not.
+    # When each device could begin each kind, or NEVER if it may not, and the soonest of these times.
     starts, soonest = np.full((p, 2 * v), NEVER), np.full(p, NEVER)
     stale = np.ones(p, np.bool_)
     left = orders.size
@@ -324,9 +326,10 @@ def list_orders(one: Instance, priority: Floats, most: Ints, reserve: float, sta
 
 
 def _shift(row: Ints, start: int, kind: int, done: int, first: int, last: int, distance: int) -> None:
-    """Move the entries of a kind, of microbatches `first` to `last`, by some places past other kinds.
+    """Move the entries of one kind for microbatches `first` to `last` by `distance` places in a row, back if negative.
 
-    Entries before place `start` stay; `done` is the number of entries of the kind before it.
+    Entries before place `start` do not move; `done` of them are of this kind. An entry never passes another one of its
+    own kind.
     """
     entries = row.size
     step = 1 if distance > 0 else -1
@@ -372,7 +375,7 @@ def _return_to(tail: Tail, state: State) -> None:
 
 
 def _count_up(chance: float) -> int:
-    """Return 1, or more with a chance for each further one."""
+    """Return a random number of at least 1: it goes on counting with probability `chance`."""
     count = 1
     while np.random.random() < chance:
         count += 1
@@ -380,7 +383,7 @@ def _count_up(chance: float) -> int:
 
 
 def _change_rules(rules: Floats, start: Ints, by_gap: bool, mixed: bool) -> tuple[int, int]:
-    """Change rules at random; return the first and last device that changed."""
+    """Change the rules of a gap or of some devices at random; return the first and the last changed device."""
     p, entries = rules.shape
     r = np.random.randint(p)
     if by_gap:
@@ -404,7 +407,7 @@ def _change_rules(rules: Floats, start: Ints, by_gap: bool, mixed: bool) -> tupl
 
 
 def _change_orders(orders: Ints, tail: Tail, n: int) -> tuple[int, int]:
-    """Move some entries of one kind on neighbouring devices at random; return the first and last device."""
+    """Move random entries of one kind on neighbouring devices; return the first and the last of these devices."""
     p = orders.shape[0]
     r = np.random.randint(p)
     last = r
@@ -426,7 +429,7 @@ def _change_orders(orders: Ints, tail: Tail, n: int) -> tuple[int, int]:
 def _run_tail(
     one: Instance, orders: Ints, rules: Floats, tail: Tail, state: State, stop: Ints, cooling: Cooling
 ) -> tuple[float, float]:
-    """Run the tail of orders; return the step and the cost, which also counts the ends of the devices."""
+    """Run the tail of orders, and return the step and the cost in ms, or NEVER for both. See `Cooling.side`."""
     _return_to(tail, state)
     step = run(one, orders, rules, state, stop)
     if step >= NEVER:
@@ -440,7 +443,7 @@ def anneal(
     """Do the steps `first` to `last` - 1 of an annealing; return whether it has reached its goal.
 
     A change that makes the cost higher by x is kept with probability exp(-x / temperature) (Kirkpatrick et al. 1983).
-    The temperature falls with the square of the steps that are left.
+    The temperature is proportional to the square of the number of steps that are left.
     """
     for i in range(first, last):
         if walk.figures[1] <= cooling.goal:

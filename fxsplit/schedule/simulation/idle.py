@@ -21,15 +21,15 @@ CAUSES: dict[Cause, str] = {
     "launch": "its host has not launched the work yet",
     "drain": "the pipeline empties (its own work is done)",
 }
-"""Why a device is idle, for people, to follow "because"."""
+"""The causes of idle time, in words that can follow "because"."""
 SLACK_MS = 1e-9
 
 
 @dataclass(frozen=True)
 class Idle:
-    """An idle time of a device in ms from the start of the step, and its cause.
+    """An idle time of a device, in ms from the start of the step, and its cause.
 
-    `action` is the one that the device waits to begin, and `stage` the stage that makes the input that it waits for.
+    `action` begins after the idle time. `stage` makes the input that this action waits for.
     """
 
     begin_ms: float
@@ -58,7 +58,7 @@ def explain_idle(simulation: Simulation) -> list[list[Idle]]:
 
 
 def sum_causes(idle: list[Idle]) -> dict[Cause, float]:
-    """Return the idle time of each cause in ms, causes without time left out."""
+    """Return the idle time of each cause in ms, without causes that take no time."""
     sums = {cause: sum(i.end_ms - i.begin_ms for i in idle if i.cause == cause) for cause in CAUSES}
     return {cause: ms for cause, ms in sums.items() if ms > 0}
 
@@ -66,8 +66,8 @@ def sum_causes(idle: list[Idle]) -> dict[Cause, float]:
 def find_critical_path(simulation: Simulation) -> list[tuple[int, int]]:
     """Return the actions that decide the length of the step, as (device, place in its row), in order of time.
 
-    Each of them begins once the one before has ended, or once its message has arrived. Make one of them faster, and the
-    step may become shorter; make another action faster, and it does not.
+    Each of these actions begins when the one before it has ended, or when the message of that one has arrived. If one
+    of them becomes faster, the step may become shorter. If any other action becomes faster, the step does not.
     """
     schedule, trips = simulation.schedule, _index_trips(simulation)
     place = {drop_version(a): (d, i) for d, row in enumerate(schedule.actions) for i, a in enumerate(row)}
@@ -101,7 +101,10 @@ def _index_trips(simulation: Simulation) -> dict[Action, Trip]:
 def _explain_wait(
     simulation: Simulation, trips: dict[Action, Trip], action: Action, begin: float, end: float
 ) -> list[Idle]:
-    """Return the idle time before an action in parts: until its last message departs, and while that is on its way."""
+    """Return the idle time before an action in parts, by cause.
+
+    The device waits for its last message to depart, then for the message to arrive, then for the action's launch.
+    """
     waits = [
         trips[need]
         for need, boundary in find_waits(simulation.schedule, action)

@@ -17,7 +17,7 @@ MemoryTrace = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Footprint(MicrobatchMemory):
-    """The memory of one stage, in bytes: for each microbatch (see MicrobatchMemory), and
+    """The memory of one stage, in bytes: the fields of MicrobatchMemory for each microbatch, and these for the stage.
 
     - `held_bytes`: constant: weights, their gradients, optimizer state, buffers
     - `parameter_bytes`: one more version of the weights

@@ -101,7 +101,7 @@ class Times:
 
     @classmethod
     def unit(cls, n_stages: int) -> Times:
-        """Return F = I = W = 1 and B = 2 ms for each of `n_stages` stages, and transfers without time."""
+        """Return unit times for `n_stages` stages: 1 ms for each F, I and W, 2 ms for a B, and 0 ms for transfers."""
         return cls([1.0] * n_stages, [2.0] * n_stages)
 
     def of(self, action: Action) -> float:
@@ -140,7 +140,7 @@ class Times:
 
 
 class Trip(NamedTuple):
-    """A message, which occupies its link from `begin_ms` to `end_ms`; times in ms from the start of the step."""
+    """A message on its link from `begin_ms` to `end_ms`. Times are in ms from the start of the step."""
 
     message: Transfer
     begin_ms: float
@@ -243,10 +243,10 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 
 
 class _Stops:
-    """A step with blocking transfers: devices run their actions, and wait at stops, as the module says."""
+    """The simulation of a step with blocking transfers; the docstring of this file defines the stops of a device."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
-        # Transfers that are not written out take place where these are.
+        # Implicit transfers take place where with_transfers() puts them.
         self.schedule = schedule if schedule.transfers else with_transfers(schedule)
         self.times = times
         # The place of each send in its row, the receive of each send, and the send of each transfer.
@@ -264,7 +264,7 @@ class _Stops:
         self.ends: dict[Action, float] = {}
         self.launched: dict[Action, float] = {}
         self.reached: dict[Action, float] = {}
-        # Sends to each device that it takes in its present stop for later actions.
+        # For each device: the sends that it takes in its present stop, although only its later actions need them.
         self.early: list[list[Action]] = [[] for _ in self.schedule.actions]
         self.trips: dict[tuple[int, int], list[Trip]] = {}
         self.arrivals: dict[Action, float] = {}
@@ -286,7 +286,7 @@ class _Stops:
             raise ScheduleError(f"{self.schedule.name}: {lost} has no receive: verify the schedule")
 
     def _receive_early(self) -> bool:
-        """Let devices take the messages of all senders that wait for them, and return whether there are any."""
+        """Let devices take messages early whose senders wait for them. Return whether there are any."""
         # All devices wait, and without this they would wait forever.
         found = False
         for device in range(self.schedule.n_devices):
@@ -300,12 +300,12 @@ class _Stops:
         return found
 
     def _read_stop(self, device: int) -> tuple[Action, ...]:
-        """Return the transfers of a device's next stop; none if it computes next."""
+        """Return the transfers of a device's next stop, or none if the device's next action is compute."""
         row, at = self.schedule.actions[device], len(self.spans[device])
         return row[at : next((i for i in range(at, len(row)) if row[i].op not in TRANSFERS), len(row))]
 
     def _advance(self, device: int, action: Action) -> bool:
-        """Let a device run its next action or leave its stop, and return whether it could."""
+        """Let a device run its next action or leave its stop. Return whether the device could do so."""
         stop = self._read_stop(device)
         for transfer in map(drop_version, stop):
             self.reached.setdefault(transfer, self.free[device])
@@ -329,8 +329,8 @@ class _Stops:
         return True
 
     def _send(self, sends: Sequence[Action]) -> bool:
-        """Send all messages whose two devices have stopped, and return whether these are all."""
-        # If several leave at once over one link, they are of one row.
+        """Send each message if its sender and its receiver have both stopped. Return whether all messages were sent."""
+        # If several messages leave at once over one link, they all belong to the row of one device.
         for send in sorted(sends, key=lambda send: self.place.get(send, 0)):
             receive = self.receive.get(send)
             if send not in self.arrivals and send in self.reached and receive in self.reached:
@@ -341,7 +341,7 @@ class _Stops:
         return all(send in self.arrivals for send in sends)
 
     def _end(self, device: int, action: Action, begin: float, end: float) -> None:
-        """Note that an action is over."""
+        """Record the begin and the end of an action, in ms."""
         self.early[device].clear()
         self.spans[device].append((begin, end))
         self.free[device] = end

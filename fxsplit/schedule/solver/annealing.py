@@ -1,6 +1,6 @@
-"""Annealing: change an order at random, again and again, and keep what makes the step shorter.
+"""Simulated annealing: change orders at random, again and again, and keep changes that make the step shorter.
 
-It ends at a goal, the bound that is proven: such an order is optimal.
+Annealing ends when the step reaches the goal. The goal is a proven bound, so an order that reaches it is optimal.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxsplit.schedule.kernels.orders import NEVER, Cooling, Tail, Walk
 from fxsplit.schedule.solver.windows import share_weights
 
 SLICE = 3_000_000
-"""About so many entries of orders run between two looks at the clock: 40 ms."""
+"""About how many entries of orders run between two looks at the clock: 40 ms."""
 STEP = 200
-"""A step of an annealing takes as long as so many entries, beside those that it runs."""
+"""The overhead of one annealing step, as a number of entries that run in the same time."""
 
 
 class Candidate(NamedTuple):
@@ -32,12 +32,13 @@ class Candidate(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How to anneal; see Cooling.
+    """The settings of an annealing in units that fit any instance; `side` and `by_gap` are those of Cooling.
 
-    - `warmth`: the temperature at the beginning, in forty-sixths of the time that a microbatch takes on a device
-    - `window`: only the end of the order changes, from this many such times and devices before the end; 0 for all
+    - `warmth`: the temperature at the beginning, in units of 1/46 of the time that a microbatch takes on a device
+    - `window`: how much of the end of an order changes. 1 is the time that one microbatch takes on all devices, 0 means
+      that the whole order changes
     - `length`: about how many entries of orders run, 15 ns each, in the first annealing with this setting
-    - `fewest`: the least number of steps, also if they are longer
+    - `fewest`: the least number of steps, even if they run more entries than `length`
     """
 
     warmth: float
@@ -53,21 +54,21 @@ ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
 FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(1.0, 0.5, by_gap=True)]
 """Change the whole order, and the rule of each gap."""
 ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
-"""Change the end of the order, and the rules of devices. Orders by rules are good enough before the end, and a change
-there costs a whole run."""
+"""Change the end of the order, and the rules of devices. The first orders are good enough before the end, and a change
+there would cost a run of the whole order."""
 ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
 """Annealings one after another: a good order gets lost if the temperature is high again."""
 DEEP = Setting(0.3, 3.0, by_gap=True)
-"""Change the whole order, and the rule of each gap, for long: what helps with little memory."""
+"""Change the whole order, and the rule of each gap, for a long time. This helps if memory is short."""
 LENGTH = 225_000
-"""The length of ENDING, for each device and stage: the part that it changes grows with both. That of DEEP is four times
-as long.
+"""`length` of ENDING, times the number of stages, times the number of devices: the part of the orders that ENDING
+changes grows with both. DEEP runs four times as long.
 """
 
 
 SMALL, MEDIUM = 150, 300
-"""Up to so many actions, one change moves the step by far more than the other annealings accept: HOT ones are all that
-helps up to the first number, and help too up to the second."""
+"""Numbers of actions. In an instance with few actions, one change lengthens the step by far more than other settings
+accept. Up to the first number only the HOT settings help, up to the second they help beside the other settings."""
 HOT = [
     Setting(9.0, 0.5, by_gap=True, length=2_000_000),
     Setting(3.0, 0.5, by_gap=False, length=1_000_000),
@@ -98,14 +99,14 @@ def list_settings(one: Instance) -> Iterator[Setting]:
 
 
 def lengthen(setting: Setting, one: Instance, times: int = 1) -> Setting:
-    """Return a setting of so many times the usual length for an instance."""
+    """Return a setting with `times` its usual length for an instance."""
     return setting._replace(length=times * LENGTH * one.stages.size * one.n_devices)
 
 
 def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float) -> Candidate:
-    """Anneal a candidate until it takes `goal` ms, or for the length of the setting; return the best one.
+    """Anneal a candidate until its step takes `goal` ms, or for the length of the setting. Return the best candidate.
 
-    Stops at the deadline, of time.monotonic. Only then does the result depend on the machine.
+    Stop at the `deadline`, in seconds of time.monotonic(). The result depends on the machine only if this happens.
     """
     step, state = evaluate(one, start.orders, start.rules)
     # How long a microbatch takes on a device.
@@ -123,7 +124,7 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
         setting.side,
         goal if setting.window else 0.0,
         setting.by_gap,
-        # The order of W that are alike changes nothing.
+        # If the W of all chunks are alike, their order changes nothing.
         not all(share_weights(one, r) for r in range(one.n_devices)),
         goal,
     )
@@ -147,14 +148,17 @@ def _cut(one: Instance, start: Candidate, stop: Ints) -> Tail:
     """Return the part of a candidate after the first `stop` entries of each device."""
     cut = orders.begin(one)
     orders.run(one, start.orders, start.rules, cut, stop)
-    # Only W may be left at the end: then nothing changes, but there is always a last microbatch.
+    # If only W are left, no microbatch can change, but the tail needs a valid one: take the last.
     return Tail(cut, min(int(cut.counts.min()), one.n_microbatches - 1), int(cut.done.min()))
 
 
 def find_best(
     one: Instance, found: Iterator[Ints], rules: list[Floats], goal: float, deadline: float
 ) -> Candidate | None:
-    """Return the best of orders with each of the rules, or None if none can run; stops at the goal and the deadline."""
+    """Return the fastest pair of an order in `found` and one of the `rules`, or None if no pair can run.
+
+    Stop early at a step of `goal` ms, and at the `deadline`, in seconds of time.monotonic().
+    """
     best: Candidate | None = None
     for order in found:
         for rule in rules:
