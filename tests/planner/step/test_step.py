@@ -185,7 +185,7 @@ def test_a_stage_that_recomputes_returns_its_input_gradient_before_its_weight_gr
     costs = Costs(nodes, (InputCost("x", 0, 0),), ("b",), rows=1)
     for options in (STEP, LINE):
         plan = solve(costs, Machine.planned(2, memory_bytes=6e3), 1, replace(options, recompute="always"))
-        assert plan.step_ms == pytest.approx(2.5)
+        assert plan.step_ms == pytest.approx(2.5) and plan.step_gap == pytest.approx(0.0, abs=1e-3)
         assert all(s.recompute for s in plan.stages) and "I0" in plan.schedule_csv
 
 
