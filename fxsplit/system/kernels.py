@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def _lock_out_others(machine_code: Any) -> Callable[..., Any]:
     may take one number for both, and a later process loads the wrong code. With the lock, ranks that start together
     compile each kernel once, and not once each.
     """
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
+    from numba.core.compiler_lock import global_compiler_lock
 
     compile_signature: Callable[..., Any] = machine_code.compile
     folder, kernel = Path(machine_code.stats.cache_path), machine_code.py_func
@@ -41,14 +43,12 @@ def _lock_out_others(machine_code: Any) -> Callable[..., Any]:
 
     @wraps(compile_signature)
     def compile_alone(signature: Any) -> Any:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
+        # numba compiles in one thread at a time. A thread that has that lock may wait for the file, but not vice versa.
+        with global_compiler_lock, ExitStack() as held:
+            # A process may be stopped with the lock, and some file systems have no locks.
+            with suppress(OSError, NotImplementedError):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
             return compile_signature(signature)
-        try:
-            return compile_signature(signature)
-        finally:
-            lock.release()
 
     return compile_alone

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class _Trial:
         self.doubtful = False
         self._closer: dict[tuple[int, ...], TrialRun] = {}
         self._early: EarlyGradients | None = None
+        self._divisors: dict[int, fx.GraphModule | None] = {}
 
     def run(self) -> TrialRun | None:
         """Return the first run in which the model does not fail. Runs differ in the sizes of the pieces.
@@ -363,11 +364,13 @@ class _Trial:
         """Return the place of an output among those of the captured graph; None if there is no graph of these."""
         return list(run.whole).index(name) if len(self._nodes) == len(run.whole) else None
 
-    @cache  # noqa: B019 - a trial lives no longer than its call
     def _find_divisor(self, place: int) -> fx.GraphModule | None:
         """Return the graph of the count that an output of the captured graph is divided by, or None."""
-        node = self._nodes[place] if place < len(self._nodes) else None
-        return find_count(self._gm, node) if self._gm is not None and isinstance(node, fx.Node) else None
+        if place not in self._divisors:
+            node = self._nodes[place] if place < len(self._nodes) else None
+            known = self._gm is not None and isinstance(node, fx.Node)
+            self._divisors[place] = find_count(self._gm, node) if known else None  # type: ignore[arg-type]
+        return self._divisors[place]
 
     def _guess_count(self, place: int) -> Count | None:
         """Return the count that an output is divided by if pieces are weighted by it alone, not by their rows too."""

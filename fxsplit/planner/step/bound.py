@@ -147,14 +147,14 @@ class LineBound:
         """Return a step in ms that no line beats, and the lines met on the way, without repeats.
 
         `low` is such a step, and `step` that of a known line. The bound is `step` if no line can be any better. A bound
-        that is next to nothing beside `step` is not looked for any closer.
+        that is next to nothing, beside `step` and beside a millisecond, is not looked for any closer.
         """
         met: dict[Line, None] = {}
         high = step * (1 - ROUNDING)
         if low >= high or not self.test(high):
             return step, []
         met.update(dict.fromkeys(self.lines()))
-        nothing = max(step * ROUNDING, float(np.finfo(float).tiny))
+        nothing = max(min(step, 1.0) * ROUNDING, float(np.finfo(float).tiny))
         while high > max(low * (1 + near), nothing):
             # Two roots, since a product of small times may be zero.
             middle = low**0.5 * high**0.5 if low > 0 else high / 2

@@ -28,8 +28,8 @@ WALKS, STARTS, CHANGES, HEAT = 8, 6, 3_000, 0.01
 """How many annealings there are, from how many lines, of how many changes, and at which temperature, in steps."""
 LEVELS, LEVEL_LABELS, LEVEL_SAMPLES = 300, 12, 5
 """The levels of too many ideals, and the labels and samples of their bound."""
-FEW_LINES = 600
-"""With so many lines at most, all are tried if memory is limited."""
+FEW_ACTIONS = 6_000
+"""If memory is limited and all lines together have so many actions at most, all are tried: each is simulated."""
 FEW_LABELS, ROUGH = 6, 2e-3
 """The labels and the width of the bisection that finds lines without replicas to start from."""
 
@@ -101,7 +101,7 @@ class LineSearch:
             self._add_usual(usual)
             few = self._list_few() if self.measure is not None else []
             if few:
-                self._try_all(few)
+                self._try_all(few, deadline)
             else:
                 self._anneal(deadline)
 
@@ -128,7 +128,8 @@ class LineSearch:
                 self.add(line)
 
     def _list_few(self) -> list[Line]:
-        """Return all lines, each with all choices of recompute, or [] if they are more than FEW_LINES."""
+        """Return all lines, each with all choices of recompute, or [] if they are too many."""
+        most = FEW_ACTIONS // (self.devices * self.m)
         nested, full = self.prices.nested, self.prices.forward.size - 1
         again = {"never": (False,), "always": (True,), "auto": (False, True)}[self.recompute]
         found: list[Line] = []
@@ -138,19 +139,19 @@ class LineSearch:
             begin = line[-1].end if line else 0
             if begin == full:
                 found.append(line)
-            elif len(begun) + len(found) > FEW_LINES:
+            elif len(begun) + len(found) > most:
                 return []
             else:
                 choices = product(np.flatnonzero(nested[begin]), range(1, min(self.most_replicas, left) + 1), again)
                 begun += [((*line, Stage(begin, int(end), r, f)), left - r) for end, r, f in choices if end > begin]
         return found
 
-    def _try_all(self, lines: Sequence[Line]) -> None:
+    def _try_all(self, lines: Sequence[Line], deadline: float) -> None:
         """Measure the lines that may be better than the best, those with the smallest bounds first."""
         assert self.measure is not None, "the caller has looked"
         bounds = {line: self.bound_line(line) for line in lines}
         for line in sorted(bounds, key=bounds.__getitem__):
-            if bounds[line] >= self.best:
+            if bounds[line] >= self.best or time.monotonic() > deadline:
                 break
             self._judge(line)
             self.steps[line] = min(self.steps[line], self.measure(line))
@@ -228,7 +229,9 @@ class LineSearch:
     def bound_line(self, line: Line) -> float:
         """Return a bound of one line's step in any order, in ms."""
         stages = make_stages(len(line))
-        kernels.price_line(np.array(line, np.int64), len(line), self.m, self.prices, stages)
+        # Without a limit of memory no backward is taken to be whole.
+        prices = self.prices._replace(capacity=inf)
+        kernels.price_line(np.array(line, np.int64), len(line), self.m, prices, stages)
         return kernels.bound_line(len(line), self.m, stages)
 
     def list_actions(self, line: Line, fewer: Sequence[int] = ()) -> list[list[tuple[int, int]]]:
@@ -241,7 +244,12 @@ class LineSearch:
         kernels.price_line(np.array(line, np.int64), k, self.m, self.prices, stages)
         rule = self.rules[line]
         if any(fewer):
-            stages.room[:] -= np.array(fewer, np.int64)
+            less = np.array(fewer, np.int64)
+            # The first thing that a stage gives up is that weight gradients wait while it recomputes.
+            whole = (less > 0) & np.array([stage.recompute for stage in line]) & (stages.late >= 0)
+            stages.input[whole] += stages.weight[whole]
+            stages.weight[whole], stages.late[whole] = 0.0, -1
+            stages.room[:] -= less - whole
             _, rule = kernels.judge_stages(k, self.m, stages, NEVER, most, self._room)
         if rule < 0:
             return []

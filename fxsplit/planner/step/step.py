@@ -25,7 +25,7 @@ from fxsplit.planner.step.kernels import compile_kernels
 from fxsplit.planner.step.kernels.search import NEVER, F, I, W
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
-from fxsplit.schedule.action import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.generators.synchronous import (
     REPLICABLE,
@@ -242,12 +242,20 @@ def place(line: Line) -> Homes:
 
 
 def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int]]]) -> Schedule:
-    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch."""
+    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch.
+
+    An I without a W is a whole backward.
+    """
     homes, ops = place(line), {F: FORWARD, I: INPUT_GRADIENT, W: WEIGHT_GRADIENT}
     rows = []
     for s, home in enumerate(homes):
         for replica, device in enumerate(home):
-            rows.append(tuple(Action(s, ops[action], i, replica) for action, i in actions[device]))
+            divided = {i for action, i in actions[device] if action == W}
+            done = (
+                (BACKWARD if action == I and microbatch not in divided else ops[action], microbatch)
+                for action, microbatch in actions[device]
+            )
+            rows.append(tuple(Action(s, op, microbatch, replica) for op, microbatch in done))
     return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
 
 

@@ -17,6 +17,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.step.bound import LineBound, bound_by_work, sample
 from fxsplit.planner.step.kernels import compile_kernels
 from fxsplit.planner.step.kernels.bound import Room, add_label, bound_device, pass_stage
+from fxsplit.planner.step.kernels.search import NEVER
 from fxsplit.planner.step.prices import price_ideals, sort_into_levels
 from tests.support.graphs import node, profiles, sweep, try_examples
 from tests.support.steps import find_shortest
@@ -93,6 +94,11 @@ def test_bisection_ends_if_all_but_the_transfers_is_next_to_nothing(forward_ms: 
     assert bound(costs, Machine.planned(2), 1, 1e-320, replicas=False) <= max(2.0 * forward_ms, 1e-320)
     # The product of the bound and of this step is less than any float.
     assert bound(costs, Machine.planned(2), 1, 1e-150, replicas=False) <= max(2.0 * forward_ms, 1e-150)
+
+
+def test_the_bound_is_found_before_any_line_that_fits() -> None:
+    costs = Costs((node("a", ["x"], 1.0),), (InputCost("x", 0, 0),), ("a",), rows=1)
+    assert bound(costs, Machine.planned(2), 4, NEVER, replicas=False) == pytest.approx(12.0, rel=3e-4)
 
 
 def test_lines_of_the_labels_are_chains_from_the_empty_to_the_full_ideal() -> None:

@@ -9,7 +9,7 @@ next action:
 - otherwise it waits for the next input
 
 A stage that recomputes has its activations in memory from its input gradient to its weight gradient. If memory has no
-room for more than one microbatch of them, a weight gradient comes before the next input gradient.
+room for more than one microbatch of them, its backward is done in one piece.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Stages(NamedTuple):
 
     - `replicas`: how many devices share its microbatches
     - `room`: how many microbatches each of them has memory for, at most
-    - `late`: how many weight gradients may wait at most when an input gradient begins
+    - `late`: how many weight gradients may wait at most when an input gradient begins; -1 if the backward is whole: its
+      time is that of the input gradient then, and no weight gradient is written
     """
 
     forward: Floats
@@ -70,7 +71,7 @@ def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> No
     """Write the times of the k stages of a line, and their room for m microbatches, into `stages`.
 
     A stage that recomputes runs its forward again in its input gradient. Its activations are in memory from then until
-    its weight gradient is done. Several weight gradients only wait if that leaves room for all m microbatches.
+    its weight gradient is done. Weight gradients only wait if that leaves room for all m microbatches.
     """
     for s in range(k):
         begin, end, r = line[s, 0], line[s, 1], line[s, 2]
@@ -87,7 +88,11 @@ def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> No
             stages.input[s] += prices.forward[end] - prices.forward[begin]
             room, each = room - kept, prices.taken[begin]
             if room < m * (each + kept):
-                stages.late[s] = max(0, int((room - m * each) / max(kept, 1e-300)))
+                stages.late[s] = int((room - m * each) / max(kept, 1e-300))
+            if stages.late[s] < 1:
+                stages.late[s] = -1
+                stages.input[s] += stages.weight[s]
+                stages.weight[s] = 0.0
         stages.room[s] = m if room >= m * each else max(0, int(room * (1 + 1e-9) / max(each, 1e-300)))
 
 
@@ -158,7 +163,7 @@ def list_order(
                         arrives = 0.0
                     elif forward_end[s - 1, turn[d, F]] >= 0.0:
                         arrives = forward_end[s - 1, turn[d, F]]
-                if turn[d, I] < turn[d, F] and (turn[d, I] - turn[d, W]) // r <= stages.late[s]:
+                if turn[d, I] < turn[d, F] and (turn[d, I] - turn[d, W]) // r <= max(stages.late[s], 0):
                     if s == k - 1:
                         returns = 0.0
                     elif input_end[s + 1, turn[d, I]] >= 0.0:
@@ -198,7 +203,7 @@ def list_order(
             ahead[at] -= 1
             if stages.weight[s] == 0.0:
                 # Nothing is left for later, and what the microbatch held is free.
-                if writes:
+                if writes and stages.late[s] >= 0:
                     order.actions[at, order.counts[at], 0] = W
                     order.actions[at, order.counts[at], 1] = microbatch
                     order.counts[at] += 1
