@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -356,9 +355,10 @@ class _Trial:
         return kinds
 
     @cached_property
-    def _nodes(self) -> list[Any]:
-        """The outputs of the captured graph: nodes or constants; none without a graph."""
-        return [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
+    def _nodes(self) -> list[fx.Node | None]:
+        """The nodes that compute the outputs of the captured graph, None for a constant; [] without a graph."""
+        leaves = [] if self._gm is None else pytree.tree_leaves(self._gm.graph.output_node().args[0])
+        return [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves]
 
     def _find_place(self, name: str, run: TrialRun) -> int | None:
         """Return the place of an output among those of the captured graph; None if there is no graph of these."""
@@ -368,8 +368,7 @@ class _Trial:
         """Return the graph of the count that an output of the captured graph is divided by, or None."""
         if place not in self._divisors:
             node = self._nodes[place] if place < len(self._nodes) else None
-            known = self._gm is not None and isinstance(node, fx.Node)
-            self._divisors[place] = find_count(self._gm, node) if known else None  # type: ignore[arg-type]
+            self._divisors[place] = None if self._gm is None or node is None else find_count(self._gm, node)
         return self._divisors[place]
 
     def _guess_count(self, place: int) -> Count | None:
@@ -403,8 +402,7 @@ class _Trial:
         """
         place, found = self._find_place(name, run), []
         node = None if place is None else self._nodes[place]
-        inner = find_inner_counts(self._gm, node) if self._gm is not None and isinstance(node, fx.Node) else ()
-        for graph in inner:
+        for graph in () if self._gm is None or node is None else find_inner_counts(self._gm, node):
             for by_rows in (False, True):
                 count = Count(graph, by_rows)
                 with suppress(Exception):  # such as a divisor for each row

@@ -60,7 +60,7 @@ def _describe(meaning: OutputKind) -> tuple[object, ...]:
 
 
 def run_early(
-    here: Runnable, rows: tuple[int, ...], find_count: Callable[[int], Count | None] = lambda place: None
+    here: Runnable, rows: tuple[int, ...], find_count: Callable[[int], Count | None]
 ) -> tuple[TrialRun, EarlyGradients | None]:
     """Run the model on a batch and its pieces, of sizes `rows`. Returns the outputs and gradients of these runs.
 
