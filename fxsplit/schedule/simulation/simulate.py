@@ -286,7 +286,7 @@ class _Stops:
             raise ScheduleError(f"{self.schedule.name}: {lost} has no receive: verify the schedule")
 
     def _receive_early(self) -> bool:
-        """Let devices take messages early whose senders wait for them. Return whether there are any."""
+        """Let a receiver take a message before its own stop if the sender waits. Return whether any receiver did."""
         # All devices wait, and without this they would wait forever.
         found = False
         for device in range(self.schedule.n_devices):
