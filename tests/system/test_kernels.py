@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from filelock import FileLock
 
 from fxsplit.system import kernels
@@ -40,7 +41,7 @@ def test_processes_that_start_together_compile_each_signature_once(tmp_path: Pat
     assert [start(tmp_path, dtype).communicate()[0].split()[1] for dtype in dtypes[:2]] == ["0", "0"]
 
 
-def test_a_process_that_never_releases_the_lock_holds_up_nobody_for_ever(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_process_that_never_releases_the_lock_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def double(x):  # type: ignore[no-untyped-def]
         return x * 2
 

@@ -144,10 +144,11 @@ class LineBound:
         return found
 
     def bisect(self, low: float, step: float, near: float = NEAR) -> tuple[float, list[Line]]:
-        """Return a step in ms that no line beats, and the lines met on the way, without repeats.
+        """Return a lower bound of the step of every line, in ms, and the lines met on the way, each once.
 
-        `low` is such a step, and `step` that of a known line. The bound is `step` if no line can be any better. A bound
-        that is next to nothing, beside `step` and beside a millisecond, is not looked for any closer.
+        `low` is a lower bound too, and `step` the step of a known line, in ms. If no line can be better than the known
+        one, the bound is `step`. The bisection also ends if the bound is nearly zero, compared with `step` and with 1
+        ms.
         """
         met: dict[Line, None] = {}
         high = step * (1 - ROUNDING)

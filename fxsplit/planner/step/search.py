@@ -247,8 +247,8 @@ class LineSearch:
             less = np.array(fewer, np.int64)
             # The first thing that a stage gives up is that weight gradients wait while it recomputes.
             whole = (less > 0) & np.array([stage.recompute for stage in line]) & (stages.late >= 0)
-            stages.input[whole] += stages.weight[whole]
-            stages.weight[whole], stages.late[whole] = 0.0, -1
+            for s in np.flatnonzero(whole).tolist():
+                kernels.join_backward(stages, s)
             stages.room[:] -= less - whole
             _, rule = kernels.judge_stages(k, self.m, stages, NEVER, most, self._room)
         if rule < 0:

@@ -20,7 +20,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.text.write import render
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
-from fxsplit.planner.step import prices
+from fxsplit.planner.step import prices, step
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times, restore_schedule
@@ -216,7 +216,7 @@ def test_memory_that_holds_only_parts_of_the_model_needs_a_pipeline() -> None:
     assert plan.step_gap is not None and plan.step_gap < 0.02 and plan.step_ms == pytest.approx(60.0)
 
 
-def test_stages_recompute_only_where_memory_is_short() -> None:
+def test_stages_recompute_only_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = chain(3.0, 3.0, 3.0, parameter_bytes=10**6, kept_bytes=10**6)
     auto = replace(LINE, recompute="auto")
     assert not any(s.recompute for s in solve(costs, Machine.planned(3), 6, auto).stages)
@@ -224,6 +224,10 @@ def test_stages_recompute_only_where_memory_is_short() -> None:
     plan, never = solve(costs, machine, 6, auto), solve(costs, machine, 6, LINE)
     # One microbatch at a time on each device, or several whose forwards run twice.
     assert any(s.recompute for s in plan.stages) and (plan.step_ms or 0.0) < (never.step_ms or 0.0)
+    # ZB-H1 is as fast as the list schedule, in which these stages do their backward in one piece.
+    monkeypatch.setattr(step, "SIMPLE", ())
+    listed = solve(costs, machine, 6, auto)
+    assert listed.step_ms == pytest.approx(plan.step_ms) and "B0" in listed.schedule_csv
     always = solve(costs, Machine.planned(3), 6, replace(LINE, recompute="always"))
     assert all(s.recompute for s in always.stages)
 

@@ -67,6 +67,13 @@ def make_stages(most: int) -> Stages:
     return Stages(np.zeros(most), np.zeros(most), np.zeros(most), np.zeros(most), ones, room, late)
 
 
+def join_backward(stages: Stages, s: int) -> None:
+    """Let a stage do its backward in one piece."""
+    stages.input[s] += stages.weight[s]
+    stages.weight[s] = 0.0
+    stages.late[s] = -1
+
+
 def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> None:
     """Write the times of the k stages of a line, and their room for m microbatches, into `stages`.
 
@@ -90,9 +97,7 @@ def price_line(line: Ints, k: int, m: int, prices: Prices, stages: Stages) -> No
             if room < m * (each + kept):
                 stages.late[s] = int((room - m * each) / max(kept, 1e-300))
             if stages.late[s] < 1:
-                stages.late[s] = -1
-                stages.input[s] += stages.weight[s]
-                stages.weight[s] = 0.0
+                join_backward(stages, s)
         stages.room[s] = m if room >= m * each else max(0, int(room * (1 + 1e-9) / max(each, 1e-300)))
 
 
@@ -386,6 +391,7 @@ def anneal_line(
 
 KERNELS = [
     make_stages,
+    join_backward,
     price_line,
     bound_line,
     choose_rule,
