@@ -1,4 +1,4 @@
-"""An observer that writes the IR to a folder after each pass, and the observers that environment variables ask for."""
+"""Observers that write the IR to a folder or a trace after each pass, and those that environment variables ask for."""
 
 from __future__ import annotations
 
@@ -124,6 +124,29 @@ class DumpTo(Observer):
         write_whole(self.folder / f"{self._count:02d}-{_name_file(name)}.ir", text)
 
 
+@dataclass
+class TraceToTorch(Observer):
+    """Writes the IR after each pass to torch's structured trace, as artifacts such as `fxsplit_01_profile`.
+
+    The environment variable TORCH_TRACE names the folder of the trace, and tlparse shows it.
+    """
+
+    _count: int = field(default=0, init=False)
+
+    def start(self, ir: IR) -> None:
+        """Write the IR before the first pass."""
+        self._count = 0
+        self.after("trace", ir)
+
+    def after(self, name: str, ir: IR) -> None:
+        """Write the IR after a pass."""
+        # Loads torch, and a chain on an IR from a file may run without it.
+        from fxsplit.torch_internals.torch_compile.structured_trace import write_artifact
+
+        write_artifact(f"fxsplit_{self._count:02d}_{_name_file(name)}", render(ir))
+        self._count += 1
+
+
 def _name_file(name: str) -> str:
     """Return the name of a pass as part of a file name, without characters such as a slash."""
     return re.sub(r"[^\w.<>-]", "_", name)
@@ -133,14 +156,17 @@ _unmatched: set[str] = set()
 
 
 def make_observers(folder: Path | None, chain: Chain) -> list[Observer]:
-    """Return the observers of a chain: a DumpTo if a `folder` is given, a Printer if FXSPLIT_PRINT_AFTER names passes.
+    """Return the observers of a chain.
 
-    A name in FXSPLIT_PRINT_AFTER that is not a pass of this chain gets a warning, once: it may be a pass of another
-    pipeline's chain.
+    They are a DumpTo if a `folder` is given, a TraceToTorch if TORCH_TRACE is set, and a Printer if FXSPLIT_PRINT_AFTER
+    names passes. A name in FXSPLIT_PRINT_AFTER that is not a pass of this chain gets a warning, once: it may be a pass
+    of another pipeline's chain.
     """
     observers: list[Observer] = []
     if folder is not None:
         observers.append(DumpTo(folder, str(chain)))
+    if os.environ.get("TORCH_TRACE"):
+        observers.append(TraceToTorch())
     passes = [name_pass(step) for step in chain]
     names = tuple(filter(None, (n.strip() for n in os.environ.get("FXSPLIT_PRINT_AFTER", "").split(","))))
     for name in names:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from logging import ERROR
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from fxsplit.errors import BrokenFact, ChainError, FxsplitError
 from fxsplit.ir.chain import Chain, pass_text
@@ -18,6 +19,7 @@ from fxsplit.ir.contract import check_kept, check_needs
 from fxsplit.ir.graph import IR, Pass, Step, ignores_graph, is_own, name_pass
 from fxsplit.ir.text.graph import PlainGraph, is_plain
 from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.system.logs import emit
 from fxsplit.system.progress import phase
 
 Check = Callable[[Pass, IR, IR], IR]
@@ -88,9 +90,12 @@ def run_chain(
                 raise
             for observer in observers:
                 observer.after(name_pass(step), ir)
+            _log_pass(given, ir)
         except Exception as error:
             _tell(observers, error, lambda o, e: o.raised(Chain(tuple(steps[number - 1 :])), given, e))  # noqa: B023
-            error.add_note(f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode")
+            where = f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode"
+            error.add_note(where)
+            emit("passes", "pass_failed", f"{type(error).__name__}: {error} {where}", level=ERROR, model=ir.model)
             # A BrokenFact names the pass in its own text, since not every program shows notes.
             if isinstance(error, BrokenFact):
                 error.args = (f"after pass {name_pass(step)!r}: {error}",)
@@ -133,6 +138,16 @@ def _run_pass(step: Pass, ir: IR, first: IR, *, verify: bool) -> IR:
     # The steps, the model and the mode go from pass to pass; a pass that makes a new IR would lose them.
     steps = (*ir.steps, Step(pass_text(step, importable=True), seconds, result.noted, step))
     return replace(result, steps=steps, model=ir.model, mode=ir.mode, earlier=ir, noted=MappingProxyType({}))
+
+
+def _log_pass(before: IR, after: IR) -> None:
+    """Log the last step of `after`: its time, the facts that it has made or changed, and the number of nodes."""
+    step, n_nodes = after.steps[-1], len(after.gm.graph.nodes)
+    facts = [kind.__name__ for kind, fact in after.facts.items() if before.facts.get(kind) is not fact]
+    fields: dict[str, Any] = {"step": step.text, "seconds": step.seconds, "noted": dict(step.noted)}
+    fields |= {"model": after.model, "mode": after.mode, "facts": facts, "n_nodes": n_nodes}
+    what = f"{step.text} of {after.model}: {step.seconds:.3f} s, {n_nodes} nodes"
+    emit("passes", "pass", f"{what}, facts: {', '.join(facts) or 'none'}", **fields)
 
 
 def _tell(observers: Sequence[Observer], error: Exception, tell: Callable[[Observer, Exception], None]) -> None:

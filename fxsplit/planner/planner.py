@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from logging import WARNING
+from typing import Any
 
 from fxsplit.errors import PlanError
 from fxsplit.ir.facts.costs.costs import Costs
@@ -26,6 +28,7 @@ from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.solve import Misfit, Options, Task, bound_by_work, find_plan, search
 from fxsplit.planner.step.step import plan_step
 from fxsplit.system.figures import format_count
+from fxsplit.system.logs import emit
 from fxsplit.system.progress import phase
 
 MAX_STATES = 1_000_000
@@ -35,13 +38,28 @@ Enumerate = Callable[[bool], tuple[Antichains, States]]
 
 
 def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: SearchClock) -> Plan:
-    """Return the plan with the smallest bottleneck, or the shortest step, as the options say.
+    """Return the plan with the smallest bottleneck, or the shortest step, as the options say, and log it.
 
     If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
     light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
     """
-    if task.options.objective == "step":
-        return plan_step(task, chains, states, clock)
+    begin = time.perf_counter()
+    choose = plan_step if task.options.objective == "step" else partial(_plan_bottleneck, enumerate_again)
+    try:
+        plan = choose(task, chains, states, clock)
+    except PlanError as error:
+        emit("plan", "no_plan", f"no plan: {error}", level=WARNING, error=type(error).__name__)
+        raise
+    figures: dict[str, Any] = {"bottleneck_ms": plan.bottleneck_ms, "lower_bound_ms": plan.lower_bound_ms}
+    seconds = time.perf_counter() - begin
+    emit("plan", "plan", plan.summarise(), n_stages=len(plan.stages), seconds=seconds, **figures)
+    return plan
+
+
+def _plan_bottleneck(
+    enumerate_again: Enumerate, task: Task, chains: Antichains, states: States, clock: SearchClock
+) -> Plan:
+    """Return the plan with the smallest bottleneck. Raises PlanError if no plan exists."""
     # A schedule that puts several stages on a device has all of its stages.
     if task.machine.homes:
         task = replace(task, options=replace(task.options, use_all=True))

@@ -26,7 +26,7 @@ from fxsplit.runtime.autograd_node import Backward, LeafNode, PipelineFunction
 from fxsplit.runtime.backends.backend import Backend, JobRequest
 from fxsplit.runtime.job.inputs import JobInputs, Tape
 from fxsplit.runtime.job.job import Job, JobHandle
-from fxsplit.runtime.job.stopwatch import Stopwatch
+from fxsplit.runtime.job.stopwatch import Keep, Stopwatch
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, DeferredErrors, Program
@@ -151,16 +151,20 @@ class Engine:
         self._backend.give_up(handle)
 
     @restores_all
-    def forward(self, batch: Batch) -> list[Any]:
-        """Return the outputs of a batch, joined over microbatches. In grad mode they have an autograd node."""
+    def forward(self, batch: Batch, keep: Keep | None = None) -> list[Any]:
+        """Return the outputs of a batch, joined over microbatches. In grad mode they have an autograd node.
+
+        keep: is called after the backward of the batch, with the stopwatches of forward and backward.
+        """
         program, tensors, rows, *_ = batch
         program.deferred_errors.raise_arrived()
         # This job runs only forwards. A later backward is a job of its own, and takes over the tape.
         job_inputs = JobInputs(cut_packets(batch), kv_caches=batch.kv_caches)
         schedule = program.pass_forward(len(rows))
+        watch = None if keep is None else Stopwatch(schedule)
         with self._take_turn_to_copy(program), self._backend.meet(JobRequest("forward", batch, schedule)) as session:
             with count_as_one_batch(program.noted):
-                job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
+                job = Job(program, schedule, job_inputs, watch=watch, channels=session.channels, seed=session.seed)
                 session.run(job)
             session.finish(job)
             # Weigh before the session ends: counts may read buffers of other ranks, which are lent only until then.
@@ -170,7 +174,8 @@ class Engine:
         if not any(wanted):
             return outputs
         nodes = self._make_leaf_nodes(program)
-        backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch))
+        measured = None if keep is None or watch is None else (watch, keep)
+        backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch), measured)
         # torch warns if a leaf's gradient comes from another device's node. A view has a node on the leaf's device.
         inputs = [t.view_as(t) if t.is_leaf else t for t in tensors if t.requires_grad]
         tied = [node.value for node in nodes]
@@ -240,11 +245,18 @@ class Engine:
         return nodes or [LeafNode((), torch.empty(0, requires_grad=True))]
 
     def _make_backward(
-        self, batch: Batch, meanings: Sequence[OutputKind], nodes: Sequence[LeafNode], tape: Tape, then: WeightSnapshot
+        self,
+        batch: Batch,
+        meanings: Sequence[OutputKind],
+        nodes: Sequence[LeafNode],
+        tape: Tape,
+        then: WeightSnapshot,
+        measured: tuple[Stopwatch, Keep] | None,
     ) -> Backward:
         """Return the pipelined backward of a forward, for the autograd node.
 
-        It keeps the engine alive until autograd drops it.
+        The node keeps the engine alive until autograd drops the node.
+        measured: the stopwatch of the forward, and the function that gets both stopwatches; None: nothing is timed.
         """
         program, tensors, rows, *_ = batch
         trained = program.list_trained()
@@ -270,9 +282,10 @@ class Engine:
             ]
             job_inputs = JobInputs(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             schedule = program.pass_backward(len(rows))
+            watch = None if measured is None else Stopwatch(schedule)
             try:
                 with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
-                    job = Job(program, schedule, job_inputs, channels=session.channels, seed=session.seed)
+                    job = Job(program, schedule, job_inputs, watch=watch, channels=session.channels, seed=session.seed)
                     then.check()
                     make_caller_wait(devices, queued)
                     # Hooks of leaves run once, on the summed gradients, as in autograd.
@@ -286,6 +299,8 @@ class Engine:
             finally:
                 spent = True
                 tape.clear()
+            if measured is not None and watch is not None:
+                measured[1]([measured[0], watch])
             of_inputs = join_returned(job, batch)
             # Autograd takes all results as made on one stream, but each stage's node has its own: pass tokens.
             tokens = join_caller(devices)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -144,3 +148,38 @@ def test_a_name_to_print_after_may_be_of_another_pipeline(monkeypatch: pytest.Mo
     with pytest.warns(FxsplitWarning, match="nothing is printed after 'fold', which FXSPLIT_PRINT_AFTER names: this"):
         make_observers(None, Chain((rename_graph,)))
     assert make_observers(None, Chain((rename_graph,))) == [Printer(after_passes=("trace", "fold"))]
+
+
+PROGRAM = """
+import torch, fxsplit
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+fxsplit.compile(model, 1, example_inputs=torch.randn(4, 4))
+"""
+
+
+def trace(folder: Path) -> Path:
+    """Return the file of torch's structured trace of a program that compiles a pipeline."""
+    environment = os.environ | {"TORCH_TRACE": str(folder)}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=240)
+    (file,) = folder.iterdir()
+    return file
+
+
+def test_passes_are_artifacts_of_torchs_trace(tmp_path: Path) -> None:
+    lines = trace(tmp_path / "trace").read_text().splitlines()
+    records = [json.loads(line.split("] ", 1)[-1]) for line in lines if '"fxsplit_' in line]
+    names = ["trace", "profile", "augment", "order", "partition", "schedule", "emit", "batch-norm"]
+    assert [r["artifact"]["name"] for r in records] == [f"fxsplit_{i:02d}_{name}" for i, name in enumerate(names)]
+    assert "\tfact Plan {" in lines
+
+
+@pytest.mark.long
+def test_tlparse_shows_the_passes(tmp_path: Path) -> None:
+    tlparse = shutil.which("tlparse", path=str(Path(sys.executable).parent))
+    if tlparse is None:
+        pytest.skip("needs tlparse, which `make test-long` installs")
+    command = [tlparse, str(trace(tmp_path / "trace")), "-o", str(tmp_path / "page"), "--no-browser"]
+    subprocess.run(command, check=True, timeout=60)
+    (plan,) = (tmp_path / "page").glob("*/fxsplit_04_partition_*.txt")
+    assert "\nfact Plan {" in plan.read_text()
+    assert plan.name in (tmp_path / "page" / "index.html").read_text()

@@ -59,6 +59,7 @@ from fxsplit.runtime.ranks.world.agreement import hash_text
 from fxsplit.runtime.ranks.world.messages import tell_beside
 from fxsplit.system.figures import is_count, show
 from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.logs import emit
 from fxsplit.torch_internals.scopes.undo import restores_all
 from fxsplit.torch_internals.thread_modes import leave_inference_mode
 
@@ -357,6 +358,7 @@ def load_checkpoint(
             f"{where} was replaced or removed by another thread or process while it was loaded, so the loaded values "
             "are a mixture: load again"
         )
+    emit("checkpoints", "loaded", f"loaded {where}, of step {manifest.step}", path=str(found), step=manifest.step)
     return Restored(manifest.step, manifest.make_extra(), found)
 
 

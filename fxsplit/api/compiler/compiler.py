@@ -14,6 +14,7 @@ program (lowering.py). Then the weights move to the devices of their stages.
 from __future__ import annotations
 
 import inspect
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -51,6 +52,7 @@ from fxsplit.passes import Leaf
 from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Batch, Program
 from fxsplit.system.interrupts import raise_lost_interrupt
+from fxsplit.system.logs import emit
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
@@ -65,6 +67,8 @@ MOST_SHAPES = 16
 """The most programs for other shapes that are kept, if the model must be exported again for each shape."""
 MOST_FITTED = 1000
 """The most shapes that are remembered as right for the first program."""
+MOST_REASONS = 3
+"""The most changed values that the log record of a compile names."""
 MOST_OUTDATED = 4
 """The most programs kept for earlier Python values, which may return, as modes of torch do after an evaluation."""
 
@@ -197,6 +201,9 @@ class Compiler:
         with self._turn.take():
             # A submodule was replaced, so every program is of the old model.
             if self._modules.find_replaced():
+                if self._kept:
+                    name = type(self.model).__name__
+                    emit("recompiles", "recompile", f"compile {name} again: a submodule was replaced", model=name)
                 self._kept.clear()
                 self._outdated.clear()
                 self._ways.clear()
@@ -287,7 +294,10 @@ class Compiler:
                 return self._kept[OTHER_MODE[mode], way, shapes]
             # The model is run and then restored, so buffers that a running batch writes meanwhile would be lost.
             with self.pause():
-                compiled = self._fit(call, first) or self._compile(call, first, outdated=kept)
+                compiled = self._fit(call, first)
+                if compiled is None:
+                    with self._log_compile(mode, "it was exported for other shapes"):
+                        compiled = self._compile(call, first, outdated=kept)
                 raise_lost_interrupt()
                 self._place(compiled)
             # The weights have moved, so all other programs would look for them on the wrong devices.
@@ -361,7 +371,8 @@ class Compiler:
         said = outdated is None or self._announce(outdated, call, hopeful)
         like = self._kept.get((OTHER_MODE[mode], way, None)) or outdated or self.get_compiled(mode)
         try:
-            compiled = self._compile(call, like, outdated)
+            with self._log_compile(mode, self._explain_compile(mode, call, like, outdated)):
+                compiled = self._compile(call, like, outdated)
             if not self._kept:
                 # Submodules that forward() makes on its first call are in the graph: take them as known.
                 self._modules.find_replaced()
@@ -382,6 +393,31 @@ class Compiler:
             self.weights.load(self.model, compiled.program.list_placed(), Extra.WARN)
             self.weights = None
         return compiled
+
+    def _explain_compile(self, mode: Mode, call: Call, like: Compiled | None, outdated: Compiled | None) -> str | None:
+        """Return why a call must compile although the model was compiled before; None for the first compile."""
+        if like is None:
+            return None
+        if outdated is None:
+            known = any(kept == mode for kept, _, _ in self._kept)
+            return "it is called in another way" if known else f"it is called in {mode} mode for the first time"
+        weight = outdated.find_changed_weight(self.model)
+        changes = [f"{name} changed from {a} to {b}" for name, (a, b) in self._find_changes(outdated, call).items()]
+        if weight is not None:
+            changes.insert(0, f"weight {weight!r} has changed")
+        return ", ".join(changes[:MOST_REASONS]) or "it was compiled for inference, and this call trains"
+
+    @contextmanager
+    def _log_compile(self, mode: Mode, reason: str | None) -> Iterator[None]:
+        """Log the compile in the block. reason: why the model, which was compiled before, is compiled again."""
+        name, begin = type(self.model).__name__, time.perf_counter()
+        if reason is not None:
+            message = f"compile {name} again: {reason}"
+            emit("recompiles", "recompile", message, model=name, mode=mode, reason=reason)
+        yield
+        seconds = time.perf_counter() - begin
+        message = f"compiled {name} for {mode} mode in {seconds:.3f} s"
+        emit("compiles", "compile", message, model=name, mode=mode, seconds=seconds, reason=reason)
 
     def _compile(self, call: Call, like: Compiled | None, outdated: Compiled | None) -> Compiled:
         """Return the model's present mode, compiled for a call.

@@ -1,10 +1,11 @@
-"""Export the stages and the schedule of a pipeline to torch's own pipeline runtime."""
+"""Give the stages of a pipeline to torch's own pipeline runtime, and its figures to an experiment tracker."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxsplit.api.compiler.compiler import get_mode
+from fxsplit.api.pipeline.tracker import Tracker
 from fxsplit.api.pipeline.weights import WithWeights
 from fxsplit.errors import InputError
 from fxsplit.runtime.ranks.gradients.bytes_sent import BytesSent
@@ -14,10 +15,38 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fxsplit.api.to_torch import TorchStages
+    from fxsplit.runtime.job.stopwatch import Keep
+    from fxsplit.runtime.program import Program
 
 
 class WithExports(WithWeights):
-    """Base of Pipeline: gives the compiled stages to another runtime."""
+    """Base of Pipeline: gives the compiled stages to another runtime, and figures to a tracker."""
+
+    _tracker: Tracker | None = None
+
+    def track(self, to: Any, *, every: int = 1) -> None:
+        """Report the figures of every N-th training batch: the time of the step, idle share, stage times, memory.
+
+        to: a function of (figures, number of the batch), a `SummaryWriter` of TensorBoard, a logger of Lightning, or
+            None to end. `figures` maps names such as "fxsplit/step_ms" to numbers; `tracker.measure` lists them.
+        every: how many batches to go on to the next batch that is timed.
+
+        A batch is a call of `step`, or a call of the pipeline with its backward(). The latter is reported at the next
+        call of the pipeline, and at `track(None)` and `close()`. An error of `to` is a warning, and training goes on.
+        Each call replaces the tracker before. Raises InputError for another `to` or `every`.
+        """
+        made = None if to is None else Tracker(to, every)
+        self.deliver_figures()
+        self._tracker = made
+
+    def deliver_figures(self) -> None:
+        """Report the batches that have ended to the tracker, if there is one."""
+        if self._tracker is not None:
+            self._tracker.deliver()
+
+    def track_batch(self, program: Program) -> Keep | None:
+        """Return the function that keeps the stopwatches of the next training batch; None if it is not to be timed."""
+        return None if self._tracker is None else self._tracker.begin(program)
 
     @property
     def gradient_traffic(self) -> BytesSent | None:

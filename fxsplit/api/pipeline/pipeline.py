@@ -221,13 +221,16 @@ class Pipeline(Shown, WithExports):
     @restores_all
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, computed microbatch by microbatch; differentiable."""
+        self.deliver_figures()
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
         if never:
             self._warn_of_no_gradients(program.detached)
+        trains = torch.is_grad_enabled() and not never
+        keep = self.track_batch(program) if trains else None
         with disable_gradients() if never else nullcontext():
-            return program.build_result(engine.forward(batch))
+            return program.build_result(engine.forward(batch, keep))
 
     @leave_uncompiled
     def stream(self, batches: Iterable[Any]) -> Stream:
@@ -333,11 +336,13 @@ class Pipeline(Shown, WithExports):
         _check_step_options(return_outputs=return_outputs, losses=losses, timeout_s=timeout_s, atomic=atomic)
         commit = CommitRecord(atomic=atomic)
         try:
-            return self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
-                              timeout_s=timeout_s)  # fmt: skip
+            found = self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
+                               timeout_s=timeout_s)  # fmt: skip
         except BaseException as error:
             commit.note_on(error)
             raise
+        self.deliver_figures()
+        return found
 
     @leave_uncompiled
     @act_together
@@ -387,7 +392,13 @@ class Pipeline(Shown, WithExports):
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         engine = self._engine or self._start_engine(batch.program)
-        found = engine.step(batch, loss, keep_outputs=keep_outputs, stepper=stepper, commit=commit, timeout_s=timeout_s)
+        keep = self.track_batch(batch.program)
+        watch = None if keep is None else Stopwatch(batch.program.schedule(len(batch.rows)))
+        found = engine.step(
+            batch, loss, keep_outputs=keep_outputs, stepper=stepper, watch=watch, commit=commit, timeout_s=timeout_s
+        )
+        if keep is not None and watch is not None:
+            keep([watch])
         if losses is not None:
             losses += loss.list_losses()
         return found
@@ -488,6 +499,7 @@ class Pipeline(Shown, WithExports):
         The threads also end with the last reference to the pipeline.
         """
         self._closed = True
+        self.deliver_figures()
         self.finish_saving()
         if self._engine is not None:
             self._engine.close()

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from logging import ERROR
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import TracebackType
 from torch import nn
 
 from fxsplit.errors import FxsplitWarning
+from fxsplit.system.logs import emit
 
 SHORT_S = 1.0
 """How long a process that ends by an exception waits for a checkpoint over ranks, since other ranks may be gone."""
@@ -48,6 +50,7 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name="fxsplit-saving", daemon=True)
 
     def _run(self) -> None:
+        begin = time.perf_counter()
         try:
             for one in self._before:
                 one.join()
@@ -58,6 +61,12 @@ class Saving:
         finally:
             # Free the copies of all values.
             self._before, self._write = (), None
+        seconds, path = time.perf_counter() - begin, str(self.path)
+        if self._error is None:
+            emit("checkpoints", "saved", f"saved {path!r} in {seconds:.3f} s", path=path, seconds=seconds)
+        else:
+            what = f"{path!r} was not saved: {type(self._error).__name__}: {self._error}"
+            emit("checkpoints", "save_failed", what, level=ERROR, path=path, seconds=seconds)
 
     def start(self) -> None:
         """Begin to write, after the checkpoints that were begun before."""

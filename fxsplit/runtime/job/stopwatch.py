@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fxsplit.runtime.stage.streams import DeviceStream, Instant
@@ -51,6 +52,10 @@ class Stopwatch:
             clock = clocks.get(start.device) if start is not None else None
             rows.append(tuple(Span(a, _measure_ms(first, clock, b), _measure_ms(first, clock, e)) for a, b, e in row))
         return Timeline(f"{self.schedule.name}, measured", devices, tuple(rows))
+
+
+Keep = Callable[[Sequence[Stopwatch]], None]
+"""A function that keeps the stopwatches of a training batch after its last job: a step, or forward and backward."""
 
 
 def _measure_ms(first: float, clock: Instant | None, time: Any) -> float:

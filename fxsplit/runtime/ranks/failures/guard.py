@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from logging import ERROR
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -32,6 +33,7 @@ from fxsplit.runtime.ranks.failures.board import FaultBoard, look_until
 from fxsplit.runtime.ranks.failures.faults import Fault
 from fxsplit.runtime.ranks.failures.membership import find_membership
 from fxsplit.runtime.ranks.failures.watcher import FaultWatcher
+from fxsplit.system.logs import emit
 from fxsplit.torch_internals.distributed.process_groups import (
     break_waits,
     clone_store,
@@ -246,10 +248,10 @@ class FaultGuard:
             if isinstance(error, RankError):
                 fault = self._board.wait_for_fault(BLAME_S)
             # Other ranks may not have noticed yet that a rank has left silently.
-            first = self._board.post(fault or own)
+            posted = self._board.post(fault or own)
             # Another rank may have posted its own error just now.
-            if isinstance(error, RankError) and first != own:
-                fault = first
+            if isinstance(error, RankError) and posted != own:
+                fault = posted
             self._board.end_turn()
         except DistError as lost:
             error.add_note(f"The store through which the ranks met is lost: {lost}")
@@ -258,6 +260,8 @@ class FaultGuard:
                 fault = look_until(self._members.find_left, BLAME_S)
         self.is_broken = True
         self._break_waits()
+        first = own if fault is None else fault
+        emit("faults", "rank_failed", f"rank {first.rank} has failed: {first}", level=ERROR, error_rank=first.rank)
         return fault
 
     def _break_waits(self) -> None:
