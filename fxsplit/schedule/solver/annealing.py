@@ -18,9 +18,9 @@ from fxsplit.schedule.kernels.orders import NEVER, Cooling, Tail, Walk
 from fxsplit.schedule.solver.windows import share_weights
 
 SLICE = 3_000_000
-"""About how many entries of orders run between two looks at the clock: 40 ms."""
+"""About how many entries of orders run between two looks at the clock. That takes 40 ms."""
 STEP = 200
-"""The overhead of one annealing step, as a number of entries that run in the same time."""
+"""The overhead of one annealing step, as the number of entries that run in the same time."""
 
 
 class Candidate(NamedTuple):
@@ -34,11 +34,11 @@ class Candidate(NamedTuple):
 class Setting(NamedTuple):
     """The settings of an annealing in units that fit any instance; `side` and `by_gap` are those of Cooling.
 
-    - `warmth`: the temperature at the beginning, in units of 1/46 of the time that a microbatch takes on a device
-    - `window`: how much of the end of an order changes. 1 is the time that one microbatch takes on all devices, 0 means
-      that the whole order changes
+    - `warmth`: the temperature at the beginning. The unit is 1/46 of the time that a microbatch takes on a device
+    - `window`: how long a part at the end of the orders changes. The unit is the time that a microbatch takes on all
+      devices, one after another. 0 means that the whole order changes
     - `length`: about how many entries of orders run, 15 ns each, in the first annealing with this setting
-    - `fewest`: the least number of steps, even if they run more entries than `length`
+    - `fewest`: the least number of annealing steps, even if they run more entries than `length`
     """
 
     warmth: float
@@ -50,31 +50,28 @@ class Setting(NamedTuple):
 
 
 ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
-"""Change the whole order, and the rules of devices."""
+"""Change the whole order, and the rules of whole devices. kernels/orders.py defines rules and gaps."""
 FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(1.0, 0.5, by_gap=True)]
 """Change the whole order, and the rule of each gap."""
 ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
-"""Change the end of the order, and the rules of devices. The first orders are good enough before the end, and a change
+"""Change the end of the order, and the rules of whole devices. Starts are good enough before the end, and a change
 there would cost a run of the whole order."""
 ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
-"""Annealings one after another: a good order gets lost if the temperature is high again."""
+"""Three annealings, each less warm than the one before: a good order gets lost if the temperature is high again."""
 DEEP = Setting(0.3, 3.0, by_gap=True)
 """Change the whole order, and the rule of each gap, for a long time. This helps if memory is short."""
 LENGTH = 225_000
-"""`length` of ENDING, times the number of stages, times the number of devices: the part of the orders that ENDING
-changes grows with both. DEEP runs four times as long.
-"""
-
+"""`length` of ENDING and DEEP for one stage on one device. `lengthen` multiplies it."""
 
 SMALL, MEDIUM = 150, 300
 """Numbers of actions. In an instance with few actions, one change lengthens the step by far more than other settings
-accept. Up to the first number only the HOT settings help, up to the second they help beside the other settings."""
+accept. Up to SMALL only the HOT settings help; up to MEDIUM they help beside the other settings."""
 HOT = [
     Setting(9.0, 0.5, by_gap=True, length=2_000_000),
     Setting(3.0, 0.5, by_gap=False, length=1_000_000),
     Setting(30.0, 0.5, by_gap=True, length=2_000_000),
 ]
-"""Change the whole order of a small instance, and rules."""
+"""Change the whole order, and rules, at temperatures for few actions."""
 
 
 def list_settings(one: Instance) -> Iterator[Setting]:
@@ -99,7 +96,7 @@ def list_settings(one: Instance) -> Iterator[Setting]:
 
 
 def lengthen(setting: Setting, one: Instance, times: int = 1) -> Setting:
-    """Return a setting with `times` its usual length for an instance."""
+    """Return a setting with `times` its usual length for an instance, which grows with the stages and the devices."""
     return setting._replace(length=times * LENGTH * one.stages.size * one.n_devices)
 
 

@@ -1,7 +1,13 @@
-"""Heads and tails: the earliest begin of each action, and the least time from its end to the end of the step.
+"""Heads and tails of actions, and the bounds of a step that follow from them without a search.
 
-Bounds of a step that follow from them without a search: the way of a microbatch, the work of each device (Jackson's
-schedule), and the memory of each device.
+The *head* of an action is the earliest time at which it can begin. Its *tail* is the least time from its end to the end
+of the step:
+
+    |<---- head ---->|= action =|<---- tail ---->|
+    0                                            end of the step
+
+An action is F, I or W: the forward, the input gradient or the weight gradient of a microbatch on a stage. The *way* of
+a microbatch is its F through all stages, and then its I through all stages back.
 """
 
 from __future__ import annotations
@@ -15,10 +21,10 @@ from fxsplit.schedule.kernels.instance import Floats, Instance
 
 
 class Windowed(NamedTuple):
-    """Times in ms, [F or I, stages, microbatches], and of W [stages, microbatches].
+    """Heads and tails in ms.
 
-    - `head` and `weight_head`: the earliest begin
-    - `tail` and `weight_tail`: the least time from the end of the action to the end of the step
+    - `head` and `tail`: [F or I, stages, microbatches]
+    - `weight_head` and `weight_tail`: [stages, microbatches], of W
     """
 
     head: Floats
@@ -27,64 +33,70 @@ class Windowed(NamedTuple):
     weight_tail: Floats
 
 
-def _in_turn(ready: Floats, each: float) -> Floats:
-    """Return the begins of actions of `each` ms that go in turn, each once it is ready."""
+def _run_in_turn(ready: Floats, each: float) -> Floats:
+    """Return the begins of actions that run one after another. Each takes `each` ms, and waits until it is `ready`."""
     shift = np.arange(len(ready)) * each
     begins: Floats = np.maximum.accumulate(ready - shift) + shift
     return begins
 
 
 def _send(made: Floats, hop: float, latency: float) -> Floats:
-    """Return the arrivals of messages that were made at these times, in ms."""
-    return _in_turn(made, hop) + hop + latency
+    """Return the arrivals in ms of messages made at these times: each keeps the link busy for `hop` ms."""
+    return _run_in_turn(made, hop) + hop + latency
 
 
 def find_heads(one: Instance) -> Windowed:
-    """Return the heads and tails that follow from the ways of microbatches, their order, and links."""
+    """Return the heads and tails.
+
+    They follow from three facts: a microbatch goes its way, a stage does the microbatches in order, and a link takes
+    one message at a time.
+    """
     count, n = one.device.size, one.n_microbatches
     head, tail = np.zeros((2, count, n)), np.zeros((2, count, n))
     weight_head, weight_tail = np.zeros((count, n)), np.zeros((count, n))
     for s in range(count):
         if s:
             head[0, s] = _send(head[0, s - 1] + one.forward[s - 1], one.forward_hop[s], one.latency[s])
-        head[0, s] = _in_turn(head[0, s], one.forward[s])
+        head[0, s] = _run_in_turn(head[0, s], one.forward[s])
     for s in reversed(range(count)):
         if s == count - 1:
             head[1, s] = head[0, s] + one.forward[s]
         else:
             made = head[1, s + 1] + one.input[s + 1]
             head[1, s] = _send(made, one.backward_hop[s + 1], one.latency[s + 1])
-        head[1, s] = _in_turn(head[1, s], one.input[s])
-        weight_head[s] = _in_turn(head[1, s] + one.input[s], one.weight[s])
+        head[1, s] = _run_in_turn(head[1, s], one.input[s])
+        weight_head[s] = _run_in_turn(head[1, s] + one.input[s], one.weight[s])
     # Tails are heads of the step run backwards: the last microbatch first.
     for s in range(count):
         weight_tail[s] = np.arange(n)[::-1] * one.weight[s]
         after = weight_tail[s] + one.weight[s]
         if s:
             received = tail[1, s - 1] + one.input[s - 1] + one.latency[s]
-            after = np.maximum(after, _in_turn(received[::-1], one.backward_hop[s])[::-1] + one.backward_hop[s])
-        tail[1, s] = _in_turn(after[::-1], one.input[s])[::-1]
+            after = np.maximum(after, _run_in_turn(received[::-1], one.backward_hop[s])[::-1] + one.backward_hop[s])
+        tail[1, s] = _run_in_turn(after[::-1], one.input[s])[::-1]
     for s in reversed(range(count)):
         if s == count - 1:
             after = tail[1, s] + one.input[s]
         else:
             received = tail[0, s + 1] + one.forward[s + 1] + one.latency[s + 1]
-            after = _in_turn(received[::-1], one.forward_hop[s + 1])[::-1] + one.forward_hop[s + 1]
-        tail[0, s] = _in_turn(after[::-1], one.forward[s])[::-1]
+            after = _run_in_turn(received[::-1], one.forward_hop[s + 1])[::-1] + one.forward_hop[s + 1]
+        tail[0, s] = _run_in_turn(after[::-1], one.forward[s])[::-1]
     return Windowed(head, tail, weight_head, weight_tail)
 
 
 def bound_by_ways(one: Instance, windowed: Windowed) -> float:
-    """Return the longest way of a microbatch through all stages and back, in ms."""
+    """Return the bound from the ways of microbatches, in ms: the longest head, time and tail of an action in sum."""
     times = np.stack([one.forward, one.input])[:, :, None]
     ways = (windowed.head + times + windowed.tail).max()
     return float(max(ways, (windowed.weight_head + one.weight[:, None] + windowed.weight_tail).max()))
 
 
 def bound_by_work(one: Instance, windowed: Windowed) -> float:
-    """Return the longest of the devices' shortest schedules with heads and tails, in ms, if work may be interrupted.
+    """Return the bound from the work of each device, in ms: the largest of the devices' bounds.
 
-    The action with the longest tail first is best then (Jackson 1955).
+    A device does all its actions one at a time, each after its head and before its tail. Its bound is the least time
+    for this if it may interrupt an action and go on later. It is then best to do the action with the longest tail first
+    (Jackson 1955).
     """
     best = 0.0
     for own in one.stages:
@@ -101,7 +113,10 @@ def bound_by_work(one: Instance, windowed: Windowed) -> float:
 
 
 def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
-    """Return the end of jobs (head, time, tail), sorted by their heads, on one machine that may interrupt them."""
+    """Return the least end of all jobs and their tails on one machine that may interrupt jobs.
+
+    `jobs` are (head, time, tail), sorted by their heads.
+    """
     best, now, at = 0.0, 0.0, 0
     heap: list[tuple[float, float]] = []
     while at < len(jobs) or heap:
@@ -122,14 +137,17 @@ def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def bound_by_memory(one: Instance, windowed: Windowed) -> float:
-    """Return a bound from the work of each device and its idle time at both ends, in ms.
+    """Return the bound from the memory of each device, in ms: its work and the time for which it must idle.
 
-    A device whose memory cannot hold all its forwards idles in two intervals that are apart:
+    A device whose memory does not hold all its forwards idles twice, here with memory for 3 of 9 microbatches:
 
-    - before its first I: that I waits for a way through all stages and back to the device, and meanwhile the device has
-      no more to do than the forwards that fit in its memory
-    - after its last F: the microbatch of that F has a way to the end and back to stage 0 before it, and meanwhile the
-      device has no more to do than the I and W of what its memory holds
+        F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4  ...  F8 .  .  I6 W6 I7 W7 I8 W8
+                 before                           after
+
+    - before its first I: while the first microbatch goes through all stages and back to the device, the device can only
+      do the forwards that fit in its memory
+    - after its last F: while the last microbatch goes on to the end and back to stage 0, the device can only do the I
+      and W of the microbatches that its memory holds
     """
     best = 0.0
     n = one.n_microbatches
@@ -138,14 +156,14 @@ def bound_by_memory(one: Instance, windowed: Windowed) -> float:
             continue
         first = min(windowed.head[1, s, 0] for s in own)
         before = max(windowed.head[0, own[0], 0], first - _find_most_forwards(one, r))
-        # The tail of the last microbatch from the end of the device's last F.
+        # The last F of a device is that of the last microbatch on the last of its stages.
         after = max(0.0, windowed.tail[0, own[-1], n - 1] - _find_most_left(one, r))
         best = max(best, float(before + one.work[r] + after))
     return best
 
 
 def _find_most_forwards(one: Instance, r: int) -> float:
-    """Return the longest time of forwards that fit in a device's memory, in ms."""
+    """Return the most time in ms that forwards can take whose activations fit together in a device's memory."""
     own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
     held, times = one.held[own], one.forward[own]
     most = _count_fitting(room, held[0], n)
@@ -157,14 +175,15 @@ def _find_most_forwards(one: Instance, r: int) -> float:
 
 
 def _count_fitting(room: Any, held: float, n: int) -> Any:
-    """Return how many of `n` microbatches fit; all of them if they hold nothing."""
+    """Return how many of `n` microbatches fit in `room`; each holds `held`. All fit if they hold nothing."""
     return np.minimum(np.floor((room + 1e-9) / max(held, 1e-12)), n)
 
 
 def _find_most_left(one: Instance, r: int) -> float:
-    """Return the longest time of I and W that a device's memory can have left to do, in ms.
+    """Return the most time in ms that the I and W of what a device's memory holds can take.
 
-    Whole microbatches have I and W left; of others only the part that W frees is held.
+    A microbatch before its I holds its whole memory, and has I and W left. A microbatch between its I and its W holds
+    only the part that W frees, and has W left.
     """
     own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
     held, late = one.held[own], one.late[own]
@@ -173,9 +192,11 @@ def _find_most_left(one: Instance, r: int) -> float:
     rest = room - sum(count * h for count, h in zip(grid, held, strict=True))
     left = sum(count * (one.input[s] + one.weight[s]) for count, s in zip(grid, own, strict=True))
     if late.min() <= 0:
+        # A W that frees no memory may be left in any number.
         more = n * one.weight[own].sum() - sum(count * one.weight[s] for count, s in zip(grid, own, strict=True))
     else:
-        # If all W are alike, they count whole; otherwise the one that needs least memory for its time may be divided.
+        # If all W free the same memory, a whole number of the longest fits. Otherwise fill the rest with the W that
+        # takes most time for its memory, even with a part of it.
         share = (one.weight[own] / late).max()
         alike = len({*late}) == 1
         more = np.floor((rest + 1e-9) / late[0]) * one.weight[own].max() if alike else (rest + 1e-9) * share

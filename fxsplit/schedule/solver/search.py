@@ -1,7 +1,7 @@
 """Search: the schedule with the shortest step within memory, with a bound of how short a step can be.
 
-Orders of forwards and input gradients begin as those of named schedules and of list scheduling. Annealing changes them,
-until the step meets the bound or time is over.
+A search begins with the orders of named schedules and of list scheduling (starts.py). Annealing (annealing.py) changes
+an order until its step meets the bound (heads.py and windows.py) or the time is over.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ Placement = Literal["loop", "v"]
 PROVEN = 1e-6
 """A step whose gap is at most this is called optimal."""
 CLOSE = 4e-7
-"""A step that is longer than the bound by this share at most is optimal: times are sums in another order."""
+"""A search ends at a step that is longer than the bound by at most this share. The two are sums in different orders, so
+their last digits may differ."""
 SHORT_ACTIONS, SHORT_S, LONG_S = 4_000, 2.0, 10.0
 """The default time limit in seconds, up to this number of actions and above."""
 RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
-"""The rules of the gaps of the first device and of the last that are tried on the orders from which a search begins."""
+"""Rules of gaps (see kernels/orders.py), of the first device and of the last: the pairs to try on every start."""
 FINE_RULES = tuple((first, last) for first in (0.0, 0.3, 0.6, 0.9) for last in (0.0, 0.3, 0.6, 0.9))
-"""The rules of the gaps of the first and of the last device that are tried on the best of the first orders."""
+"""The pairs of rules to try on the best start."""
 FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
-"""Up to the first number of states windows are searched before orders, up to the second after some, and not above."""
+"""Numbers of states (see windows.py). Up to the first, windows prove a bound before any annealing. Up to the second,
+they do so after FIRST_TURNS annealings. Above, they are not tried."""
 RIVAL = 1.03
-"""An order whose step is longer than the best one's by at most this factor is annealed as well at first."""
+"""A start is annealed beside the best one if its step is at most this many times as long."""
 FIRST_TURNS = 2
-"""How many annealings come before windows with many states: a number, so that the result does not depend on time."""
+"""How many annealings come before windows with many states. A number and no time, so that results repeat."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,18 @@ def search(
 ) -> SearchResult:
     """Search for the schedule with the shortest step, and a proof of how close it is.
 
-    - `times`: of the stages. Launches and reductions count in the step, and not in the bound
+    - `times`: of the stages. Launches count in the step, and not in the bound. Reductions and optimizer steps count in
+      neither
     - `stages_per_device`: 1, or 2 by `placement`: "v" down the line of devices and back, "loop" twice down the line
-    - `memory`: how many microbatches' activations a device may hold, one number or one for each device (default:
-      unlimited). 1 is what the forwards of all stages of the device keep of one microbatch
+    - `memory`: the most activations that a device may hold (default: unlimited). The unit is one microbatch in all
+      stages of the device. One number, or one for each device
     - `kept_for_weights`: the share of a stage's activations that only its weight gradient frees; the input gradient
       frees the rest. One number, or one for each stage
     - `held`: how much of its device's activations each stage keeps, as a share (default: equal shares)
     - `time_limit_s`: the search ends after so many seconds (default: 2 up to 4,000 actions, else 10), and earlier if
-      the schedule is proven optimal. Machine code is made before
-    - `seed`: another seed may find another schedule. The same one finds the same, unless the time limit ends the search
+      the schedule is proven optimal. The time to compile the kernels does not count
+    - `seed`: another seed may find another schedule. The same seed finds the same schedule, unless the time limit ends
+      the search
 
     The result is never slower than a named schedule of the same stages that fits the memory.
 
@@ -160,7 +164,7 @@ def is_warm() -> bool:
 
 @cache
 def warm_up() -> None:
-    """Make machine code of the kernels, by a search of a step or two."""
+    """Compile the kernels, by a search of a step or two."""
     compile_kernels()
     one = make_instance(go_there_and_back(2), 3, Times.unit(4))
     start = find_best(one, list_starts(one, v_shaped=True), list(list_rules(one, RULES)), 0.0, inf)
@@ -196,7 +200,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _check_times(times: Times) -> None:
-    """Raise ScheduleError unless all times are amounts, with one for each stage, and transfers are asynchronous."""
+    """Raise ScheduleError unless times are finite and at least 0, one for each stage, and transfers asynchronous."""
     if times.transfers == "blocking":
         raise ScheduleError("search: transfers='blocking': orders are searched for asynchronous transfers only")
     for what in (field.name for field in fields(times) if field.name != "transfers"):
@@ -259,11 +263,11 @@ def _search(
     best = min(starts, key=lambda candidate: candidate.step)
     if best.step > low * (1 + CLOSE):
         proofs = WindowBound(one, windowed, MANY_STATES)
-        # Windows with many states take seconds, and other bounds are often met before.
+        # Windows with many states take seconds, and annealing often meets the other bounds before.
         first = 0 if proofs.size <= FEW_STATES else FIRST_TURNS
         rivals = [start for start in starts if start.step <= RIVAL * best.step]
         if len(rivals) > 1:
-            # Of orders of two kinds, the slower one may lead to the best.
+            # The slower start may lead to the better order.
             short = lengthen(DEEP, one)
             tried = [improve(one, rival, low * (1 + CLOSE), short, seed * 1000, deadline) for rival in rivals]
             best = min(tried, key=lambda candidate: candidate.step)
@@ -282,7 +286,7 @@ def _search(
 def _list_bests(
     one: Instance, named: list[Schedule], homes: Homes, windowed: Windowed, goal: float, deadline: float
 ) -> list[Candidate]:
-    """Return the orders from which a search begins: the best of each kind, or only one if it reaches the goal."""
+    """Return the starts of a search: the best of each list of starts, or only one if its step reaches the goal."""
 
     def list_all() -> Iterator[Ints]:
         yield from (read_kinds(one, schedule.actions) for schedule in named)
@@ -290,11 +294,11 @@ def _list_bests(
         if one.memory.min() < one.n_devices:
             yield from list_low_memory_starts(one)
 
-    kinds = [list_all()]
+    lists = [list_all()]
     if one.stages.shape[1] == 2 and one.memory.min() < one.n_devices:
-        kinds.append(list_repeating_starts(one, windowed.head))
+        lists.append(list_repeating_starts(one, windowed.head))
     bests: list[Candidate] = []
-    for found in kinds:
+    for found in lists:
         best = find_best(one, found, list(list_rules(one, RULES)), goal, deadline)
         if best is not None and best.step > goal:
             again = find_best(one, iter([best.orders]), list(list_rules(one, FINE_RULES)), goal, deadline)

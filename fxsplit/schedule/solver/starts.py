@@ -1,4 +1,7 @@
-"""Starts: orders from which a search begins, the more promising first."""
+"""Starts: orders from which a search begins, the more promising first.
+
+F0, F1, I1 and I0 are the forwards and input gradients of a device's chunks 0 and 1, its first and second stage.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,28 @@ PRIORITIES = {
     1: ((2, 1), (1, 2)),
     2: ((4, 3, 2, 1), (3, 4, 1, 2), (4, 2, 3, 1), (3, 2, 4, 1), (2, 4, 1, 3), (3, 1, 2, 4)),
 }
-"""By the number of chunks of a device: the priorities of its kinds F0, I0, F1, I1, the least first."""
+"""Priorities to try of F0, I0, F1, I1, by the number of a device's stages. The lowest number runs first."""
 MOST_WARM_UPS = 8
-"""How many numbers of additional forwards are tried at most."""
+"""ZBVZeroBubble is tried with at most this many different numbers of additional forwards."""
 PAIR_SHARES = (0.0, 0.45, 0.5, 0.6)
-"""The share of these forwards that the last device takes in pairs."""
+"""How many pairs F0 F1 a device at the end of the line does for each additional forward, to try. With 0.5, all its
+additional forwards are in pairs; with 0.6, some of its usual ones are as well."""
 
 LAGS = (0.0, 0.5, 1.0)
-"""The lags of each of the four ways of a microbatch, in sixths of its work on a device, for orders that repeat."""
+"""The lags to try in list_repeating_starts. The unit, about one action, is 1/6 of a microbatch's work on a device."""
 PERIODS = tuple(1 + share / 20 for share in range(11))
-"""How often a microbatch begins in orders that repeat, in its work on a device."""
+"""The periods to try in list_repeating_starts. The unit is a microbatch's work on the busiest device."""
 
 
 def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
-    """Yield orders, [devices, entries]; `v_shaped` if stages go down the line of devices and back."""
+    """Yield orders, [devices, entries]. `v_shaped` says that stages go down the line of devices and back."""
     p, v = one.stages.shape
     n = one.n_microbatches
     if v == 1:
         yield from _warm_up(one)
     elif v_shaped:
         yield from _go_there_and_back(one)
+    # For how many forwards of the last chunk a list schedule keeps memory free.
     reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
     # One microbatch after another fits any memory.
     each = [*range(0, 2 * v, 2), *reversed(range(1, 2 * v, 2))]
@@ -63,18 +68,21 @@ def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
 
 
 def list_repeating_starts(one: Instance, head: Floats) -> Iterator[Ints]:
-    """Yield orders in which every microbatch does the same as the one before, a period later.
+    """Yield orders in which each microbatch repeats the times of the one before, one *period* later.
 
-    A microbatch passes all devices four times: with F and then I of two chunks. A *lag* is how much later than possible
-    it begins on each device of one of these ways, in favour of other microbatches. Many of the orders do not fit the
-    memory. `head` is that of Windowed.
+        device 0:  F . F . F . F          period 2, lag 1
+        device 1:  . . F . F . F . F
+
+    A microbatch passes the line of devices four times: with F0, F1, I1 and I0. Each of these passes has a *lag*: so
+    much later than possible the microbatch begins on each next device, because other microbatches go first there. Many
+    of the orders do not fit the memory. `head` is that of Windowed.
     """
     p, n = one.n_devices, one.n_microbatches
     each = one.work.max() / n
     soonest = np.append(head[0, :, 0], head[1, ::-1, 0]).reshape(4, p)
     for lags in product(LAGS, repeat=4):
         lag = np.full((4, p), np.array(lags)[:, None] * each / 6)
-        # No lag between two ways: the last device of one may be the first of the next.
+        # No lag between two passes: the last device of one may be the first of the next.
         lag[:, 0] = 0.0
         begins = (soonest + np.cumsum(lag).reshape(4, p)).reshape(2, 2 * p)
         first = np.stack([begins[0][one.stages], begins[1][::-1][one.stages]], axis=2).reshape(p, 4, 1)
@@ -84,7 +92,10 @@ def list_repeating_starts(one: Instance, head: Floats) -> Iterator[Ints]:
 
 
 def _warm_up(one: Instance) -> Iterator[Ints]:
-    """Yield orders that begin with some forwards on each device, and then alternate: those of 1F1B, ZB-H1 and ZB-H2."""
+    """Yield orders that begin with some forwards on each device, and then do forwards and input gradients in turn.
+
+    The first order is that of 1F1B and ZB-H1, the second that of ZB-H2, and the third begins with more forwards.
+    """
     p, n = len(one.stages), one.n_microbatches
     fits = np.floor(np.minimum(one.memory / np.maximum(one.held[one.stages[:, 0]], 1e-12) + 1e-9, n)).astype(int)
     for warm_up in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [2 * p - r for r in range(p)]):
@@ -93,10 +104,10 @@ def _warm_up(one: Instance) -> Iterator[Ints]:
 
 
 def _go_there_and_back(one: Instance) -> Iterator[Ints]:
-    """Yield the order of ZBVZeroBubble, and orders that begin with more forwards, as many as memory has room for.
+    """Yield the order of ZBVZeroBubble, and orders that begin with additional forwards for which memory has room.
 
-    The first devices take more forwards of their first stage, the last devices of both: their first input gradients
-    come later.
+    On the first device these are F0. Later devices do more of them in pairs F0 F1: they have time for F1, since their
+    first input gradient comes later.
     """
     p, n = len(one.stages), one.n_microbatches
     room = max(0, int(min(2 * (one.memory.min() - p), 2 * p, n)))
@@ -108,7 +119,7 @@ def _go_there_and_back(one: Instance) -> Iterator[Ints]:
 
 
 def _list_limits(one: Instance) -> Iterator[Ints]:
-    """Yield limits on the microbatches between F and I of each device's first chunk."""
+    """Yield limits, [devices], on how many microbatches are between F0 and I0 of a device."""
     p, v = one.stages.shape
     n, device = one.n_microbatches, np.arange(p)
     if v > 1:
@@ -126,7 +137,7 @@ def _list_limits(one: Instance) -> Iterator[Ints]:
 
 
 def _list_order(one: Instance, priority: tuple[int, ...], most: Ints, reserve: float) -> Ints | None:
-    """Return the orders of a list schedule, or None if devices cannot go on."""
+    """Return the orders of a list schedule, or None if devices cannot go on; see `orders.list_orders`."""
     p, v = one.stages.shape
     found = np.zeros((p, 2 * v * one.n_microbatches), np.int64)
     state = orders.begin(one)

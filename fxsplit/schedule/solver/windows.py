@@ -1,20 +1,27 @@
-"""Windows: prove that no schedule has a step of T ms, by the times within which each action must run.
+"""Windows: prove that no schedule has a step of T ms, from the times within which each action must run.
 
-Take any schedule of step T or less. Its F of microbatch m on stage s begins no earlier than its *head*, and ends no
-later than its *last* end, so that all that must come before and after it has time; likewise each I.
+F, I and W are the forward, the input gradient and the weight gradient of a microbatch on a stage. In a schedule with a
+step of at most T, each F and I runs within its *window*, from its *head* to its *last* end:
 
-1. Ways: F of a stage begins after F of the stage before it and the hop between them; I after I of the next stage.
-   Microbatches keep their order, since they are all alike: sort the begins of each kind.
-2. Devices: a device does one thing at a time, so it walks from state to state. A state is how many F, I and W of each
-   of its stages are done. Only states within memory count. The soonest time of a state follows from those before it
-   and from the heads, the latest one from those after it and from the last ends. An action that no walk can do within
-   these times keeps no window.
+    0              head                      last             T
+    |----------------|==== the action runs ===|---------------|
+     what must come                            what must come
+     before it                                 after it
 
-Each finding narrows the windows of other devices, until nothing changes. If a device then has no walk, or an action no
-window, there is no schedule of step T. Every schedule's walk was kept, so nothing is assumed of the order of work.
+Two rules narrow the windows in turn, until nothing changes:
 
-The state counts W only by number, oldest first if the W of a device's stages are alike. What is forgotten: that the F
-and the I of one microbatch belong to one walk, so the bound may be below the shortest step.
+1. Ways of microbatches: F of a stage begins after F of the stage before it and the hop between them, and I after I of
+   the next stage. Microbatches are alike, so we number them in the order in which they run: on a stage, F and I of
+   microbatch m begin after those of microbatch m - 1.
+2. Walks of devices: a device does one action at a time, so it *walks* from state to state. A *state* is how many F, I
+   and W of each of its stages are done. A walk passes only states that fit the memory. Each state has a soonest time,
+   from the states before it and the heads, and a latest time, from the states after it and the last ends. An action
+   keeps the window in which some walk can do it.
+
+If a device then has no walk, or an action no window, there is no schedule of step T. The rules keep the walks of every
+such schedule, so the proof holds for any order of work.
+
+The bound may be below the shortest step, because the windows of two actions may come from two different walks.
 """
 
 from __future__ import annotations
@@ -29,17 +36,27 @@ from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
 from fxsplit.schedule.solver.heads import Windowed
 
 PRECISE = 2e-7
-"""How close the bound comes to the largest step that windows refute, as a share of it."""
+"""The bisection ends within this share of the largest step that windows refute."""
 ROUNDS = 60
+"""The most rounds over all devices in one proof. Without a proof by then, the step is not refuted."""
 
 
 class States(NamedTuple):
-    """The states of a device, apart from how many I of its first stage are done, and the moves between them.
+    """The states of a device that fit its memory, and the moves between them.
 
-    - `between`: [states, chain - 1]: the chain is F of each chunk and then I of each chunk, backwards; each is done at
-      least as often as the next. `between` says how much more often.
-    - `follow`: [states, moves], the state after each F, I and W, or -1 if it does not fit
-    - `empty`: the state in which nothing is in flight
+    The *chain* is what a device does with each microbatch, in order: F of each of its stages (chunks 0, 1, ...), then I
+    of each, backwards. For two chunks:
+
+        chain     F0    F1    I1    I0
+        done       5     3     3     2
+        between       2     0     1         microbatches that have passed one place of the chain, and not the next
+
+    A state here is how many microbatches are between the places, and how many W wait. How many I0 are done is not part
+    of it, since memory does not depend on that.
+
+    - `between`: [states, chain - 1]
+    - `follow`: [states, moves], the state after each F and I of the chain and after each W, or -1 if it does not fit
+    - `empty`: the state with no microbatch between the places and no waiting W
     """
 
     between: Ints
@@ -52,18 +69,19 @@ def list_states(one: Instance, device: int, limit: int) -> States | None:
     n, own = one.n_microbatches, one.stages[device]
     v = len(own)
     held, late = one.held[own], one.late[own]
-    # Between place j of the chain and the next are the microbatches held by the chunks that are there.
-    weights = [held[: 1 + min(j, 2 * v - 2 - j)].sum() for j in range(2 * v - 1)]
+    # A microbatch between places j and j + 1 of the chain holds memory in each chunk after its F and before its I.
+    sizes = [held[: 1 + min(j, 2 * v - 2 - j)].sum() for j in range(2 * v - 1)]
     alike = share_weights(one, device)
     waiting = [late[0]] if alike else list(late)
-    # Columns in this order, the last of the chain first and W counted down, so that a move leads to a later row.
+    # A row is a state, and rows are sorted by their columns from left to right. With the end of the chain first and the
+    # waiting W counted down, every move but the last I of the chain leads to a later row. walk_device needs this.
     columns = [
-        *((g, n, False) for g in reversed(weights)),
-        *((g, n * v if alike else n, True) for g in reversed(waiting)),
+        *((size, n, False) for size in reversed(sizes)),
+        *((size, n * v if alike else n, True) for size in reversed(waiting)),
     ]
     rows, used = np.zeros((1, 0), np.int64), np.zeros(1)
-    for gram, most, down in columns:
-        room = (one.memory[device] - used + 1e-9) / gram if gram > 0 else np.full(len(used), np.inf)
+    for size, most, down in columns:
+        room = (one.memory[device] - used + 1e-9) / size if size > 0 else np.full(len(used), np.inf)
         count = 1 + np.minimum(np.floor(room), most).astype(np.int64)
         if count.sum() > limit:
             return None
@@ -71,26 +89,26 @@ def list_states(one: Instance, device: int, limit: int) -> States | None:
         column = np.arange(ends[-1]) - np.repeat(ends - count, count)
         if down:
             column = np.repeat(count, count) - 1 - column
-        rows, used = np.column_stack([np.repeat(rows, count, axis=0), column]), np.repeat(used, count) + gram * column
+        rows, used = np.column_stack([np.repeat(rows, count, axis=0), column]), np.repeat(used, count) + size * column
         keep = rows[:, : 2 * v - 1].sum(axis=1) <= n
         rows, used = rows[keep], used[keep]
     return _link(rows, v, alike)
 
 
 def share_weights(one: Instance, device: int) -> bool:
-    """Return whether the W of all chunks of a device are alike."""
+    """Return whether the W of all chunks of a device are alike in time and memory."""
     own = one.stages[device]
     return all(len(set(figures[own])) == 1 for figures in (one.weight, one.held, one.late))
 
 
 def _link(rows: Ints, v: int, alike: bool) -> States:
-    """Return the states with these columns, and the state after each move."""
+    """Return the states in these rows, and the state after each move."""
     places = 2 * v - 1
     tops = rows.max(axis=0)
     down = np.arange(rows.shape[1]) >= places
     digits = np.where(down, tops - rows, rows)
     radix = np.append(np.cumprod((tops + 1)[:0:-1])[::-1], 1)
-    # Rows are in ascending order of their keys.
+    # The key of a row is the number that its columns spell. Rows are in ascending order of their keys.
     keys = digits @ radix
     waiting = rows.shape[1] - places
     follow = np.full((len(rows), 2 * v + waiting), -1, np.int64)
@@ -124,7 +142,14 @@ def _link(rows: Ints, v: int, alike: bool) -> States:
 
 
 class WindowBound:
-    """The proofs for one instance. `states` are those of each device; `size` is how many there are in all."""
+    """Proofs by windows for one instance.
+
+    - `windowed`: its heads and tails
+    - `limit`: the most states of a device. In `limit` and `size`, a state counts once for each number of I0 done
+    - `states`: the states of each device, up to the first device that has too many
+    - `complete`: whether `states` has all devices. Only then call `refutes`
+    - `size`: the number of states in all
+    """
 
     def __init__(self, one: Instance, windowed: Windowed, limit: int):
         self.one, self.windowed = one, windowed
@@ -142,7 +167,10 @@ class WindowBound:
         self.size = (one.n_microbatches + 1) * sum(len(s.between) for s in self.states)
 
     def refutes(self, step: float, deadline: float) -> bool:
-        """Return whether no schedule has a step of `step` ms; False after the deadline, of time.monotonic."""
+        """Return True if windows prove that no schedule has a step of `step` ms or less.
+
+        Return False after the `deadline`, in seconds of time.monotonic().
+        """
         one = self.one
         tiny = 1e-9 * step
         head = self.windowed.head.copy()
@@ -167,7 +195,7 @@ class WindowBound:
         return False
 
     def _narrow(self, r: int, step: float, head: Floats, last: Floats, tiny: float) -> bool:
-        """Narrow the windows of a device by its walks; return whether it has one."""
+        """Narrow the windows of a device to the times of its walks; return whether it has a walk."""
         one, n, states = self.one, self.one.n_microbatches, self.states[r]
         own = one.stages[r]
         back = own[::-1]
@@ -190,8 +218,12 @@ class WindowBound:
 
 
 def prove_bound(proofs: WindowBound, low: float, high: float, deadline: float) -> float:
-    """Return the largest step from `low` on that windows refute, by bisection; at most `high`, a step that exists."""
-    # Most searches end here: the other bounds are close, or the schedule is optimal.
+    """Find by bisection the largest step that windows refute, and return it as a lower bound in ms.
+
+    `low` is a known lower bound, and is returned if windows refute no longer step. `high` is the step of a schedule.
+    Stop at the `deadline`, in seconds of time.monotonic().
+    """
+    # Most searches need only these two proofs: the other bounds are close, or the schedule is optimal.
     if not proofs.refutes(low * (1 + PRECISE), deadline):
         return low
     if proofs.refutes(high * (1 - PRECISE), deadline):
