@@ -28,9 +28,10 @@ class Instance(NamedTuple):
 
     - `n_microbatches`
     - `stages`: [devices, chunks], the stages of each device, and `device`: the device of each stage
-    - `forward`, `input` and `weight`: F, I and W of a microbatch
-    - `forward_hop`, `backward_hop`, `latency`: a message over the boundary before the stage; 0 inside of a device
-    - `forward_link`, `backward_link`: the number of the link over that boundary, or -1 inside of a device
+    - `forward`, `input` and `weight`: the times of F, I and W (the weight gradient) of a microbatch
+    - `forward_hop`, `backward_hop`: how long a message over the boundary before the stage keeps its link busy;
+      `latency`: how long after that it arrives. They are 0 if both stages of the boundary are on one device
+    - `forward_link`, `backward_link`: the number of the link over that boundary, or -1 if both are on one device
     - `n_links`
     - `held`: the memory that an F takes. The unit is one microbatch's activations in all stages of the device
     - `late`: the part of `held` that only the W frees; the I frees the rest

@@ -1,9 +1,9 @@
-"""Run orders of forwards and input gradients (F and I), with weight gradients (W) in their gaps; make and change them.
+"""Run, make and change orders of forwards and input gradients (F and I), with weight gradients (W) in their gaps.
 
-    F and I alone:   F0 F1 .  .  I0 F2 .  I1 .  I2         a gap while an input is on its way
-    filled:          F0 F1 .  .  I0 F2 W0 I1 W1 I2 W2
+    only F and I:   F0 F1 .  .  I0 F2 .  I1 .  I2         a gap is idle time before an entry whose input is on its way
+    filled:         F0 F1 .  .  I0 F2 W0 I1 W1 I2 W2
 
-A *rule* for each gap says which W go into the gap:
+Each entry of an order has a *rule*, which says which W go into the gap before it:
 
     rule 0.6    a W goes into the gap if at least 0.6 of its time is left there, and so on with the next W
     rule -0.6   one W goes there in any case, and more W as under 0.6
@@ -61,7 +61,8 @@ class Tail(NamedTuple):
     """The part of an order after a moment: only this part changes, and runs again.
 
     - `start`: the state at that moment
-    - `microbatch` and `weight`: the first microbatch, and the first W of a queue, that is not over everywhere
+    - `microbatch`: the first microbatch of which a device has an F or I left
+    - `weight`: the first place in the queues of W at which the W of a device is not done
     """
 
     start: State
@@ -85,11 +86,10 @@ class Walk(NamedTuple):
 
 
 class Cooling(NamedTuple):
-    """The settings of an annealing of `steps` steps.
+    """The settings of an annealing of `steps` steps. Its *cost* is the step plus `side` times the devices' mean end.
 
     - `temperature`: at the beginning, in ms
-    - `side`: the weight of the mean end time of the devices in the cost, which is the step plus this weighted mean
-    - `least`: an end time before this one counts as `least`, in ms
+    - `least`: a device that ends before `least` ms counts as one that ends then
     - `by_gap`: whether a change of rules is for one gap, not for a whole device
     - `mixed`: whether rules may put the W of the other chunk first
     - `goal`: the step at which to stop, in ms
@@ -326,10 +326,10 @@ def list_orders(one: Instance, priority: Floats, most: Ints, reserve: float, sta
 
 
 def _shift(row: Ints, start: int, kind: int, done: int, first: int, last: int, distance: int) -> None:
-    """Move the entries of one kind for microbatches `first` to `last` by `distance` places in a row, back if negative.
+    """Move the entries of one kind for microbatches `first` to `last` by `distance` places in a row.
 
-    Entries before place `start` do not move; `done` of them are of this kind. An entry never passes another one of its
-    own kind.
+    Move them to earlier places if `distance` is negative. Entries before place `start` do not move; `done` of them are
+    of this kind. An entry never passes another one of its own kind.
     """
     entries = row.size
     step = 1 if distance > 0 else -1
@@ -375,7 +375,7 @@ def _return_to(tail: Tail, state: State) -> None:
 
 
 def _count_up(chance: float) -> int:
-    """Return a random number of at least 1: it goes on counting with probability `chance`."""
+    """Return a random whole number of at least 1: k + 1 or more with probability `chance` to the power of k."""
     count = 1
     while np.random.random() < chance:
         count += 1
@@ -388,6 +388,7 @@ def _change_rules(rules: Floats, start: Ints, by_gap: bool, mixed: bool) -> tupl
     r = np.random.randint(p)
     if by_gap:
         chance = np.random.random()
+        # A rule of -1e-9 puts one W into the gap in any case, and more W as rule 0 does.
         rule = 0.0 if chance < 0.4 else 1.0 if chance < 0.7 else -1e-9 if chance < 0.85 else -1.0
         if mixed and np.random.random() < 0.3:
             rule += OTHER if rule >= 0.0 else -OTHER

@@ -1,16 +1,18 @@
-"""Narrow the windows of actions, along the ways of microbatches and by the walks of devices; see windows.py."""
+"""Narrow the windows of actions by the two rules of solver/windows.py. That file defines the terms used here."""
 
 from __future__ import annotations
 
 from fxsplit.schedule.kernels.instance import Bools, Floats, Instance, Ints
 
 FAR = 1e18
+"""The soonest time of a state that no walk reaches, in ms."""
 
 
 def spread(one: Instance, step: float, head: Floats, last: Floats, changed: Bools, tiny: float) -> None:
-    """Narrow the windows along the ways of microbatches, and mark the devices with new windows as changed.
+    """Narrow the windows by rule 1, along the ways of microbatches, for schedules with a step of `step` ms.
 
-    head[0] and head[1]: [stages, microbatches], the earliest begin of F and I; last: their latest ends; in ms.
+    - `head` and `last`: [F or I, stages, microbatches], the windows in ms, changed in place
+    - `changed`: [devices], set to True for each device with a window that narrowed by more than `tiny` ms
     """
     count, n = head.shape[1], head.shape[2]
     for kind in range(2):
@@ -54,7 +56,7 @@ def spread(one: Instance, step: float, head: Floats, last: Floats, changed: Bool
 
 
 def _find_done(between: Ints, n_input: int, place: int) -> int:
-    """Return how many of a device's F or I, at a place of its chain, are done in a state."""
+    """Return how many actions at a place of the chain are done in a state, if `n_input` are done at the chain's end."""
     done = n_input
     for j in range(place, between.size):
         done += between[j]
@@ -76,18 +78,18 @@ def walk_device(
     new_head: Floats,
     new_last: Floats,
 ) -> bool:
-    """Find the windows that one device's walks through its states leave; return whether a walk exists.
+    """Narrow the windows of one device by rule 2. Return True if a walk exists and every action has a window.
 
-    - `times`: [moves], of each F and I of the chain, and of each kind of W
-    - `head`, `last`: [chain, microbatches], windows; `new_head`, `new_last` get the new ones
-    - `between`: [states, chain - 1], how many more are done at a place of the chain than at the next
-    - `follow`: [states, moves], the state after a move, or -1
-    - `empty`: the number of the state in which nothing is in flight
-    - `soonest`, `latest`: room for the times of states, [microbatches + 1, states]. The first index is how
-      many I at the end of the chain are done
+    - `times`: [moves], of each F and I of the chain, and of each kind of W, in ms
+    - `head`, `last`: [chain, microbatches], the windows; `new_head`, `new_last`: the new windows are written there
+    - `between`, `follow`, `empty`: the states of the device; see `States`
+    - `step`: the step of the schedules in question. Times that differ by at most `tiny` ms are equal
+    - `soonest`, `latest`: [microbatches + 1, states], the times of states are written there. The first index is how
+      many actions at the end of the chain are done
     """
     states, moves = follow.shape
     chain = head.shape[0]
+    # Forwards through the walks: the soonest time of each state.
     soonest[:] = FAR
     soonest[0, empty] = 0.0
     for i in range(n + 1):
@@ -116,6 +118,7 @@ def walk_device(
                     soonest[at, to] = end
     if soonest[n, empty] > step + tiny:
         return False
+    # Backwards: the latest time of each state, and the windows of moves that a walk can make between these times.
     latest[:] = -FAR
     latest[n, empty] = step
     new_head[:] = FAR
