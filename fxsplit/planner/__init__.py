@@ -13,9 +13,14 @@ The terms, by a graph of four nodes: b and c read a, and d reads both.
 - An *antichain* is a set of nodes without a path between any two of them, such as {b, c}. The last nodes of an ideal
   form an antichain. The *augmented antichain* of an ideal adds the members that a node outside still reads, and
   identifies the ideal: {a, b} names the ideal a b, since c still reads a.
+- A *block* is a set of nodes that every plan keeps in one stage: usually a single node, or nodes that share a weight.
+  The ideals are those of the graph of blocks. Nodes a to d above are blocks of one node each.
 - A *state* is an ideal with the sums that the price of a cut needs: time and memory of its nodes, bytes that cross.
-- A *stage* is the difference of two states: from {a} to {b, c} it contains b and c. A plan is a chain of states from {}
-  to the whole graph, with devices for each stage. The best plan has the smallest *bottleneck*: its slowest stage.
+- A *stage* is the difference of two states: from {a} to {b, c} it contains b and c. A *move* gives devices to a stage,
+  and a *configuration* is the set of devices that have been given so far.
+- A *plan* is a chain of states from {} to the whole graph, with a move for each stage. The *load* of a stage is the
+  time for which one microbatch keeps it busy. The best plan has the smallest *bottleneck*, the load of its slowest
+  stage.
 
 The order of a search: `contraction` joins nodes that need no stage of their own, `lattice` enumerates the ideals,
 `sequence` sums them up as states, `moves` lists the devices of a stage, `prices` computes the cost of states and moves,

@@ -24,8 +24,11 @@ from fxsplit.planner.search.dense import first_order
 Floats = NDArray[np.float64]
 
 
-def _nearest(weight: Floats, n_stages: int) -> list[int]:
-    """Return the cuts closest to equal shares of an ascending sequence, with no empty stage."""
+def _cut_nearest(weight: Floats, n_stages: int) -> list[int]:
+    """Return the cuts closest to equal shares of `weight`, with no empty stage.
+
+    `weight[i]` is the sum over all nodes before place i of the line. The cuts are places, with the first and the last.
+    """
     # Of two equally close positions take the first, and leave one position for each later stage.
     last = weight.size - 1
     cuts = [0]
@@ -36,10 +39,11 @@ def _nearest(weight: Floats, n_stages: int) -> list[int]:
     return [*cuts, last]
 
 
-def _blocks(weight: Floats, n_stages: int) -> list[int]:
-    """Return the cuts that make the largest part of an ascending sequence smallest, by bisection over its size.
+def _cut_largest(weight: Floats, n_stages: int) -> list[int]:
+    """Return the cuts that make the largest part as small as possible, by bisection over its size.
 
-    This is torchgpipe's balance by time, after Barany and Grinberg, "Block partitions of sequences" (2015).
+    Arguments and cuts are those of `_cut_nearest`. This is torchgpipe's balance by time, after Barany and Grinberg,
+    "Block partitions of sequences" (2015).
     """
     last = weight.size - 1
 
@@ -66,12 +70,12 @@ def _blocks(weight: Floats, n_stages: int) -> list[int]:
 
 
 BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {
-    "even": ("nodes", _nearest),
-    "parameters": ("parameter_bytes", _nearest),
-    "time": ("time", _nearest),
-    "block": ("time", _blocks),
+    "even": ("nodes", _cut_nearest),
+    "parameters": ("parameter_bytes", _cut_nearest),
+    "time": ("time", _cut_nearest),
+    "block": ("time", _cut_largest),
 }
-"""For each baseline, the quantity it balances over the stages of one topological order, and how it cuts.
+"""For each baseline, the quantity that it balances over the stages of one topological order, and how it cuts.
 
 "even", "parameters" and "time" cut at the positions closest to equal shares. "block" minimises the largest part, and
 ignores traffic.

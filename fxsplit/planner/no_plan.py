@@ -40,8 +40,8 @@ def explain_misfit(
 
     `problems` has one search problem for each number of stages that was tried. Each is solved again without memory
     limits. If that fails too, the pins are at fault. Otherwise the error describes the chain that exceeds the memory by
-    the fewest bytes. `complete`: whether the search covered all plans that the options allow. `keeps`: how to
-    let stages recompute, if all keep their activations, so that this could help; else empty.
+    the fewest bytes. `complete`: whether the search covered all plans that the options allow. `keeps`: the option that
+    would let stages recompute, which the error then suggests; "" if they may recompute already, or never can.
     """
     some = (
         ""
@@ -124,7 +124,7 @@ def find_least_excess(problem: Problem, chains: Antichains, clock: SearchClock, 
 
 
 def list_excess(problem: Problem, path: Path) -> list[float]:
-    """Return by how many bytes each stage of a chain exceeds its devices' memory; 0 for a device without a limit."""
+    """Return by how many bytes each stage of a chain exceeds its devices' memory; at most 0 if the stage fits."""
     known = {(begin, end): excess for _, begin, end, excess in problem.list_excess(path)}
     loads, begin, found = problem.for_excess().loads(path), 0, []
     for load, (end, _) in zip(loads, path, strict=True):

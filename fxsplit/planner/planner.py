@@ -40,8 +40,9 @@ Enumerate = Callable[[bool], tuple[Antichains, States]]
 def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again: Enumerate, clock: SearchClock) -> Plan:
     """Return the plan with the smallest bottleneck, or the shortest step, as the options say, and log it.
 
-    If the given states do not suffice, `enumerate_again` returns new ones: with True no nodes are joined, with False
-    light nodes are joined and parameters weigh as the task prices them. Raises PlanError if no plan exists.
+    If the given states do not suffice, `enumerate_again` returns new ones. With True it joins no nodes. With False it
+    joins light nodes, and counts the time in which the task's replicas reduce the gradients of their parameters. Raises
+    PlanError if no plan exists.
     """
     begin = time.perf_counter()
     choose = plan_step if task.options.objective == "step" else partial(_plan_bottleneck, enumerate_again)
@@ -102,7 +103,10 @@ def _is_beaten(plan: Plan, task: Task, chains: Antichains, states: States, clock
 def _take_better(
     joined: Plan | Misfit | PlanError, whole: Plan | Misfit | PlanError, task: Task
 ) -> Plan | Misfit | PlanError:
-    """Return the better of a plan with joined nodes and a plan of all nodes, with the lower bound of the latter."""
+    """Return the better of two plans: `joined` of joined nodes, and `whole` of all nodes apart.
+
+    Its lower bound is for plans of all nodes apart.
+    """
     if not isinstance(joined, Plan) or (isinstance(whole, Plan) and whole.bottleneck_ms <= joined.bottleneck_ms):
         return whole
     # The time may have been too short for the search over all nodes.
@@ -153,8 +157,8 @@ class Planner:
     def lattice(self, machine: Machine, whole: bool = False, ms_per_byte: float = 0.0) -> tuple[Antichains, States]:
         """Return the ideals and states to plan for a machine.
 
-        whole: keep all nodes apart. By default light nodes are joined with a neighbour, which leaves fewer ideals. The
-            plan may then have a stage less, whose device goes to the next stage: this needs equal devices.
+        whole: keep all nodes apart. By default costless and light nodes join a neighbour, so there are fewer ideals. A
+            plan may then lose a stage, and the next stage takes its device: so the devices must be equal.
         ms_per_byte: the time that replicas take to reduce one byte of gradients.
         """
         memory_bytes = min(d.memory_bytes for d in machine.devices)

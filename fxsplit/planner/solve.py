@@ -121,7 +121,8 @@ class Task:
     @property
     def idle(self) -> str:
         """The devices that may stay idle without excluding the best plan: "none", "last" or "any" (see list_moves)."""
-        # Among equal devices any may be idle. A stage without nodes does not make its device idle.
+        # Among equal devices it makes no difference which are idle. And if stages may have no nodes, such a stage takes
+        # the place of an idle device between others: it only passes values on.
         alike = self.interchangeable or self.workload.may_idle
         return "none" if self.options.use_all else "last" if alike else "any"
 
@@ -375,9 +376,9 @@ def _fits(task: Task, chains: Antichains, path: Path) -> bool:
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load in ms that no plan beats: all work over all devices' speed, or all launches over all hosts.
+    """Return a load in ms that no plan beats: all work by the speed of all devices, or all launches by their number.
 
-    It is 0 for a machine with hosts, since their time differs for each node.
+    It is 0 if a device is itself a host, since the ratio of host time to device time differs for each node.
     """
     if any(d.host for d in machine.devices):
         return 0.0

@@ -43,7 +43,7 @@ class DirectProblem(Problem):
     - `total`: [tensors], the number of pins
     - `size`: [tensors], bytes
     - `rate`: [kinds], ms per byte
-    - `better`: bool [configurations, configurations], whether the first makes the second useless
+    - `better`: bool [configurations, configurations], whether the first makes the second useless; see `_list_better`
 
     `start` and `end` of the tables hold the time of the nodes only.
     """

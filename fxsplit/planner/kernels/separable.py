@@ -26,14 +26,14 @@ SLACK = 1.0 + 1e-9
 def reach(t: Tables, threshold: float, steps: int) -> tuple[Ints, Ints, int]:
     """Find which ideals can be divided into stages that take at most `threshold` ms each, ignoring memory.
 
-    It asks this for each configuration, which is the set of devices that the stages so far may have used. A
-    configuration is skipped if, within `threshold`, its devices could not have done the work so far, or the remaining
-    devices could not do the rest. If an ideal can be divided in several ways, the kernel keeps the one with the fastest
-    slowest stage that it has met, which need not be the fastest of all.
+    The answer depends on the configuration, the set of devices that these stages have used. Skip a configuration at an
+    ideal if its devices cannot have done the ideal's work within `threshold`, or the remaining devices cannot do the
+    rest. If an ideal can be divided in several ways, keep the way with the smallest bottleneck that was met. Another
+    way may have a smaller one.
 
     Returns two int32 tables [configurations, ideals]: the ideal at which the last stage starts, and the number of the
-    move that adds this stage (-1: the ideal cannot be divided so). Also returns the number of steps: in
-    each the kernel takes one ideal under one move. After more than `steps` it stops, and the tables are incomplete.
+    move that adds this stage (-1: the ideal cannot be divided so). Also returns the number of steps: in each the kernel
+    takes one ideal under one move. After more than `steps` it stops, and the tables are incomplete.
     """
     # Local names are faster than attributes in the interpreter, which runs small problems.
     in_ptr, in_from, work, allowed, moves = t.in_ptr, t.in_from, t.work, t.allowed, t.moves

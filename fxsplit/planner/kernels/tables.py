@@ -114,7 +114,8 @@ class SharedTensors(NamedTuple):
     - rate: [kinds], ms per byte
     - live: [ideals], bytes of the tensors with pins on both sides
     - least: [kinds, ideals], the smallest end of this and all larger ideals (`cheapest_above`), including live tensors
-    - better: [configurations, configurations], whether the first makes the second useless
+    - better: [configurations, configurations], whether the first makes the second useless: it has fewer used devices,
+      and no other ones
     """
 
     pins_ptr: Ints

@@ -23,7 +23,7 @@ from fxsplit.planner.problem.prices import MoveKind
 
 @dataclass(eq=False)
 class Scale:
-    """Computes the exact peak memory of stages, given by their kind and two states, and caches it."""
+    """Weighs stages: it computes the exact peak memory of a stage, given by its kind and two states, and caches it."""
 
     costs: Costs
     chains: Antichains
@@ -85,7 +85,7 @@ class Scale:
 
 @dataclass(eq=False)
 class RefusedStages:
-    """Pairs of states, by kind of move, that the search knows not to fit as a stage."""
+    """Stages that the search knows not to fit: pairs (start, end) of states, by kind of move."""
 
     pairs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _known: BannedStages | None = None

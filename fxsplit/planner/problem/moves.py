@@ -116,7 +116,7 @@ def _in_order(machine: Machine, replicated: bool, idle: str) -> Moves:
 
 
 def _list_ends(machine: Machine, begin: int, replicated: bool) -> list[int]:
-    """Return the devices before which a stage may end that begins with device `begin`."""
+    """Return each b such that a stage may take the devices `begin` to b - 1."""
     ends = range(begin + 1, len(machine) + 1 if replicated else begin + 2)
     # A host's times differ from an accelerator's for each node, so the two cannot share a stage.
     return [b for b in ends if b == begin + 1 or not any(d.host for d in machine.devices[begin:b])]

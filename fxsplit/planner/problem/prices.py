@@ -108,15 +108,17 @@ def price_times(
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Return start, end, start_floor and end_floor of every kind and state (see Tables), in ms.
 
-    `messages` (float64 [states]) are the messages over a cut at each state. `kinds` has each figure of all kinds by
-    name, as a column: float64 [kinds, 1].
+    - `messages`: float64 [states], the messages over a cut at each state
+    - `kinds`: each figure of all kinds by name, as a column: float64 [kinds, 1]
+    - `starts_late`: every stage but the first starts after the empty state
+    - `ends_early`: every stage but the last ends before the full state
     """
     column = states.column
     forward = column("forward_ms")
     # Bytes and messages, [2, states].
     arriving = np.stack([column("sent_bytes"), messages])
     leaving = arriving.copy()
-    # The first stage's inputs and the last stage's outputs are the caller's, and free.
+    # What the first stage receives and the last stage sends is the caller's, and free.
     if starts_late:
         arriving[:, 0] = 0.0
     if ends_early:

@@ -230,7 +230,11 @@ class Problem:
         return bound
 
     def _share(self, work: Floats, everyone: float, most: float) -> float:
-        """Return a bound on the slowest stage in ms; all stages do `everyone` of `work` per ms, and one `most`."""
+        """Return a lower bound of the slowest load, in ms.
+
+        In one ms all stages together do at most `everyone` of the `work` (float64 [states]), and one stage at most
+        `most`.
+        """
         if not work[-1] > 0:
             return 0.0
         # Each edge of the lattice adds one block, which some stage must run as a whole.
@@ -239,7 +243,7 @@ class Problem:
         return max(float(work[-1]) / everyone, largest / most)
 
     def under(self, upper: float) -> Problem:
-        """Return a problem with the same chains of loads up to `upper`, with large figures capped near `upper`."""
+        """Return a problem with the same chains below `upper` ms. A subclass may make figures above `upper` smaller."""
         return self
 
     def restricted(self, order: Sequence[int]) -> Problem:
@@ -300,8 +304,7 @@ def pose_problem(
 ) -> Problem:
     """Return the problem of cutting `states`, which sum up `costs`, along `moves`.
 
-    Its loads are those of `price_split`. In a cost model whose stages do not forward values, loads are compute time
-    only.
+    Its loads are those of `price_split`. In the cost model `direct` they lack transfers, which `pose_direct` adds.
     """
     if costs.compress and not model.forwards:
         raise PlanError(
@@ -316,7 +319,7 @@ def pose_problem(
     if any(d.host for d in machine.devices):
         work, host_speed = measure_work_with_hosts(states, chains)
     done, left = powers(machine, moves, host_speed)
-    # The first stage starts at the empty state and the last ends at the full one, unless stages may be empty.
+    # Unless stages may be empty, only the first starts at the empty state, and only the last ends at the full one.
     no_empty = not workload.may_idle
     ends_early = no_empty or (len(moves.final) > 1 and not moves.n_stages)
     figures = tabulate(kinds)

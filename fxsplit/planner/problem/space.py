@@ -4,7 +4,8 @@ The exact memory of a stage follows from simulating it node by node (see ir/fact
 of two states' sums. So the search uses sums that never exceed it, and asks for the exact figure only for a chain it has
 found (see fitting.py). The tighter the sums, the fewer chains fail that check.
 
-The bound describes one moment of the stage, when it holds most microbatches (see moments.py).
+The bound describes one moment of the stage, when it holds most microbatches (see moments.py). One of them is running.
+The others are *resting*, between forward and backward, or *halfway*, between the halves of a split backward.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ class _Sums:
 def price_space(
     costs: Costs, chains: Antichains, states: States, kinds: Mapping[str, Floats], model: CostModel, *, splits: bool
 ) -> Space:
-    """Return the memory tables. `kinds` has each figure of all kinds by name, as a column."""
+    """Return the memory tables.
+
+    `kinds` has each figure of all kinds by name, as a column. `splits`: backwards are split into input and weight
+    gradients.
+    """
     copies = WEIGHT_COPIES + model.optimizer_factor + kinds["versions"]
     weights, buffers = states.column("parameter_bytes"), states.column("buffer_bytes")
     if not model.forwards or not costs.weighed:
@@ -70,7 +75,7 @@ def price_space(
         always = (weights - shared[:, 0]) * copies + buffers - shared[:, 1]
         return _sum_all(always, states, kinds, forwards=model.forwards)
     sums = _find_sums(costs, chains, splits=splits)
-    # Until sums of gradients exist, one copy of the weights less is in memory.
+    # `sums` is 0 at a moment when the sums of gradients do not exist: memory then has one copy of the weights less.
     copies = copies + kinds["sums"] - 1.0
     always = (weights - sums.parameters) * copies + buffers - sums.buffers
     if costs.inference:

@@ -130,7 +130,10 @@ def may_fit(problem: Problem, chains: Antichains, clock: SearchClock) -> bool:
 
 
 def _climb(problem: Problem, lower: float, clock: SearchClock) -> Path | None:
-    """Raise the threshold until a chain exists, since low thresholds are cheap; the chain is near the best."""
+    """Raise the threshold from `lower` until a chain exists, and return the chain, or None if no chain fits.
+
+    Low thresholds are cheap to test, and the first chain from below is near the best.
+    """
     # With memory limits there may be no chain, and tests are expensive: take few steps before ANYTHING.
     times, step = (16, 0.04) if np.isfinite(problem.capacity).any() else (4, 0.01)
     while True:
