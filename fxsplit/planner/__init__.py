@@ -1,6 +1,8 @@
 """The planner: from a profile to the best chain of stages, with a proof. It needs neither torch nor a model.
 
-The terms, by a graph of four nodes: b and c read a, and d reads both.
+The method, with augmented antichains and a sequence of states, is that of "Task segmentation and parallel optimization
+of deep neural networks based on feature perception". The terms, by a graph of four nodes: b and c read a, and d reads
+both.
 
     graph           its ideals (below), each named by its augmented antichain (above)
 

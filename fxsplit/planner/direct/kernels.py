@@ -4,8 +4,8 @@ A stage S = I - J pays for a tensor if some of its pins (nodes that make or read
 does not separate into a term of J and a term of I. So for each J that ends a chain, a walk adds nodes in ascending
 order, visits every larger ideal once, and counts the tensors paid for. Two rules keep the walks short:
 
-- bounds: S pays for tensors with pins in J however much it grows, and no larger ideal costs less than the cheapest
-  ideal above
+- bounds: however much S grows, it pays for the tensors that now have pins both in S and in J. And a larger I has no
+  smaller end than the cheapest ideal above. The walk goes no further if one of these bounds exceeds the threshold
 - closure: once I holds every pin of every tensor live at J, load(J, I) = end(I) - start(J) for all larger I. The walk
   stops there, and the start of J is carried on along the edges of the lattice, as in `separable`
 """

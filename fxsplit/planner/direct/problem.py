@@ -204,12 +204,12 @@ class DirectProblem(Problem):
 
 
 def _list_better(moves: Moves, *, interchangeable: bool) -> Bools:
-    """Return [a, b], whether configuration a makes b useless because its devices are a proper subset.
+    """Return [a, b], whether configuration a makes b useless: a uses only some of b's devices, and no others.
 
-    This requires that a plan may end with any number of stages and that the remaining devices are no worse.
+    A chain that came as far with a has more devices left. This requires that a plan may end with any number of stages,
+    and that the devices left by a are no worse.
     """
     holds = interchangeable and len(moves.final) > 1 and not moves.n_stages
-    # A chain that got as far with fewer devices has more devices left.
     used = [set(u) for u in moves.used]
     return np.array([[holds and a < b for b in used] for a in used], np.bool_)
 

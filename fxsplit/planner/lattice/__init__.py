@@ -1,1 +1,1 @@
-"""From costs to the ideals of the graph in sequence, and smaller graphs and lighter orders if they are too many."""
+"""From costs to the ideals of a graph in sequence. If they are too many: those of a smaller graph, or of one order."""

@@ -9,9 +9,11 @@ before the layer, although the position of the mask makes no difference:
 
 Let v be a block that takes no time and no memory, and u a neighbour. Moving v into the stage of u adds no computing
 time. It adds no traffic either if u also makes or reads every tensor of v: the stage of v stops paying for them, and
-the stage of u pays already. If u is the only neighbour of v on one side, v may have other tensors too, provided that
-they are no larger than the tensors between u and v, and have values and gradients only if these have: no message is
-added.
+the stage of u pays already.
+
+If u is the only block before v, and v the only block after u, v may have other tensors too: together no larger than the
+tensors between u and v, and with values or gradients only if those have values or gradients. Then no bytes and no
+message are added. The same holds with before and after exchanged.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def contract_light_nodes(
     group:
 
         group of u                 u -> t1 -> t2      tail: t1, t2
-        a plan that cuts inside    u | t1 -> t2       becomes a cut after the group, for the tail's time
+        a plan that cuts inside    u | t1 -> t2       becomes a cut after the group, which costs the tail's time
 
     The bound: any plan becomes a plan that keeps groups whole if each stage also runs the tails of the groups cut at
     its end. Two groups cut at the same boundary never lie on one path of the graph, so each path contributes at most

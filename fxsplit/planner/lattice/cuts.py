@@ -142,7 +142,10 @@ class _Network:
         return table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), whole, unit
 
     def cut(self, inside: NDArray[np.bool_], outside: NDArray[np.bool_]) -> tuple[float, NDArray[np.int64]]:
-        """Return the fewest bytes over a cut, and the blocks of its ideal: all of `inside` and none of `outside`."""
+        """Return the fewest bytes over a cut after an ideal with all blocks `inside` and no block `outside`.
+
+        Also return the blocks of that ideal.
+        """
         # scipy takes a third of a second to import, and few graphs need it.
         import_whole(["scipy.sparse.csgraph"])
         from scipy.sparse import csr_array

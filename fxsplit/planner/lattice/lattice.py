@@ -9,7 +9,7 @@ The ideals of a graph form a lattice: an edge leads from each ideal to every ide
                    v    v
                    b -> ab
 
-The paper's states are the ideals except {}, each named by its augmented antichain (see planner/__init__.py).
+In the paper that planner/__init__.py cites, the states are the ideals except {}, each named by its augmented antichain.
 """
 
 from __future__ import annotations

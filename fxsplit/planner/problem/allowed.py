@@ -17,8 +17,9 @@ from fxsplit.planner.problem.moves import Moves
 def list_allowed(chains: Antichains, pinned: Mapping[str, int], moves: Moves, *, several: bool) -> Bools:
     """Return the states at which a stage may end, as bool [configurations, states].
 
-    Only the full state may end the last stage, and every pinned block must be on the right side of each cut. With
-    `several`, a stage has several devices, and may contain blocks pinned to any of them.
+    Only the full state may end the last stage. A block pinned to a used device must lie before the cut, a block pinned
+    to another device after it. With `several`, a stage has several devices, and may contain blocks pinned to any of
+    them.
     """
     allowed = np.ones((len(moves.used), len(chains)), np.bool_)
     # If plans end in one configuration only, that configuration must contain all nodes.

@@ -146,9 +146,9 @@ def price_launches(states: States, kinds: Mapping[str, Floats]) -> Floats:
 
 
 def measure_work_with_hosts(states: States, chains: Antichains) -> tuple[Floats, float]:
-    """Return work [states] and a host speed, in a unit of work that bounds accelerators and hosts alike.
+    """Return the work of each state, and the speed of a host, in a unit for accelerators and hosts alike.
 
-    In one unit of time an accelerator does at most 1, and a host at most the returned speed. Let c be the hosts'
+    In one ms an accelerator of speed 1 does at most 1 unit, and a host at most the returned speed. Let c be the hosts'
     overall speed: the work of a node is the smaller of its own time and c times its host time.
     """
     own, host = states.column("forward_ms") + states.column("backward_ms"), states.column("host_ms")

@@ -2,7 +2,7 @@
 
 Up to about 600 ideals it takes half the time of the kernels in plain Python (5.7 ms against 12 for ResNet-50 on 8
 devices), and importing numba would take a second. In a process with compiled kernels, the same loops compiled are twice
-as fast again. For large graphs it solves the chains of one topological order.
+as fast again. For large graphs it solves the chains of two topological orders.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ def minimise(
 ) -> BestChain | None:
     """Return the chain of states with the smallest bottleneck, or None if no chain below `upper` ms fits.
 
-    dense.py solves small lattices by definition. In a large lattice, first solve the chains of one topological order,
-    since their best is often the best of all. Then test thresholds between the lower bound and just below the best
-    chain, until the bounds meet. `lower` is a load in ms that no chain beats, known to the caller. When time is up,
-    return the best chain so far; raises OutOfTime if there is none.
+    dense.py solves small lattices over all pairs of states. In a large lattice, first solve the chains of one or two
+    topological orders, since their best is often the best of all. Then test thresholds between the lower bound and just
+    below the best chain, until the bounds meet. `lower` is a load in ms that no chain beats, known to the caller. When
+    time is up, return the best chain so far; raises OutOfTime if there is none.
     """
     clock = clock or SearchClock()
     lower = max(lower, problem.lower_bound())

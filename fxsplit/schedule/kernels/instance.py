@@ -66,7 +66,7 @@ class Instance(NamedTuple):
 
     @property
     def work(self) -> Floats:
-        """[devices], the time that a device computes in a step, in ms."""
+        """[devices], how long each device computes in a step, in ms."""
         each: Floats = (self.forward + self.input + self.weight)[self.stages].sum(axis=1)
         return self.n_microbatches * each
 

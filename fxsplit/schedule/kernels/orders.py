@@ -430,7 +430,7 @@ def _change_orders(orders: Ints, tail: Tail, n: int) -> tuple[int, int]:
 def _run_tail(
     one: Instance, orders: Ints, rules: Floats, tail: Tail, state: State, stop: Ints, cooling: Cooling
 ) -> tuple[float, float]:
-    """Run the tail of orders, and return the step and the cost in ms, or NEVER for both. See `Cooling.side`."""
+    """Run the tail of orders, and return the step and its cost (see Cooling) in ms, or NEVER for both."""
     _return_to(tail, state)
     step = run(one, orders, rules, state, stop)
     if step >= NEVER:

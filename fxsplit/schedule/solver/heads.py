@@ -41,7 +41,10 @@ def _run_in_turn(ready: Floats, each: float) -> Floats:
 
 
 def _send(made: Floats, hop: float, latency: float) -> Floats:
-    """Return the arrivals in ms of messages made at these times: each keeps the link busy for `hop` ms."""
+    """Return when messages arrive, in ms, that were `made` in this order.
+
+    Each keeps the link busy for `hop` ms, and arrives `latency` ms later.
+    """
     return _run_in_turn(made, hop) + hop + latency
 
 
@@ -85,7 +88,7 @@ def find_heads(one: Instance) -> Windowed:
 
 
 def bound_by_ways(one: Instance, windowed: Windowed) -> float:
-    """Return the bound from the ways of microbatches, in ms: the longest head, time and tail of an action in sum."""
+    """Return the bound from the ways of microbatches, in ms: the largest sum of an action's head, time and tail."""
     times = np.stack([one.forward, one.input])[:, :, None]
     ways = (windowed.head + times + windowed.tail).max()
     return float(max(ways, (windowed.weight_head + one.weight[:, None] + windowed.weight_tail).max()))
@@ -113,7 +116,7 @@ def bound_by_work(one: Instance, windowed: Windowed) -> float:
 
 
 def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
-    """Return the least end of all jobs and their tails on one machine that may interrupt jobs.
+    """Return the least time in which one machine does all jobs and their tails have passed, if it may interrupt jobs.
 
     `jobs` are (head, time, tail), sorted by their heads.
     """
@@ -137,7 +140,7 @@ def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def bound_by_memory(one: Instance, windowed: Windowed) -> float:
-    """Return the bound from the memory of each device, in ms: its work and the time for which it must idle.
+    """Return the bound from memory, in ms: the largest sum of a device's work and the time for which it must idle.
 
     A device whose memory does not hold all its forwards idles twice, here with memory for 3 of 9 microbatches:
 
@@ -163,7 +166,7 @@ def bound_by_memory(one: Instance, windowed: Windowed) -> float:
 
 
 def _find_most_forwards(one: Instance, r: int) -> float:
-    """Return the most time in ms that forwards can take whose activations fit together in a device's memory."""
+    """Return the longest time, in ms, for which a device can do forwards before its memory is full."""
     own, n, room = one.stages[r], one.n_microbatches, one.memory[r]
     held, times = one.held[own], one.forward[own]
     most = _count_fitting(room, held[0], n)
@@ -180,7 +183,7 @@ def _count_fitting(room: Any, held: float, n: int) -> Any:
 
 
 def _find_most_left(one: Instance, r: int) -> float:
-    """Return the most time in ms that the I and W of what a device's memory holds can take.
+    """Return the longest time, in ms, for which a device can do the I and W of the microbatches in its memory.
 
     A microbatch before its I holds its whole memory, and has I and W left. A microbatch between its I and its W holds
     only the part that W frees, and has W left.

@@ -42,7 +42,7 @@ from fxsplit.schedule.solver.windows import WindowBound, prove_bound
 from fxsplit.system.figures import show
 
 Placement = Literal["loop", "v"]
-"""The way of the second stages, in torch's words: `loop` begins again at the first device, `v` goes back."""
+"""Where second stages go, in torch's words: `loop` begins again at the first device, `v` goes back from the last."""
 
 PROVEN = 1e-6
 """A step whose gap is at most this is called optimal."""

@@ -25,8 +25,8 @@ PRIORITIES = {
 MOST_WARM_UPS = 8
 """ZBVZeroBubble is tried with at most this many different numbers of additional forwards."""
 PAIR_SHARES = (0.0, 0.45, 0.5, 0.6)
-"""How many pairs F0 F1 a device at the end of the line does for each additional forward, to try. With 0.5, all its
-additional forwards are in pairs; with 0.6, some of its usual ones are as well."""
+"""The numbers to try of pairs F0 F1 for each additional forward, on a device at the end of the line. With 0.5, all its
+additional forwards are in pairs; with 0.6, some of its usual ones as well."""
 
 LAGS = (0.0, 0.5, 1.0)
 """The lags to try in list_repeating_starts. The unit, about one action, is 1/6 of a microbatch's work on a device."""
@@ -73,9 +73,9 @@ def list_repeating_starts(one: Instance, head: Floats) -> Iterator[Ints]:
         device 0:  F . F . F . F          period 2, lag 1
         device 1:  . . F . F . F . F
 
-    A microbatch passes the line of devices four times: with F0, F1, I1 and I0. Each of these passes has a *lag*: so
-    much later than possible the microbatch begins on each next device, because other microbatches go first there. Many
-    of the orders do not fit the memory. `head` is that of Windowed.
+    A microbatch passes the line of devices four times: with F0, F1, I1 and I0. Each pass has a *lag*, the time for
+    which the microbatch waits on each next device while other microbatches go first. Many of the orders do not fit the
+    memory. `head` is that of Windowed.
     """
     p, n = one.n_devices, one.n_microbatches
     each = one.work.max() / n

@@ -102,7 +102,10 @@ def share_weights(one: Instance, device: int) -> bool:
 
 
 def _link(rows: Ints, v: int, alike: bool) -> States:
-    """Return the states in these rows, and the state after each move."""
+    """Return the states in these rows, and the state after each move.
+
+    `v` is the number of chunks. If the W of all chunks are `alike`, a row has one column for all of them.
+    """
     places = 2 * v - 1
     tops = rows.max(axis=0)
     down = np.arange(rows.shape[1]) >= places
