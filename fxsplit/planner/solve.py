@@ -376,9 +376,10 @@ def _fits(task: Task, chains: Antichains, path: Path) -> bool:
 
 
 def bound_by_work(costs: Costs, machine: Machine) -> float:
-    """Return a load in ms that no plan beats: all work by the speed of all devices, or all launches by their number.
+    """Return a load in ms that no plan beats.
 
-    It is 0 if a device is itself a host, since the ratio of host time to device time differs for each node.
+    It is all work divided by the speed of all devices, or all launches divided by the number of devices. It is 0 if a
+    device is itself a host, since the ratio of host time to device time differs for each node.
     """
     if any(d.host for d in machine.devices):
         return 0.0

@@ -71,13 +71,13 @@ class DirectProblem(Problem):
     def test(self, threshold: float, clock: SearchClock | None = None) -> Path | None:
         """Return a chain in which every stage has load <= threshold (ms) and fits, or None. Raises OutOfTime."""
         path = self._test(threshold, clock or SearchClock(), closing=True)
-        # Closures ignore memory and launches, so their chain may be invalid. Without them the test is slower.
+        # Closures ignore memory and launches, so this chain may be invalid. A test without closures is slower.
         if path is not None and (not self._fits(path) or max(self.launches(path)) > threshold):
             path = self._test(threshold, clock or SearchClock(), closing=False)
         return path
 
     def _test(self, threshold: float, clock: SearchClock, *, closing: bool) -> Path | None:
-        """Return a chain under `threshold`, with or without closures, or None."""
+        """Return a chain under `threshold`, or None. `closing` permits closures, which kernels.py defines."""
         return self.trace(*clock.run(lambda steps: self.reach(threshold, steps, closing=closing)))
 
     def reach(self, threshold: float, steps: int, *, closing: bool = True) -> tuple[Ints, Ints, int]:

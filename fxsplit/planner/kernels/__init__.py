@@ -19,12 +19,12 @@ from fxsplit.system.kernels import compile_kernel
 P = ParamSpec("P")
 R = TypeVar("R")
 SMALL = 600
-"""Up to this number of ideals a search takes all pairs of ideals at once, see `dense`."""
+"""Up to this number of ideals, a search takes all pairs of ideals at once; see `dense`."""
 PLAIN = 3_000
-"""Up to this number of ideals plain Python, at a tenth of a second, beats the import of numba."""
+"""Up to this number of ideals, plain Python takes a tenth of a second, and so less than the import of numba."""
 
 PLAIN_STEPS = 100_000
-"""Up to this number of steps in a process plain Python beats the import of numba."""
+"""Up to this number of steps of a kernel in a process, plain Python takes less time than the import of numba."""
 
 _preferred = False
 _plain_steps: Counter[Callable[..., Any]] = Counter()
@@ -52,7 +52,7 @@ def run_counted(
 ) -> tuple[Ints, Ints, int]:
     """Run a kernel for at most `steps` steps; return its two tables and the steps it took.
 
-    It runs in plain Python for its first PLAIN_STEPS steps in this process, and compiled after that.
+    For few ideals it runs in plain Python for its first PLAIN_STEPS steps in this process, and compiled after that.
     """
     left = 0 if worth_compiling(ideals) else PLAIN_STEPS - _plain_steps[kernel]
     if left > 0:

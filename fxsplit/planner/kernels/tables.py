@@ -36,9 +36,9 @@ NO_NEEDS = StageNeeds(np.zeros(0), np.zeros(0))
 
 
 class BannedStages(NamedTuple):
-    """Stages that do not fit although the sums allow them: banned ends by kind and start, CSR.
+    """Stages that do not fit although the sums allow them: for each kind and start, the banned ends, in CSR form.
 
-    pointer: int64 [kinds x ideals + 1], or of size 1 if no stage is banned.
+    pointer: int64 [kinds x ideals + 1], or of size 1 if no stage is banned. Row kind x ideals + start lists its ends.
     """
 
     pointer: NDArray[np.int64]

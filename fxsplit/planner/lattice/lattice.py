@@ -51,7 +51,10 @@ def antichains(costs: Costs, max_states: int, blocks: Blocks | None = None) -> A
 
 
 def _vouch(chains: Antichains) -> Antichains:
-    """Mark the ideals as the planner's own. If a pass replaces a field, the copy has no mark and proves no optimum."""
+    """Mark the ideals as the planner's own. If a pass replaces a field, the copy lacks the mark.
+
+    A plan over ideals without the mark is not called optimal.
+    """
     object.__setattr__(chains, "enumerated", True)
     return chains
 

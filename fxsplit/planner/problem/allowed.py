@@ -1,4 +1,4 @@
-"""Where a chain may be cut: the full state ends it, and pinned nodes are on the right side of each cut."""
+"""Where a chain may be cut: the full state ends it, and every cut has the pinned nodes of used devices before it."""
 
 from __future__ import annotations
 

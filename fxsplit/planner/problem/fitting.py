@@ -104,7 +104,7 @@ class RefusedStages:
         self._known = None
 
     def list_bans(self, n_kinds: int, n_states: int) -> BannedStages:
-        """Return the refused stages, pairs of states, as arrays for the kernels.
+        """Return all refused stages as arrays for the kernels.
 
         n_kinds: the number of kinds of stages. n_states: the number of states.
         """
@@ -115,7 +115,7 @@ class RefusedStages:
         return self._known
 
     def list_among(self, n_kinds: int, states: NDArray[np.int64]) -> BannedStages:
-        """Return the refused stages that begin and end in `states`, with positions in `states` as their numbers.
+        """Return the refused stages that begin and end in `states`. Each state is numbered by its place in `states`.
 
         n_kinds: the number of kinds of stages.
         """

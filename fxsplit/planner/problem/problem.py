@@ -158,9 +158,9 @@ class Problem:
         return found
 
     def pair_costs(self, states: NDArray[np.int64]) -> PairCosts:
-        """Return a function (kind, starts, ends) -> (loads in ms, fits), both [starts, ends].
+        """Return a function (kind, starts, ends) -> (loads in ms, whether they fit in memory), both [starts, ends].
 
-        Starts and ends are positions in `states`. The results are defined for nested pairs only.
+        Starts and ends are places in `states`. A result has a meaning only if the start's ideal lies inside the end's.
         """
         t = self.tables
         shared, rate = self.shared(states)

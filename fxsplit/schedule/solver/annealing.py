@@ -1,5 +1,6 @@
 """Simulated annealing: change orders at random, again and again, and keep changes that make the step shorter.
 
+At a high temperature, many changes that make the step longer are kept as well, and fewer as the temperature falls.
 Annealing ends when the step reaches the goal. The goal is a proven bound, so an order that reaches it is optimal.
 """
 
@@ -54,8 +55,8 @@ ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
 FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(1.0, 0.5, by_gap=True)]
 """Change the whole order, and the rule of each gap."""
 ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
-"""Change the end of the order, and the rules of whole devices. Starts are good enough before the end, and a change
-there would cost a run of the whole order."""
+"""Change the end of the order, and the rules of whole devices. The earlier part of a start is good enough, and a change
+to it would cost a run of the whole order."""
 ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
 """Three annealings, each less warm than the one before: a good order gets lost if the temperature is high again."""
 DEEP = Setting(0.3, 3.0, by_gap=True)

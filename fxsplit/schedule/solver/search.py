@@ -56,8 +56,8 @@ RULES = ((0.0, 0.0), (0.5, 0.5), (0.9, 0.0), (0.0, 0.9))
 FINE_RULES = tuple((first, last) for first in (0.0, 0.3, 0.6, 0.9) for last in (0.0, 0.3, 0.6, 0.9))
 """The pairs of rules to try on the best start."""
 FEW_STATES, MANY_STATES = 2_000_000, 40_000_000
-"""Numbers of states (see windows.py). Up to the first, windows prove a bound before any annealing. Up to the second,
-they do so after FIRST_TURNS annealings. Above, they are not tried."""
+"""Numbers of states (see windows.py). With at most FEW_STATES in all, windows prove a bound before any annealing. With
+more, they do so after FIRST_TURNS annealings, unless a device has more than MANY_STATES."""
 RIVAL = 1.03
 """A start is annealed beside the best one if its step is at most this many times as long."""
 FIRST_TURNS = 2
