@@ -39,7 +39,7 @@ def _cut_nearest(weight: Floats, n_stages: int) -> list[int]:
     return [*cuts, last]
 
 
-def _cut_largest(weight: Floats, n_stages: int) -> list[int]:
+def _cut_by_bisection(weight: Floats, n_stages: int) -> list[int]:
     """Return the cuts that make the largest part as small as possible, by bisection over its size.
 
     Arguments and cuts are those of `_cut_nearest`. This is torchgpipe's balance by time, after Barany and Grinberg,
@@ -73,7 +73,7 @@ BASELINES: dict[str, tuple[str, Callable[[Floats, int], list[int]]]] = {
     "even": ("nodes", _cut_nearest),
     "parameters": ("parameter_bytes", _cut_nearest),
     "time": ("time", _cut_nearest),
-    "block": ("time", _cut_largest),
+    "block": ("time", _cut_by_bisection),
 }
 """For each baseline, the quantity that it balances over the stages of one topological order, and how it cuts.
 
