@@ -24,6 +24,7 @@ from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.planner import plan_stages
 from fxsplit.planner.solve import Options, Task
+from fxsplit.schedule.search_plan import schedule_plan
 from fxsplit.system.user_lines import warn_user
 
 
@@ -38,7 +39,9 @@ class Partition(Options):
     ignores_graph: ClassVar[bool] = True
 
     def __call__(self, ir: IR) -> IR:
-        """Learn Plan from States. Raises PlanError if no plan fits, with the stage that lacks memory and by how much.
+        """Learn Plan from States, and the Workload of a plan that states the order of its work.
+
+        Raises PlanError if no plan fits, with the stage that lacks memory and by how much.
 
         If the graph cannot be cut into enough stages, some stages have no nodes and only pass values on.
         """
@@ -57,9 +60,11 @@ class Partition(Options):
         clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
-            plan = plan_stages(task, chains, ir[States], enumerate_again, clock)
+            plan, workload = plan_stages(task, chains, ir[States], enumerate_again, clock), task.workload
+            if plan.schedule_csv:  # a plan with the shortest step states the order of its work
+                plan, workload, _ = schedule_plan(plan, costs, task.machine, workload)
             figures = {"stages": len(plan.stages), "states": plan.n_states, "proof": plan.proof or "none"}
-            return ir.learn(plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
+            return ir.learn(workload, plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
 
         try:
             return learn_plan(task)

@@ -58,6 +58,7 @@ def compile(
     deferred_batch_norm: bool = False,
     stage_backend: str | None = None,
     inference: bool = False,
+    best: bool = False,
     chunks: Chunks | None = None,
     weights: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
@@ -106,6 +107,10 @@ def compile(
         optimizer state, no activations. A first call or a compile under `torch.no_grad()` or `torch.inference_mode()`
         plans in the same way; the first call that needs gradients then plans again, for training. With True no call
         plans again, and step() is refused.
+    best: choose stages, their replicas, the devices in use, the order of work and the number of microbatches together,
+        for the shortest step; the plan says how far from the shortest it may be. `schedule`, `n_microbatches` and
+        `recompute` stay as they are stated. With `costs`, the number of microbatches is the default. Devices must be
+        equal. A batch of another size than the example's keeps the stages.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate if all microbatches
         share it. For other arguments it is the first dimension, if that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are
@@ -145,6 +150,8 @@ def compile(
     model = inner
     machine, world = read_devices(devices, model)
     name, fixed = find_schedule_of(plan) if schedule is None else read_schedule(schedule)
+    if best is True and n_microbatches is None and costs is None:
+        n_microbatches = "auto"
     options = CompileOptions(
         machine=machine,
         chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
@@ -157,6 +164,7 @@ def compile(
         deferred_batch_norm=deferred_batch_norm,
         stage_backend=stage_backend,
         inference=inference,
+        best=best,
         chunks=chunks,
         costs=load_costs(costs),
         compress=compress,

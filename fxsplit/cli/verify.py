@@ -41,6 +41,7 @@ AS_TYPED = (
     "deferred_batch_norm",
     "stage_backend",
     "inference",
+    "best",
     "weights",
     "passes",
     "costs",
@@ -107,6 +108,7 @@ def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:
         "--stage-backend", type=take_text, metavar="NAME", help="what compiles stages, as inductor (default: nothing)"
     )
     parser.add_argument("--inference", action="store_true", help="plan for outputs without gradients")
+    parser.add_argument("--best", action="store_true", help="plan for the shortest step, with replicas")
     parser.add_argument(
         "--weights", type=take_text, metavar="PATH", help="a safetensors checkpoint (default: FACTORY's weights)"
     )

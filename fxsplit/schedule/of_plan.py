@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -61,8 +61,10 @@ def build_schedule(
         return run_forwards(homes, n_microbatches)
     if homes is None:
         return scheduler.schedule(n_microbatches, len(plan.stages))
+    # A searched order is for one number of microbatches. Others are run as plans for a search are made: under 1F1B.
+    name = "1F1B" if scheduler.name == SEARCH else scheduler.name
     # Check this first: with several stages a device, `memory_bytes` does not belong to the plan's devices.
-    check_takes_replicas(scheduler.name)
+    check_takes_replicas(name)
     if scheduler.stages_per_device not in (None, 1):
         raise ScheduleError(f"{scheduler.name}: a plan with replicated stages has one stage a device")
     most = count_in_flight(homes)
@@ -70,9 +72,9 @@ def build_schedule(
         room = min((memory_bytes[d] for d in home if memory_bytes), default=inf) - stage.held_bytes
         # At least one microbatch must be in flight; whether it fits is the planner's business. Fewer microbatches in
         # flight leave devices idle, but the plan runs.
-        while most[s] > 1 and _count_most(stage, most[s], splits=scheduler.name in SPLITTING) > room:
+        while most[s] > 1 and _count_most(stage, most[s], splits=name in SPLITTING) > room:
             most[s] -= 1
-    return schedule_replicas(scheduler.name, homes, n_microbatches, most)
+    return replace(schedule_replicas(name, homes, n_microbatches, most), name=scheduler.name)
 
 
 def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit import Machine
 from fxsplit.api.toolkit.parse_ir import parse_ir
-from fxsplit.errors import InputError, ScheduleError
+from fxsplit.errors import InputError, PlanError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.passes import Emit, Profile
 from fxsplit.schedule import Schedule, Times, generate, search, write_csv
+from tests.support.models import ModeDependent
 
 FAST = "profile{repeats=1},augment,order,partition,emit"
 
@@ -218,3 +221,84 @@ def test_verify_takes_a_searched_pipeline() -> None:
     pipe, _ = train("search")
     x = batches()[0]
     assert fxsplit.verify(pipe, x, target=x).equal
+
+
+def test_the_best_plan_trains_as_the_model_on_batches_of_any_size() -> None:
+    usual, _ = train(None)
+    pipe, model = train(None, best=True)
+    assert_trained(model)
+    plan = pipe.plan
+    assert plan.minimised == "step"
+    assert plan.step_ms <= usual.plan.step_ms
+    assert plan.step_lower_bound_ms <= plan.step_ms
+    # The passes plan as fxsplit.plan does.
+    planned = fxsplit.plan(pipe.costs, pipe.compiler.options.machine, n_microbatches=6, best=True)
+    assert (planned.step_ms, planned.stages) == (plan.step_ms, plan.stages)
+
+
+def test_the_best_plan_chooses_the_number_of_microbatches() -> None:
+    given: dict[str, Any] = {"example_inputs": torch.zeros(12, 16).double(), "passes": FAST, "best": True}
+    with fxsplit.compile(make_model(), ["cpu"] * 3, **given) as pipe:
+        found = pipe.plan.step_ms, pipe.plan.n_microbatches
+    steps = []
+    for count in (3, 6, 12):
+        with fxsplit.compile(make_model(), ["cpu"] * 3, n_microbatches=count, **given) as pipe:
+            steps.append((pipe.plan.step_ms, count))
+    assert found == min(steps)
+
+
+def test_values_that_are_stated_stay() -> None:
+    pipe, model = train("GPipe", best=True)
+    assert_trained(model)
+    assert (pipe.plan.schedule, pipe.plan.minimised, pipe.plan.n_microbatches) == ("GPipe", "step", 6)
+    chain = "profile{repeats=1},augment,order,partition{model=forwarded,optimizer_factor=0},emit"
+    pipe, model = train(None, best=True, passes=chain)
+    assert_trained(model)
+    (step,) = [step.text for step in pipe.ir.steps if step.name == "partition"]
+    assert "optimizer_factor=0" in step
+    assert "objective=step" in step
+
+
+def test_a_second_mode_with_another_graph_keeps_the_stages_of_the_weights() -> None:
+    torch.manual_seed(0)
+    model = ModeDependent().double()
+    whole = copy.deepcopy(model)
+    x = torch.randn(12, 8, dtype=torch.float64)
+    with fxsplit.compile(model, 3, example_inputs=x, passes=FAST, n_microbatches=2, best=True) as pipe:
+        places = pipe.compiler.list_placed()
+        pipe(x)["main"].sum().backward()
+        pipe.eval()
+        # Batch norm has seen the same two microbatches.
+        [whole(part) for part in x.chunk(2)]
+        torch.testing.assert_close(pipe(x), whole.eval()(x), rtol=1e-10, atol=1e-12)
+        assert pipe.compiler.list_placed() == places
+
+
+def test_the_best_plan_stays_in_memory() -> None:
+    roomy, _ = train(None, best=True)
+    limit = 0.7 * max(stage.memory_bytes for stage in roomy.plan.stages)
+    small = Machine.of(["cpu"] * 3, memory_bytes=limit)
+    x = torch.zeros(12, 16).double()
+    given: dict[str, Any] = {"example_inputs": x, "passes": FAST, "n_microbatches": 6, "best": True}
+    with fxsplit.compile(make_model(), small, costs=roomy.costs, **given) as pipe:
+        assert max(stage.memory_bytes for stage in pipe.plan.stages) <= limit
+        assert pipe.plan.step_ms >= roomy.plan.step_ms
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"best": 1}, "best=1: give True or False"),
+        ({"inference": True}, "a step is one of training, so leave one of them out"),
+        ({"schedule": "auto"}, "the best plan has an order of work of its own"),
+        ({"schedule": generate("1F1B", 3, 6)}, "the best plan has an order of work of its own"),
+        ({"schedule": "Interleaved1F1B"}, "objective='step' is not for schedule 'Interleaved1F1B'"),
+        ({"plan": fxsplit.cut_before("4")}, "leave plan= out, or put partition into passes="),
+        ({"pins": {"4": 1}}, "objective='step' takes no pins"),
+    ],
+)
+def test_options_that_the_best_plan_cannot_have_are_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"best": True, "n_microbatches": 6, "passes": FAST}
+    given["example_inputs"] = torch.zeros(12, 16).double()
+    with pytest.raises((InputError, PlanError), match=message):
+        fxsplit.compile(make_model(), ["cpu"] * 3, **(given | options))

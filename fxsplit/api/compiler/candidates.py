@@ -27,7 +27,8 @@ def choose_candidate(
 
     The costs were measured for the candidate, or else are the user's own. If one of the observers is a dump, the
     candidates are dumped beside it. The search ends at microbatches that are too small for the model to run on. Raises
-    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks least.
+    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks least. Raises PlanError if no
+    candidate can be planned for another reason.
     """
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
@@ -65,6 +66,8 @@ def choose_candidate(
     if not fitting:
         tried = ", ".join(str(candidate) for candidate in candidates)
         short_bytes, nearest, reason = min(refused, key=lambda entry: entry[0])
+        if not isinstance(reason, NoFit):
+            raise reason
         raise NoFit(f"none of {tried} fits; nearest is {nearest}: {reason}", short_bytes) from reason
     _, fastest, costs = min(fitting, key=lambda entry: entry[0])
     return fastest, costs

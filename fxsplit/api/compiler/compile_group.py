@@ -135,7 +135,9 @@ class SharedPlan:
         # The first rank has chosen the schedule, so it is no longer open.
         schedule = options.schedule if options.inference else options.schedule or self.plan.schedule
         costs = self.costs or options.costs
-        return replace(options, chain=chain, costs=costs, schedule=schedule, n_microbatches=count, compress=None)
+        # The chain has the passes of `compress` and `best` already.
+        chosen = replace(options, best=False, compress=None, schedule=schedule, n_microbatches=count)
+        return replace(chosen, chain=chain, costs=costs)
 
 
 class CompileGroup:

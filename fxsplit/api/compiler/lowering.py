@@ -99,6 +99,9 @@ def lower(
 
     Raises PlanError if no plan fits, MissingFact for a chain that learns no Plan.
     """
+    if others:
+        # The weights stay on their stages, so little is left to choose: take the stages with the smallest bottleneck.
+        options = replace(options, best=False)
     keep = KeepCosts()
     # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)

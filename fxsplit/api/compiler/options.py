@@ -27,8 +27,9 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import ignores_mode, name_pass
 from fxsplit.ir.manager import Observer
-from fxsplit.passes import BatchNorm, Cut
+from fxsplit.passes import BatchNorm, Cut, Partition
 from fxsplit.passes.schedule import PLANNED, SchedulePlan
+from fxsplit.planner.step.step import SCHEDULES
 from fxsplit.runtime.loss.loss import LossFn
 from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, Schedule, find_schedule
@@ -85,6 +86,7 @@ class CompileOptions:
     deferred_batch_norm: bool = False
     stage_backend: str | None = None
     inference: bool = False
+    best: bool = False
     chunks: Chunks | None = None
     costs: Costs | None = None
     compress: str | None = None
@@ -132,6 +134,9 @@ class CompileOptions:
             hint = suggest(self.recompute, POLICIES)
             raise InputError(f"recompute={show(self.recompute)}: give one of {', '.join(POLICIES)}{hint}")
         check_flag("inference", self.inference)
+        check_flag("best", self.best)
+        if self.best:
+            self._check_best()
         check_flag("deferred_batch_norm", self.deferred_batch_norm)
         if self.inference and (self.planned_schedule, self.stages_per_device) != (PLANNED, None):
             raise InputError(
@@ -149,6 +154,21 @@ class CompileOptions:
         if self.schedule != AUTO:
             self._check_schedule()
 
+    def _check_best(self) -> None:
+        """Raise InputError for an option that `best` cannot be given with."""
+        if self.inference:
+            raise InputError("best=True with inference=True: a step is one of training, so leave one of them out")
+        if self.schedule == AUTO or self.fixed is not None:
+            raise InputError(
+                f"schedule={self.schedule!r} with best=True: the best plan has an order of work of its own, so leave "
+                f"schedule out, or give one of {', '.join(SCHEDULES)}"
+            )
+        if not any(isinstance(step, Partition) for step in self.chain):
+            raise InputError(
+                "best=True plans the stages with the pass partition, which the chain lacks: leave plan= out, or put "
+                "partition into passes="
+            )
+
     def _check_schedule(self) -> None:
         """Raise InputError or ScheduleError for a schedule that cannot run with the other options."""
         if self.fixed is None:
@@ -163,7 +183,9 @@ class CompileOptions:
     @property
     def planned_schedule(self) -> str:
         """The schedule that plans are made for. If none is stated, one is chosen for the plan."""
-        return PLANNED if self.schedule is None else self.schedule
+        # torch.compile makes one function of a stage's backward, which a free order of work would split.
+        usual = SEARCH if self.best and self.stage_backend is None else PLANNED
+        return usual if self.schedule is None else self.schedule
 
     @property
     def planned_recompute(self) -> str:
@@ -184,7 +206,9 @@ class CompileOptions:
 
     def for_inference(self) -> CompileOptions:
         """Return the same options for a plan without backwards."""
-        return replace(self, inference=True, schedule=None, fixed=None, stages_per_device=None, recompute="plan")
+        return replace(
+            self, inference=True, best=False, schedule=None, fixed=None, stages_per_device=None, recompute="plan"
+        )
 
     @cached_property
     def passes(self) -> Chain:
@@ -194,7 +218,9 @@ class CompileOptions:
         """
         chain = self.compressing
         names = [name_pass(step) for step in chain]
-        ordered = self.fixed is None and self.schedule in (None, AUTO, SEARCH, *FROM_TIMES) and not self.inference
+        # The pass partition chooses the order of work of the best plan.
+        open_ = self.fixed is None and not self.inference and not self.best
+        ordered = open_ and self.schedule in (None, AUTO, SEARCH, *FROM_TIMES)
         if ordered and SchedulePlan.name not in names and "emit" in names:
             # torch.compile makes one function of a stage's backward, which cannot be split.
             chosen = SchedulePlan(choose=True, splits=self.stage_backend is None)
@@ -213,16 +239,32 @@ class CompileOptions:
         return next((step.compress for step in self.passes if isinstance(step, Cut)), "")
 
     @property
-    def compressing(self) -> Chain:
-        """The chain, with a pass that compresses cuts if the option `compress` is given."""
-        if self.compress is None:
+    def planning(self) -> Chain:
+        """The chain, with the pass partition for the shortest step if the option `best` is given."""
+        if not self.best:
             return self.chain
-        cuts = [step for step in self.chain if isinstance(step, Cut)]
+        step, usual = next(step for step in self.chain if isinstance(step, Partition)), Partition()
+        chosen = replace(
+            step,
+            objective="step",
+            use_all=False,
+            model="replicated" if step.model == usual.model else step.model,
+            recompute="auto" if step.recompute == usual.recompute else step.recompute,
+        )
+        return self.chain.replace(Partition.name, chosen)
+
+    @property
+    def compressing(self) -> Chain:
+        """The chain for planning, with a pass that compresses cuts if the option `compress` is given."""
+        chain = self.planning
+        if self.compress is None:
+            return chain
+        cuts = [step for step in chain if isinstance(step, Cut)]
         if not cuts:
-            return self.chain.before("augment", Cut(compress=self.compress))
+            return chain.before("augment", Cut(compress=self.compress))
         if any(step.compress not in ("", self.compress) for step in cuts):
             raise InputError(f"compress={self.compress!r}, and a pass {pass_text(cuts[0])}: state one way")
-        return self.chain.replace("cut", *(replace(step, compress=self.compress) for step in cuts))
+        return chain.replace("cut", *(replace(step, compress=self.compress) for step in cuts))
 
     @cached_property
     def ignores_mode(self) -> bool:

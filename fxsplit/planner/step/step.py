@@ -64,6 +64,16 @@ def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock
     """
     _check(task)
     compile_kernels()
+    if isfinite(task.machine.devices[0].memory_bytes):
+        # Often memory is ample. A search that looks at memory takes several times as long, so first try without.
+        plan = _plan_lines(replace(task, machine=task.machine.lift_memory_limits()), chains, states, clock)
+        if not list_short(plan, task.machine):
+            return plan.attach(task.costs, task.machine)
+    return _plan_lines(task, chains, states, clock)
+
+
+def _plan_lines(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan:
+    """Return the plan with the shortest step among lines of stages, within the memory of the task's machine."""
     machine, m = task.machine, task.workload.n_microbatches
     prices = price_ideals(task.costs, chains, machine, task.options.costs)
     most_replicas = len(machine) if task.options.model == "replicated" else 1

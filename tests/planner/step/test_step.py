@@ -205,6 +205,18 @@ def test_a_graph_that_no_device_holds_is_refused_with_a_proof() -> None:
     assert solve(costs, Machine.planned(3, memory_bytes=4.1e6), 4).stages
 
 
+def test_ample_memory_changes_no_plan() -> None:
+    costs = chain(3.0, 1.0, 2.0, 4.0)
+    free = solve(costs, Machine.planned(3, 1e12), 4)
+    ample = solve(costs, Machine.planned(3, 1e12, memory_bytes=1e12), 4)
+    assert ample.stages == free.stages
+    assert (ample.step_ms, ample.step_lower_bound_ms, ample.proof) == (
+        free.step_ms,
+        free.step_lower_bound_ms,
+        free.proof,
+    )
+
+
 def test_memory_that_holds_only_parts_of_the_model_needs_a_pipeline() -> None:
     """Without limits all devices run everything: three nodes of 4 MB, and 5 MB for each device."""
     costs = chain(3.0, 3.0, 3.0, parameter_bytes=10**6)
