@@ -9,7 +9,7 @@ import pytest
 from fxsplit.report.page.story import NextBest, Story, Trial
 from fxsplit.report.page.words import answer_all
 from fxsplit.system.figures import format_bytes, format_ms, format_share
-from tests.report.stories import make_story
+from tests.report.stories import make_story, slow_down
 
 
 def answer(story: Story) -> dict[str, str]:
@@ -25,14 +25,18 @@ def test_every_question_has_an_answer_with_the_figures_of_the_plan() -> None:
     assert "Stage 0 (device0): it is busy for 17.0 ms with each microbatch of 2 rows." in found["slowest"]
     assert "The largest part of its computing is layers.0" in found["slowest"]
     assert "Cut 1, between stages 0 and 1: for each microbatch 1000 B go forward (relu_1)" in found["why"]
-    assert "It is the best possible" in found["best"] and f"{plan.n_states} places" in found["best"]
+    assert "No other split has a faster slowest stage: that is proven" in found["best"]
+    assert f"among {plan.n_states - 2} ways to cut the graph in two" in found["best"]
+    assert "4 microbatches keep the slowest stage busy for 68.0 ms of " in found["best"]
     assert story.simulation is not None and story.measured is not None
     step = story.simulation.step_ms
     assert f"Predicted: {format_ms(step)} for a batch of 4 microbatches of 2 rows" in found["step"]
     assert f"Measured: {format_ms(1.5 * step)}, 50.0 % more than predicted." in found["step"]
     assert f"{format_share(story.simulation.bubble)} of the predicted step (the bubble)" in found["idle"]
     assert "device1 is idle for" in found["idle"] and "because the pipeline fills" in found["idle"]
-    assert "because stage 1 has not made its input yet" in found["idle"]
+    assert "waiting until gradients of stage 1 are computed" in found["idle"]
+    assert "Computing took 1.50 times as long as in the profile" in found["step"]
+    assert "not pay" in found["step"], "one device is predicted to be faster than this"
     fullest = max(plan.stages, key=lambda stage: stage.memory_bytes)
     assert f"It needs at most {format_bytes(fullest.memory_bytes)} of 39.1 KiB" in found["memory"]
     assert found["memory"].startswith("Yes. The fullest is stage ")
@@ -49,7 +53,7 @@ def test_what_is_not_known_is_said() -> None:
     assert found["cut"].startswith("The model is cut into 2 stages")
     assert "was not simulated" in found["step"] and "Measured: not here" in found["step"]
     assert "since the step was not simulated" in found["idle"]
-    assert found["memory"].startswith("No limit is known.")
+    assert found["memory"].startswith("That cannot be said, since the memory of the devices is not known.")
     assert "That was not tried: nobody asked" in found["trials"]
     assert "not known without the profile" in found["layer"]
     assert "no lower bound was proven" in found["best"], "a changed plan is not proven"
@@ -59,10 +63,10 @@ def test_what_is_not_known_is_said() -> None:
 @pytest.mark.parametrize(
     ("best", "said"),
     [
-        (NextBest(1, None), "Without this cut there is no plan."),
-        (NextBest(1, 17.0), "Another cut is as good"),
-        (NextBest(1, 18.7), "its slowest stage takes 18.7 ms, 10.0 % longer."),
-        (NextBest(1, 15.3), "a plan without this cut that is 10.0 % faster"),
+        (NextBest(1, None), "With no cut at this place there is no plan."),
+        (NextBest(1, 17.0), "Another place is as good"),
+        (NextBest(1, 18.7), "the slowest stage of the best other plan takes 18.7 ms, 10.0 % more."),
+        (NextBest(1, 15.3), "has a slowest stage of 15.3 ms, 10.0 % less."),
     ],
 )
 def test_the_next_best_cut(best: NextBest, said: str) -> None:
@@ -72,7 +76,7 @@ def test_the_next_best_cut(best: NextBest, said: str) -> None:
 def test_a_gap_and_too_little_memory() -> None:
     story = make_story()
     plan = replace(story.plan, lower_bound_ms=16.0).prove("bound")
-    assert "At most 6.2 %: no split has a slowest stage below 16.0 ms" in answer(replace(story, plan=plan))["best"]
+    assert "At most 6.2 %: no slowest stage is below 16.0 ms" in answer(replace(story, plan=plan))["best"]
     assert plan.machine is not None
     small = replace(plan.machine, devices=tuple(replace(d, memory_bytes=1000.0) for d in plan.machine.devices))
     assert "No: stage 0 (device0) needs more" in answer(replace(story, plan=replace(plan, machine=small)))["memory"]
@@ -84,7 +88,30 @@ def test_the_best_of_all_trials_must_fit() -> None:
     other = Trial("what if", "all stages recompute", 10.0, 80.0, 0.1)
     story = replace(make_story(), trials=(base, tight, other))
     assert (
-        "The best of all that was tried is all stages recompute: step 80.0 ms, 20.0 % faster" in answer(story)["trials"]
+        "The best of all that was tried is all stages recompute: step 80.0 ms, 20.0 % shorter"
+        in answer(story)["trials"]
     )
     none = Trial("what if", "one more device", note="no plan fits")
     assert "One more device: no plan (no plan fits)." in answer(replace(story, trials=(base, none)))["trials"]
+
+
+def test_a_pipeline_that_is_slower_than_one_device_is_said_to_be() -> None:
+    story = make_story()
+    assert story.measured is not None
+    alone = story.plan.n_microbatches * story.plan.single_ms
+    for factor, pays in ((0.95, True), (1.05, False)):
+        measured = slow_down(story.measured, factor * alone / story.measured.length_ms)
+        said = answer(replace(story, measured=measured))["step"]
+        assert (f"That is longer than the {format_ms(alone)} predicted for one device" in said) != pays
+        assert "Usual reasons: devices that share cores" in said
+
+
+def test_a_plan_for_the_shortest_step_is_judged_by_its_step() -> None:
+    story = make_story()
+    plan = replace(story.plan, step_ms=90.0, step_lower_bound_ms=80.0).prove("bound")
+    found = answer(replace(story, plan=plan))
+    assert found["best"].startswith("At most 12.5 %: no step is below 80.0 ms")
+    assert "the slowest stage busy for" not in found["best"]
+    proven = answer(replace(story, plan=replace(plan, step_lower_bound_ms=90.0).prove("search")))
+    assert proven["best"].startswith("No other plan has a shorter step: that is proven")
+    assert "with which the step becomes shortest" in found["why"]

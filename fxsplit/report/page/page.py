@@ -10,7 +10,7 @@ from typing import Any
 from fxsplit.report.drawing.svg import write_css
 from fxsplit.report.drawing.theme import DARK, LIGHT
 from fxsplit.report.page.data import count_spans, guard_script, write_data
-from fxsplit.report.page.sections import MOST_KEYED, list_sections
+from fxsplit.report.page.sections import MOST_KEYED, TITLES, list_sections
 from fxsplit.report.page.story import Story
 from fxsplit.report.page.words import answer_all
 from fxsplit.report.pictures.graph import fold_for_picture
@@ -38,6 +38,7 @@ def render_page(story: Story) -> str:
             below=below,
             answers=answer_all(story),
             sections=list_sections(story),
+            titles={**{anchor: title.partition(":")[0] for anchor, title in TITLES.items()}, "again": "Make it again"},
             passes=story.passes,
             commands=story.commands,
             versions=story.versions,

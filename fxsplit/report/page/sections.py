@@ -32,11 +32,13 @@ TITLES = {
 """The title of each section by its anchor, in the order of the page. The part before the colon is its link."""
 ABOUT = {
     "stages": "Each bar is the time in which a stage is busy with one microbatch. The red line is the slowest stage, "
-    "which sets the pace. The green line is the lower bound: no split has a faster slowest stage.",
+    "which sets the pace. The green line is the lower bound: no split has a faster slowest stage. If there is only one "
+    "line, the slowest stage is at the bound.",
     "memory": "Each bar is the memory of a stage in its fullest moment, by what fills it. A red line is the limit of "
     "its device, if one is known and near.",
     "graph": "A column is a stage, and a box is a module in it. The bar in a box is its time. Thick lines are the "
-    "values that cross a cut, for each microbatch. Click a box, or unfold modules below, to see their nodes.",
+    "values that cross a cut, for each microbatch, and dashed lines are values that a stage only passes on. Click a "
+    "box, or unfold modules below, to see their nodes.",
     "cuts": "Each dot is a place where the graph can be cut: how much of the work lies before it, and how many bytes "
     "would cross it. Numbered circles are the cuts of this plan. A good cut shares the work evenly and sends few "
     "bytes.",

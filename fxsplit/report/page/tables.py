@@ -46,7 +46,14 @@ def _tell_stages(plan: Plan) -> HtmlTable:
         names = "+".join(plan.device_names[d] for d in stage.devices)
         figures = [format_ms(load.get(kind, 0.0)) for kind in kinds]
         rows.append([f"stage {i}", names, stage.place, *figures, format_ms(stage.load_ms), format_share(idle)])
-    heads = ["stage", "device", "part of the model", *(f">{kind}" for kind in kinds), ">in all", ">idle, at the pace"]
+    heads = [
+        "stage",
+        "device",
+        "part of the model",
+        *(f">{kind}" for kind in kinds),
+        ">in all",
+        ">less than the slowest",
+    ]
     return HtmlTable("Time of each stage for a microbatch", heads, rows)
 
 

@@ -98,7 +98,9 @@ def _say_slowest(story: Story) -> list[str]:
     others = [s.load_ms for i, s in enumerate(plan.stages) if i != number]
     if others:
         even = sum(s.load_ms for s in plan.stages) / len(plan.stages)
-        found.append(f"The other stages take {format_ms(min(others))} to {format_ms(max(others))}.")
+        low, high = format_ms(min(others)), format_ms(max(others))
+        some = f"The other {'stage takes' if len(others) == 1 else 'stages take'}"
+        found.append(f"{some} {low}." if low == high else f"{some} {low} to {high}.")
         found.append(f"If all stages were equal, each would take {format_ms(even)}.")
     return found
 
@@ -112,12 +114,17 @@ def _say_cuts(story: Story) -> list[str]:
     cuts = list_cuts(plan, plan.costs)
     if not cuts:
         return ["There is no cut: one stage has the whole model."]
-    found = ["Each cut is at the place where the slowest stage becomes fastest: work is shared, and few bytes cross."]
+    aim = "the step becomes shortest" if plan.minimised == "step" else "the slowest stage becomes fastest"
+    why = "work is shared, and few bytes cross" if any(cut.transfer_ms for cut in cuts) else TIME_ONLY
+    found = [f"The cuts together are those with which {aim}: {why}."]
     for cut in cuts[:MOST_LISTED]:
         found.append(f"{describe_cut(cut)} {describe_next_best(story, cut.number)}")
     if len(cuts) > MOST_LISTED:
         found.append(f"The table of cuts lists the other {len(cuts) - MOST_LISTED} too.")
     return found
+
+
+TIME_ONLY = "only the work is shared, since transfers count as free: no link has a rate"
 
 
 def describe_cut(cut: Cut) -> str:
@@ -139,34 +146,50 @@ def describe_next_best(story: Story, number: int) -> str:
     """Return a sentence on the best plan without a cut; why it is not known if it is not."""
     known = next((best for best in story.next_best if best.number == number), None)
     if known is None:
-        return "The best plan without this cut was not searched." if story.plan.costs else ""
+        return "The best plan with no cut at this place was not searched." if story.plan.costs else ""
     if known.bottleneck_ms is None:
-        return "Without this cut there is no plan."
+        return "With no cut at this place there is no plan."
     more = known.bottleneck_ms / story.plan.bottleneck_ms - 1.0 if story.plan.bottleneck_ms else 0.0
     if abs(more) < PROVEN:
-        return "Another cut is as good: the best plan without this one has an equally fast slowest stage."
+        return "Another place is as good: the best plan with no cut here has an equally fast slowest stage."
+    ms = format_ms(known.bottleneck_ms)
     if more < 0:
-        return f"The search found a plan without this cut that is {format_share(-more)} faster."
-    return (
-        f"The best plan without this cut is worse: its slowest stage takes {format_ms(known.bottleneck_ms)}, "
-        f"{format_share(more)} longer."
-    )
+        return f"The best plan with no cut here has a slowest stage of {ms}, {format_share(-more)} less."
+    return f"With no cut here, the slowest stage of the best other plan takes {ms}, {format_share(more)} more."
 
 
 def _say_gap(story: Story) -> list[str]:
     plan = story.plan
-    ways = f" among {plan.n_states:,} places where the graph can be cut" if plan.n_states else ""
-    if plan.optimal:
-        return [
-            f"It is the best possible: the planner has proven that no other split has a faster slowest stage{ways}.",
-            "The proof holds for the measured times and for this machine.",
-        ]
     if plan.standing == "not proven" or not isfinite(plan.gap):
         return ["That is not known: no lower bound was proven for this plan. The planner proves one: fxsplit plan."]
-    return [
-        f"At most {format_share(plan.gap)}: no split has a slowest stage below {format_ms(plan.lower_bound_ms)}, and "
-        f"this one takes {format_ms(plan.bottleneck_ms)}{ways}."
-    ]
+    by_step = plan.minimised == "step" and plan.step_ms is not None and plan.step_lower_bound_ms is not None
+    what = "plan has a shorter step" if by_step else "split has a faster slowest stage"
+    if plan.optimal:
+        found = [f"No other {what}: that is proven{_count_ways(plan)}."]
+    else:
+        low, own = plan.lower_bound_ms, plan.bottleneck_ms
+        if by_step:
+            low, own = plan.step_lower_bound_ms or 0.0, plan.step_ms or 0.0
+        share = format_share(own / low - 1.0 if low else inf)
+        least = "step is below" if by_step else "slowest stage is below"
+        found = [
+            f"At most {share}: no {least} {format_ms(low)}{_count_ways(plan)}, and this one takes {format_ms(own)}."
+        ]
+    if not by_step and story.simulation is not None and len(plan.stages) > 1:
+        count, step = plan.n_microbatches, format_ms(story.simulation.step_ms)
+        found.append(
+            f"That says nothing of the whole step, which also fills and empties the pipeline: {count} microbatches "
+            f"keep the slowest stage busy for {format_ms(count * plan.bottleneck_ms)} of {step}."
+        )
+    on = f", on {plan.measured_on}" if plan.measured_on else ""
+    found.append(f"The proof takes the time of each operation as it was measured by itself{on}.")
+    return found
+
+
+def _count_ways(plan: Plan) -> str:
+    """Return among how many ways to cut the graph in two the planner has searched, in words; "" if it is not known."""
+    ways = plan.n_states - 2  # one state has no node, and one has all
+    return f" among {ways:,} ways to cut the graph in two" if ways > 0 else ""
 
 
 def _say_step(story: Story) -> list[str]:
@@ -181,20 +204,43 @@ def _say_step(story: Story) -> list[str]:
         alone = plan.n_microbatches * plan.single_ms
         if alone and ms:
             found.append(
-                f"One device alone would take {format_ms(alone)}: the pipeline is {alone / ms:.2f} times as fast."
+                f"One device alone would take {format_ms(alone)}, as predicted in the same way: the pipeline would be "
+                f"{alone / ms:.2f} times as fast."
             )
     if story.measured is None:
         found.append("Measured: not here. In Python, pipe.report(path, x, target=y) runs a step and shows it too.")
     else:
-        ms = story.measured.length_ms
-        compared = ""
-        if story.simulation is not None and story.simulation.step_ms:
-            compared = f", {describe_change(ms / story.simulation.step_ms - 1.0)} than predicted"
+        ms, predicted = story.measured.length_ms, 0.0 if story.simulation is None else story.simulation.step_ms
+        compared = f", {describe_change(ms / predicted - 1.0)} than predicted" if predicted else ""
         found.append(f"Measured: {format_ms(ms)}{compared}.")
-        if story.simulation is not None and ms > SLOWER * story.simulation.step_ms:
-            found.append(
-                "Usual reasons: devices that share cores or a GPU, a busy machine, or a first step that still warms up."
-            )
+        if predicted and ms > SLOWER * predicted:
+            found += _explain_slow(story)
+    return found
+
+
+def _explain_slow(story: Story) -> list[str]:
+    """Return what the measured step shows about its difference from the predicted one."""
+    simulation, measured, found = story.simulation, story.measured, []
+    if simulation is None or measured is None:
+        return []
+    alone = story.plan.n_microbatches * story.plan.single_ms
+    if alone and measured.length_ms > alone:
+        found.append(
+            f"That is longer than the {format_ms(alone)} predicted for one device: measured here, the pipeline does "
+            "not pay."
+        )
+    devices = len(measured.devices)
+    before = simulation.step_ms * devices * (1.0 - simulation.bubble)
+    now = measured.length_ms * devices * (1.0 - measured.bubble)
+    if before:
+        found.append(
+            f"Computing took {now / before:.2f} times as long as in the profile, where each operation ran by itself, "
+            f"and devices were idle for {format_share(measured.bubble)} (predicted: {format_share(simulation.bubble)})."
+        )
+    if now > SLOWER * before:
+        found.append(
+            "Usual reasons: devices that share cores or a GPU, a busy machine, or a first step that still warms up."
+        )
     return found
 
 
@@ -221,29 +267,30 @@ def _say_idle(story: Story) -> list[str]:
         if not causes:
             found.append(f"{names[device]} is never idle.")
             continue
-        why = "; ".join(
-            f"{format_share(ms / step_ms)} because {_name_cause(cause, idle[device])}" for cause, ms in causes
-        )
+        shares = [f"{format_share(ms / step_ms)} {_name_cause(cause, idle[device])}" for cause, ms in causes]
+        why = "; ".join(shares) if len(shares) > 1 else _name_cause(causes[0][0], idle[device])
         found.append(f"{names[device]} is idle for {format_share(simulation.bubbles[device])} of the step: {why}.")
     if len(by_device) > MOST_LISTED:
         found.append(f"The table of idle time lists the other {len(by_device) - MOST_LISTED} too.")
     if story.measured is not None:
-        found.append(f"In the measured step devices are idle for {format_share(story.measured.bubble)}.")
+        share = format_share(story.measured.bubble)
+        found.append(f"In the measured step devices are idle for {share}. The causes are those of the predicted step.")
     return found
 
 
 def _name_cause(cause: Cause, idle: Sequence[Idle]) -> str:
     """Return a cause in words, with the stage that a device waits for the longest."""
-    waits: dict[int, float] = {}
+    waits: dict[tuple[int, bool], float] = {}
     for time in idle:
-        if time.cause == cause and time.stage is not None:
-            waits[time.stage] = waits.get(time.stage, 0.0) + time.end_ms - time.begin_ms
-    stage = max(waits, key=lambda stage: (waits[stage], -stage), default=None)
-    if stage is None or cause == "launch":
-        return CAUSES[cause]
-    return (
-        f"stage {stage} has not made its input yet" if cause == "stage" else f"a message of stage {stage} is on its way"
-    )
+        if time.cause == cause and time.stage is not None and time.action is not None:
+            key = time.stage, time.stage > time.action.stage
+            waits[key] = waits.get(key, 0.0) + time.end_ms - time.begin_ms
+    longest = max(waits, key=lambda key: (waits[key], -key[0]), default=None)
+    if longest is None or cause == "launch":
+        return f"because {CAUSES[cause]}"
+    stage, later = longest
+    what = f"{'gradients' if later else 'values'} of stage {stage}"
+    return f"waiting until {what} are computed" if cause == "stage" else f"waiting for {what}, which are on their way"
 
 
 def _say_memory(story: Story) -> list[str]:
@@ -257,7 +304,10 @@ def _say_memory(story: Story) -> list[str]:
     elif min(limits, default=inf) < inf:
         found.append(f"Yes. The fullest is {name_stage(plan, fullest)}.")
     else:
-        found.append(f"No limit is known. The fullest is {name_stage(plan, fullest)}.")
+        found.append(
+            f"That cannot be said, since the memory of the devices is not known. The fullest is "
+            f"{name_stage(plan, fullest)}."
+        )
     stage = plan.stages[fullest]
     of = f" of {format_bytes(limits[fullest])} ({format_share(stage.memory_bytes / limits[fullest])})"
     found.append(f"It needs at most {format_bytes(stage.memory_bytes)}{of if limits[fullest] < inf else ''} at once.")
@@ -267,7 +317,11 @@ def _say_memory(story: Story) -> list[str]:
         f"{kind} {format_bytes(size)} ({format_share(size / total)})" for kind, size in kinds if size > LEAST * total
     )
     found.append(f"It is filled by {parts}.")
-    found.append('Activations are what the backward pass needs again; recompute="always" trades them for time.')
+    if kinds and kinds[0][0] == "activations":
+        found.append(
+            'Activations are what the backward needs again. With recompute="always", compile() computes them again '
+            "instead of keeping them, which takes time (see What if)."
+        )
     if story.predicted is not None and story.predicted.memory:
         peaks = ", ".join(
             f"{name} {format_bytes(find_peak(trace))}"
@@ -290,7 +344,7 @@ def compare_trial(trial: Trial, base: Trial | None) -> str:
     more = trial.step_ms / base.step_ms - 1.0
     if abs(more) < 5e-4:
         return f"step {format_ms(trial.step_ms)}, no change"
-    return f"step {format_ms(trial.step_ms)}, {format_share(abs(more))} {'slower' if more > 0 else 'faster'}"
+    return f"step {format_ms(trial.step_ms)}, {format_share(abs(more))} {'longer' if more > 0 else 'shorter'}"
 
 
 def find_base(story: Story) -> Trial | None:
@@ -310,12 +364,15 @@ def _say_trials(story: Story) -> list[str]:
     tried, base = {t.change: t for t in story.list_trials("what if")}, find_base(story)
     if base is None:
         return [f"That was not tried: {story.trials_left_out or 'nothing was planned'}. Give the profile: --profile."]
-    found = [f"Now a step takes {format_ms(base.step_ms or 0.0)}, as predicted for the best plan."]
+    found = [f"All of these are predictions, to be compared with {format_ms(base.step_ms or 0.0)} now."]
     for change, shown in ASKED.items():
         if change in tried:
-            found.append(f"{_begin(shown)}: {compare_trial(tried[change], base)}.")
+            halves = ", if half the rows take half the time" * (change == "half the microbatch")
+            found.append(f"{_begin(shown)}: {compare_trial(tried[change], base)}{halves}.")
         elif change == "twice the bandwidth":
-            found.append("Twice the bandwidth: no change, since links are unlimited or there are none.")
+            one = len(story.plan.stages) == 1
+            free = "there is no cut" if one else "transfers count as free: no link has a rate"
+            found.append(f"Twice the bandwidth: no change, since {free}.")
         else:
             found.append(f"{_begin(change)}: not tried, {story.trials_left_out or 'it does not apply'}.")
     better = [t for t in tried.values() if t.step_ms and base.step_ms and not _is_short(t)]
@@ -348,11 +405,14 @@ def _say_layers(story: Story) -> list[str]:
     return found
 
 
-SAVE = 'Save plan.json with the button at the end of this page, and compile with it: fxsplit.compile(plan="plan.json").'
+SAVE = (
+    "Save plan.json with the button in the section Make it again, and compile your model with it: "
+    'fxsplit.compile(model, devices, plan="plan.json").'
+)
 
 
 def _say_commands(story: Story) -> list[str]:
-    more = "The commands at the end of the page make the plan and this page again."
+    more = "The commands in that section make the plan and this page again. They need the model, and its profile."
     return [SAVE, more] if story.commands else [SAVE]
 
 

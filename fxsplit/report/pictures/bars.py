@@ -74,7 +74,7 @@ def draw_loads(plan: Plan) -> Scene:
         note = f"{format_ms(stage.load_ms)}" + (
             ", the slowest"
             if stage.load_ms == plan.bottleneck_ms
-            else f", idle {format_share(1.0 - stage.load_ms / most)}"
+            else f", {format_share(1.0 - stage.load_ms / most)} less than the slowest"
         )
         _draw_row(scene, plan, number, top, split_load(stage, plan), _Scale(LOADS, most, format_ms), note)
         left = NAMES + MARGIN + WIDTH * stage.load_ms / most
@@ -107,7 +107,11 @@ def draw_memory(plan: Plan, limits: Sequence[float]) -> Scene:
     top = 44.0
     for number, stage in enumerate(plan.stages):
         limit = limits[number] if number < len(limits) else inf
-        of = f" of {format_bytes(limit)}, {format_share(stage.memory_bytes / limit)}" if limit < inf else ", no limit"
+        of = (
+            f" of {format_bytes(limit)}, {format_share(stage.memory_bytes / limit)}"
+            if limit < inf
+            else ", limit not known"
+        )
         kinds = {kind: size for kind, size in stage.memory_kinds.items() if size > 0}
         note = format_bytes(stage.memory_bytes) + of
         _draw_row(scene, plan, number, top, kinds, _Scale(MEMORY, most, format_bytes), note)

@@ -42,9 +42,10 @@ def title_plan(plan: Plan) -> tuple[str, str]:
         f"{format_count(len(plan.stages), 'stage')} on {format_count(devices, 'device')}, {plan.schedule}, "
         f"{format_count(plan.n_microbatches, 'microbatch')}"
     )
-    figures = [f"slowest stage {format_ms(plan.bottleneck_ms)} for a microbatch, {plan.standing}"]
+    of_step = plan.minimised == "step"
+    figures = [f"slowest stage {format_ms(plan.bottleneck_ms)} for a microbatch" + f", {plan.standing}" * (not of_step)]
     if simulation is not None:
-        figures.append(f"step {format_ms(simulation.step_ms)}")
+        figures.append(f"step {format_ms(simulation.step_ms)}" + f", {plan.standing}" * of_step)
         figures.append(f"bubble (idle time of devices) {format_share(simulation.bubble)}")
     return head, "; ".join(figures)
 

@@ -28,7 +28,7 @@ def test_a_report_has_the_model_its_passes_and_a_measured_step(tmp_path: Path) -
     assert [t["title"].partition(",")[2].split()[0] for t in data["timelines"]] == ["predicted", "measured"]
     for step in ("profile", "augment", "order", "partition", "emit", "batch-norm"):
         assert any(text.strip() == step for text in page.texts), step
-    assert "lines added" in page.text and 'costs="profile.json", plan="plan.json"' in page.text
+    assert "of the graph added" in page.text and 'costs="profile.json", plan="plan.json"' in page.text
 
 
 def test_without_a_batch_nothing_is_measured(tmp_path: Path) -> None:
