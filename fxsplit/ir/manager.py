@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from logging import ERROR
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -95,7 +94,7 @@ def run_chain(
             _tell(observers, error, lambda o, e: o.raised(Chain(tuple(steps[number - 1 :])), given, e))  # noqa: B023
             where = f"in pass {pass_text(step)!r} ({number} of {len(steps)}) on {ir.model} in {ir.mode} mode"
             error.add_note(where)
-            emit("passes", "pass_failed", f"{type(error).__name__}: {error} {where}", level=ERROR, model=ir.model)
+            emit("passes", "pass_failed", where, error=error, model=ir.model)
             # A BrokenFact names the pass in its own text, since not every program shows notes.
             if isinstance(error, BrokenFact):
                 error.args = (f"after pass {name_pass(step)!r}: {error}",)

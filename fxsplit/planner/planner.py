@@ -49,7 +49,8 @@ def plan_stages(task: Task, chains: Antichains, states: States, enumerate_again:
     try:
         plan = choose(task, chains, states, clock)
     except PlanError as error:
-        emit("plan", "no_plan", f"no plan: {error}", level=WARNING, error=type(error).__name__)
+        # Not an error: a caller may try several numbers of devices or microbatches.
+        emit("plan", "no_plan", "no plan", error=error, level=WARNING)
         raise
     figures: dict[str, Any] = {"bottleneck_ms": plan.bottleneck_ms, "lower_bound_ms": plan.lower_bound_ms}
     seconds = time.perf_counter() - begin

@@ -26,7 +26,7 @@ from fxsplit.runtime.autograd_node import Backward, LeafNode, PipelineFunction
 from fxsplit.runtime.backends.backend import Backend, JobRequest
 from fxsplit.runtime.job.inputs import JobInputs, Tape
 from fxsplit.runtime.job.job import Job, JobHandle
-from fxsplit.runtime.job.stopwatch import Keep, Stopwatch
+from fxsplit.runtime.job.stopwatch import Stopwatch, Timing
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient
 from fxsplit.runtime.program import Batch, DeferredErrors, Program
@@ -35,6 +35,7 @@ from fxsplit.runtime.stage.streams import hand_over, join_caller, make_caller_wa
 from fxsplit.runtime.stage.weight_versions import Stepper
 from fxsplit.runtime.weight_snapshot import WeightSnapshot
 from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.logs import emit
 from fxsplit.torch_internals.autograd.accumulate import CommitRecord
 from fxsplit.torch_internals.nn.batch_norm import count_as_one_batch
 from fxsplit.torch_internals.random.seeded_calls import lend_draws
@@ -151,17 +152,17 @@ class Engine:
         self._backend.give_up(handle)
 
     @restores_all
-    def forward(self, batch: Batch, keep: Keep | None = None) -> list[Any]:
+    def forward(self, batch: Batch, timing: Timing | None = None) -> list[Any]:
         """Return the outputs of a batch, joined over microbatches. In grad mode they have an autograd node.
 
-        keep: is called after the backward of the batch, with the stopwatches of forward and backward.
+        timing: times the forward and the backward, and is told when the backward has ended.
         """
         program, tensors, rows, *_ = batch
         program.deferred_errors.raise_arrived()
         # This job runs only forwards. A later backward is a job of its own, and takes over the tape.
         job_inputs = JobInputs(cut_packets(batch), kv_caches=batch.kv_caches)
         schedule = program.pass_forward(len(rows))
-        watch = None if keep is None else Stopwatch(schedule)
+        watch = None if timing is None else timing.start(schedule)
         with self._take_turn_to_copy(program), self._backend.meet(JobRequest("forward", batch, schedule)) as session:
             with count_as_one_batch(program.noted):
                 job = Job(program, schedule, job_inputs, watch=watch, channels=session.channels, seed=session.seed)
@@ -174,8 +175,7 @@ class Engine:
         if not any(wanted):
             return outputs
         nodes = self._make_leaf_nodes(program)
-        measured = None if keep is None or watch is None else (watch, keep)
-        backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch), measured)
+        backward = self._make_backward(batch, meanings, nodes, job_inputs.tape, WeightSnapshot(batch), timing)
         # torch warns if a leaf's gradient comes from another device's node. A view has a node on the leaf's device.
         inputs = [t.view_as(t) if t.is_leaf else t for t in tensors if t.requires_grad]
         tied = [node.value for node in nodes]
@@ -251,12 +251,11 @@ class Engine:
         nodes: Sequence[LeafNode],
         tape: Tape,
         then: WeightSnapshot,
-        measured: tuple[Stopwatch, Keep] | None,
+        timing: Timing | None,
     ) -> Backward:
         """Return the pipelined backward of a forward, for the autograd node.
 
         The node keeps the engine alive until autograd drops the node.
-        measured: the stopwatch of the forward, and the function that gets both stopwatches; None: nothing is timed.
         """
         program, tensors, rows, *_ = batch
         trained = program.list_trained()
@@ -276,13 +275,10 @@ class Engine:
             for (stage, m), saved in tape.items():
                 if isinstance(saved, SavedForBackward) and (stage or m == len(rows) - 1):
                     refuse_kept(saved)
-            columns = [
-                [None] * len(rows) if g is None else split_gradient(g, rows, meaning)
-                for g, meaning in zip(gradients, meanings, strict=True)
-            ]
+            columns = split_gradients(gradients, rows, meanings)
             job_inputs = JobInputs(seeds=lambda m: [column[m] for column in columns], trained=trained, tape=tape)
             schedule = program.pass_backward(len(rows))
-            watch = None if measured is None else Stopwatch(schedule)
+            watch = None if timing is None else timing.start(schedule)
             try:
                 with self._take_turn(), self._backend.meet(JobRequest("backward", batch, schedule)) as session:
                     job = Job(program, schedule, job_inputs, watch=watch, channels=session.channels, seed=session.seed)
@@ -293,14 +289,16 @@ class Engine:
                         session.run(job)
                     session.finish(job)
                     sums = session.take_sums(job)
-            except RuntimeError as error:
-                then.explain(error)
+            except Exception as error:
+                if isinstance(error, RuntimeError):
+                    then.explain(error)
+                emit("faults", "backward_failed", "a backward has failed", error=error)
                 raise
             finally:
                 spent = True
                 tape.clear()
-            if measured is not None and watch is not None:
-                measured[1]([measured[0], watch])
+            if timing is not None:
+                timing.end()
             of_inputs = join_returned(job, batch)
             # Autograd takes all results as made on one stream, but each stage's node has its own: pass tokens.
             tokens = join_caller(devices)
@@ -308,6 +306,16 @@ class Engine:
             return [*of_inputs, *of_leaves]
 
         return backward
+
+
+def split_gradients(
+    gradients: Sequence[Tensor | None], rows: Sequence[int], meanings: Sequence[OutputKind]
+) -> list[list[Tensor | None]]:
+    """Return the gradient of each output, split into the gradients of the microbatches' outputs."""
+    return [
+        [None] * len(rows) if gradient is None else [*split_gradient(gradient, rows, meaning)]
+        for gradient, meaning in zip(gradients, meanings, strict=True)
+    ]
 
 
 def cut_packets(batch: Batch) -> list[Packet]:

@@ -1,9 +1,11 @@
-"""Log records: the logger `fxsplit`, with a child logger for each kind of record.
+"""Log records of Python's logging, and two ways to see them that need no set-up.
 
-    emit("plan", ...) -> logger fxsplit.planner.plan -> handlers of the program; standard error and JSON lines if asked
+    emit("plan", ...) --> logger fxsplit.planner.plan, for the handlers of the program
+                     `--> standard error, if FXSPLIT_LOGS asks for it
+                     `--> a file of JSON lines for each rank, if FXSPLIT_LOGS_JSON asks for it
 
-Without FXSPLIT_LOGS and FXSPLIT_LOGS_JSON in the environment, records go only to the handlers of the program. A record
-is made when something is compiled, planned, saved or loaded, and when something fails. A training step makes none.
+The three ways are independent: the variables change no logger. A record is made when something is compiled, planned,
+saved or loaded, and when something fails. A training step makes none.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import logging
 import os
 import re
 import sys
+import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from fxsplit.errors import InputError, suggest
+from fxsplit.system.figures import replace_infinite
 from fxsplit.system.files import explain_unwritable, make_folder
 from fxsplit.system.user_lines import warn_user
 
@@ -42,19 +48,41 @@ LOGGERS: Mapping[str, str] = {
 LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
 """The level for each sign before a name in FXSPLIT_LOGS, as in TORCH_LOGS."""
 
-STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
-"""The attributes that every log record has. The other attributes of a record are the fields given to `emit`."""
 
+def emit(
+    kind: Kind, event: str, message: str, *, error: BaseException | None = None, level: int | None = None, **fields: Any
+) -> None:
+    """Log a record. Never raises an error of a handler, of a filter or of `error` itself: it is printed instead.
 
-def emit(kind: Kind, event: str, message: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Send a record to the logger of its kind.
-
-    event: a short name that programs can compare, such as "plan" or "plan_failed".
-    fields: further attributes of the record. They are written to JSON lines.
+    event: a short name that programs can compare, such as "plan" or "no_plan".
+    error: its type and text are added to the message. The level is then ERROR.
+    level: of logging (default: INFO).
+    fields: the figures of the event, for JSON lines and for handlers, which find them in `record.fxsplit`.
     """
-    logger = logging.getLogger(LOGGERS[kind])
-    if logger.isEnabledFor(level):
-        logger.log(level, "%s", message, extra={"event": event, **fields}, stacklevel=2)
+    level = level or (logging.INFO if error is None else logging.ERROR)
+    try:
+        logger = logging.getLogger(LOGGERS[kind])
+        chosen = _settings.find_level(kind) <= level
+        if not (chosen or logger.isEnabledFor(level)):
+            return
+        if error is not None:
+            message = f"{message}: {describe_error(error)}"
+        if chosen:
+            _settings.show(logger.name, level, message, {**fields, "event": event})
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", message, extra={"fxsplit": {**fields, "event": event}}, stacklevel=2)
+    except Exception:
+        # As logging itself does. Standard error may be closed.
+        with suppress(Exception):
+            traceback.print_exc()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error, also if its text cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:
+        return f"{type(error).__name__} (its text raises {type(other).__name__})"
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -72,78 +100,60 @@ def parse_levels(text: str) -> dict[str, int]:
     return found
 
 
-def apply_settings(levels: Mapping[str, int], folder: str | os.PathLike[str] | None = None) -> None:
-    """Show the records of these names, from these levels on, on standard error, and write records to a folder.
+class Settings:
+    """The records that the environment asks for.
 
-    The settings replace all earlier ones. If there is a folder and no level, the folder gets all records from INFO on,
-    and standard error gets none. Raises FileError for a folder that cannot be written to.
-    """
-    lines = None if folder is None else JsonLines(folder)
-    top = logging.getLogger(LOGGERS["all"])
-    for handler in [h for h in top.handlers if isinstance(h, (Console, JsonLines))]:
-        top.removeHandler(handler)
-    for name in LOGGERS.values():
-        logging.getLogger(name).setLevel(logging.NOTSET)
-    for name, level in (levels or ({"all": logging.INFO} if lines else {})).items():
-        logging.getLogger(LOGGERS[name]).setLevel(level)
-    if levels:
-        top.addHandler(Console())
-    if lines is not None:
-        top.addHandler(lines)
+    levels: names of LOGGERS with the levels from which on their records are shown. Others are not shown.
+    folder: a folder for JSON lines, in `rank-N.jsonl`; a process that is no rank writes to `rank-0.jsonl`. If there is
+        no level, the folder gets all records from INFO on, and standard error gets none.
 
-
-class Console(logging.StreamHandler[Any]):
-    """Prints records on the standard error of the moment: a notebook or a test may replace `sys.stderr`."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s [%(name)s] %(message)s"))
-
-    @property
-    def stream(self) -> Any:
-        """The present standard error."""
-        return sys.stderr
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to print a record. If the program's own handler prints the record too, do not."""
-        printed = [h for h in logging.getLogger().handlers if getattr(h, "stream", None) in (sys.stdout, sys.stderr)]
-        return not any(record.levelno >= h.level for h in printed) and bool(super().filter(record))
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record. If there are several ranks, the line begins with the rank."""
-        rank = find_rank()
-        return f"{'' if rank is None else f'[rank {rank}] '}{super().format(record)}"
-
-
-class JsonLines(logging.Handler):
-    """Appends each record to the file `rank-N.jsonl` of a folder, as one line of JSON.
-
-    A line has rank, time (seconds since 1970), level, logger, event, message and the fields of the record. A process
-    that is no rank writes to `rank-0.jsonl`. Raises FileError if the folder cannot be made or written to.
+    Raises FileError for a folder that cannot be made or written to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self._folder = Path(folder).absolute()  # the program may change its current folder later
-        make_folder(self._folder)
-        if not os.access(self._folder, os.W_OK):
-            raise explain_unwritable(f"cannot write to {str(self._folder)!r}", PermissionError(13, "Permission denied"))
+    def __init__(self, levels: Mapping[str, int], folder: str | os.PathLike[str] | None = None) -> None:
+        self._prints = bool(levels)
+        chosen = {LOGGERS[name]: level for name, level in (levels or ({"all": logging.INFO} if folder else {})).items()}
+        # The most exact name decides: fxsplit.planner.plan, then fxsplit.planner, then fxsplit.
+        lines = {kind: name.split(".") for kind, name in LOGGERS.items()}
+        names = {kind: [".".join(parts[:n]) for n in range(len(parts), 0, -1)] for kind, parts in lines.items()}
+        never = logging.CRITICAL + 1
+        self._levels = {
+            kind: next((chosen[name] for name in own if name in chosen), never) for kind, own in names.items()
+        }
+        self._folder = None if folder is None else Path(folder).absolute()  # the current folder may change
+        self._broken = False
+        if self._folder is not None:
+            make_folder(self._folder)
+            if not os.access(self._folder, os.W_OK):
+                denied = PermissionError(13, "Permission denied")
+                raise explain_unwritable(f"cannot write to {str(self._folder)!r}", denied)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record. An error is printed on standard error, as by all handlers of logging."""
+    def find_level(self, kind: Kind) -> int:
+        """Return the level from which on records of a kind are shown."""
+        return self._levels[kind]
+
+    def show(self, logger: str, level: int, message: str, fields: Mapping[str, Any]) -> None:
+        """Print a record on standard error, and write it to the folder."""
+        rank, now = find_rank(), time.time()
+        if self._folder is not None:
+            line = {"rank": rank or 0, "time": now, "level": logging.getLevelName(level), "logger": logger}
+            self._write(self._folder / f"rank-{rank or 0}.jsonl", {**fields, **line, "message": message})
+        if self._prints and sys.stderr is not None:
+            when = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d}"
+            who = "" if rank is None else f"[rank {rank}] "
+            print(f"{who}{when} {logging.getLevelName(level)} [{logger}] {message}", file=sys.stderr)
+
+    def _write(self, path: Path, line: Mapping[str, Any]) -> None:
+        """Append a line of JSON to a file."""
+        text = json.dumps(replace_infinite(line), default=str, allow_nan=False)
+        content = f"{chr(10) * self._broken}{text}\n".encode()
+        # One write to the end of the file: lines stay whole even if several processes write.
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            rank = find_rank() or 0
-            line: dict[str, object] = {"rank": rank, "time": record.created, "level": record.levelname}
-            line |= {"logger": record.name, "event": None, "message": record.getMessage()}
-            line |= {name: value for name, value in vars(record).items() if name not in STANDARD}
-            # One write to the end of the file: lines stay whole even if several processes write.
-            file = os.open(self._folder / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                os.write(file, f"{json.dumps(line, default=str)}\n".encode())
-            finally:
-                os.close(file)
-        except Exception:
-            self.handleError(record)
+            # A full disk may take only a part. The next line then begins on a line of its own.
+            self._broken = os.write(file, content) < len(content)
+        finally:
+            os.close(file)
 
 
 def find_rank() -> int | None:
@@ -155,17 +165,22 @@ def find_rank() -> int | None:
     return int(stated) if stated.isdecimal() else None
 
 
+def apply_settings(levels: Mapping[str, int], folder: str | os.PathLike[str] | None = None) -> None:
+    """Show the records that `Settings(levels, folder)` chooses, in place of all others."""
+    global _settings
+    _settings = Settings(levels, folder)
+
+
 def read_environment() -> None:
     """Apply the environment variables. A wrong setting is only a warning, so that the program still runs."""
-    folder = os.environ.get(FOLDER) or None
+    folder = os.environ.get(FOLDER, "").strip() or None
     try:
-        levels = parse_levels(os.environ.get(SETTINGS, ""))
-        if levels or folder:
-            apply_settings(levels, folder)
+        apply_settings(parse_levels(os.environ.get(SETTINGS, "")), folder)
     except InputError as error:
         warn_user(f"no logs are shown: {SETTINGS}={os.environ.get(SETTINGS, '')!r}, {FOLDER}={folder!r}: {error}")
 
 
+_settings = Settings({})
 # Without any handler, Python itself would print records of level WARNING and above.
 logging.getLogger(LOGGERS["all"]).addHandler(logging.NullHandler())
 read_environment()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import FileError, FxsplitWarning, InputError
-from fxsplit.system.logs import LOGGERS, Console, JsonLines, apply_settings, emit, parse_levels, read_environment
+from fxsplit.system.logs import LOGGERS, apply_settings, emit, parse_levels, read_environment
 from tests.support.models import FAST, Mlp
 from tests.support.ranks import ranks
 
@@ -89,11 +91,32 @@ def test_failures_are_errors(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no such graph"):
         fxsplit.compile(Mlp(), 1, example_inputs=torch.randn(8, 8), passes=[refuse])
-    job, failed = read(tmp_path)
-    assert (job["event"], job["level"], job["logger"]) == ("job_failed", "ERROR", "fxsplit.runtime.faults")
-    assert job["message"].startswith("StageError: index out of range in self (in stage 0 of 1")
+    forward, failed, compiled = read(tmp_path)
+    assert (forward["event"], forward["level"], forward["logger"]) == (
+        "forward_failed",
+        "ERROR",
+        "fxsplit.runtime.faults",
+    )
+    assert "has failed: StageError: index out of range in self (in stage 0 of 1" in forward["message"]
     assert failed["event"] == "pass_failed"
-    assert failed["message"].startswith("ValueError: no such graph in pass 'refuse' (1 of 2) on Mlp")
+    assert failed["message"] == "in pass 'refuse' (1 of 2) on Mlp in train mode: ValueError: no such graph"
+    assert compiled["event"] == "compile_for_failed"
+
+
+def test_a_hook_that_fails_in_a_step_or_backward_is_a_fault(tmp_path: Path) -> None:
+    apply_settings({"faults": logging.ERROR}, tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with fxsplit.compile(model, 2, example_inputs=x, loss_fn=nn.functional.mse_loss, passes=FAST) as pipe:
+        next(model.parameters()).register_hook(lambda gradient: gradient + 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.step(x, target=x)
+        model[1].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe(x).sum().backward()
+    events = [line["event"] for line in read(tmp_path)]
+    assert events[0] == "step_failed"
+    assert events[1] == "backward_failed"
 
 
 def fail_on_the_second(rank: int, n: int, folder: str) -> None:
@@ -113,7 +136,7 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path: Path) -> None:
         lines = read(tmp_path, rank)
         assert {line["rank"] for line in lines} == {rank}
         (fault,) = [line for line in lines if line["event"] == "rank_failed"]
-        assert fault["error_rank"] == 1
+        assert fault["failed_rank"] == 1
         assert "ZeroDivisionError" in fault["message"]
 
 
@@ -156,33 +179,35 @@ def test_settings_choose_records(setting: str, shown: list[str], capsys: pytest.
     assert all(" INFO [fxsplit." in line or " DEBUG [fxsplit." in line for line in lines)
 
 
-def test_a_later_setting_replaces_the_earlier_one(capsys: pytest.CaptureFixture[str]) -> None:
-    apply_settings({"all": logging.DEBUG})
-    apply_settings({"plan": logging.INFO})
-    emit("plan", "plan", "once")
-    emit("passes", "pass", "never")
-    assert capsys.readouterr().err.count("\n") == 1
-    assert logging.getLogger("fxsplit").level == logging.NOTSET
-
-
-def test_a_record_is_printed_once_if_the_program_prints_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    apply_settings({"plan": logging.INFO})
-    own, root = logging.StreamHandler(sys.stderr), logging.getLogger()
-    root.addHandler(own)
+def test_settings_and_the_programs_own_handlers_do_not_touch_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, logger = logging.FileHandler(tmp_path / "own.log"), logging.getLogger("fxsplit")
+    logger.addHandler(own)
+    logger.setLevel(logging.WARNING)
     try:
-        emit("plan", "plan", "once")
-        own.setLevel(logging.ERROR)
-        emit("plan", "plan", "by fxsplit")
+        apply_settings({"plan": logging.INFO})
+        emit("plan", "plan", "shown")
+        emit("passes", "pass", "not shown")
+        emit("plan", "no_plan", "both", level=logging.WARNING)
+        logging.config.dictConfig({"version": 1})  # it disables all loggers
+        emit("plan", "plan", "shown too")
+        assert logger.level == logging.WARNING
     finally:
-        root.removeHandler(own)
-    assert [line.split("] ")[-1] for line in capsys.readouterr().err.splitlines()] == ["once", "by fxsplit"]
+        logger.removeHandler(own)
+        logger.setLevel(logging.NOTSET)
+        for name in LOGGERS.values():
+            logging.getLogger(name).disabled = False
+        own.close()
+    assert [line.split("] ")[-1] for line in capsys.readouterr().err.splitlines()] == ["shown", "both", "shown too"]
+    assert (tmp_path / "own.log").read_text() == "both\n"
 
 
 def test_a_program_sees_records_through_logging(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fxsplit"):
         emit("plan", "plan", "2 stages", bottleneck_ms=1.5)
     (record,) = caplog.records
-    assert record.__dict__["bottleneck_ms"] == 1.5
+    assert record.__dict__["fxsplit"] == {"bottleneck_ms": 1.5, "event": "plan"}
     assert record.filename == "test_logs.py"
 
 
@@ -196,7 +221,7 @@ def test_a_wrong_setting_of_the_environment_is_a_warning(wrong: str, monkeypatch
     monkeypatch.setenv("FXSPLIT_LOGS", wrong)
     with pytest.warns(FxsplitWarning, match=r"no logs are shown: FXSPLIT_LOGS='.*'.*there are no logs called"):
         read_environment()
-    assert not [h for h in logging.getLogger("fxsplit").handlers if isinstance(h, (Console, JsonLines))]
+    emit("plan", "plan", "2 stages")
 
 
 def test_the_environment_is_read(
@@ -231,3 +256,71 @@ def test_each_kind_of_record_is_in_a_room() -> None:
     """A logger is named after the room whose code makes the record."""
     rooms = {name.split(".")[1] for name in LOGGERS.values() if "." in name}
     assert all((Path(fxsplit.__file__).parent / room).is_dir() for room in rooms)
+
+
+class Unsayable(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def refuse(record: logging.LogRecord) -> bool:
+    raise OSError("the collector is down")
+
+
+def test_no_error_of_logging_reaches_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, factory = logging.getLogger("fxsplit"), logging.getLogRecordFactory()
+
+    def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = factory(*args, **kwargs)
+        record.fxsplit = None
+        return record
+
+    logger.setLevel(logging.INFO)
+    try:
+        logging.getLogger(LOGGERS["plan"]).addFilter(refuse)
+        emit("plan", "plan", "2 stages")
+        logging.setLogRecordFactory(make)
+        emit("passes", "pass", "partition")
+    finally:
+        logging.setLogRecordFactory(factory)
+        logging.getLogger(LOGGERS["plan"]).removeFilter(refuse)
+        logger.setLevel(logging.NOTSET)
+    said = capsys.readouterr().err
+    assert "OSError: the collector is down" in said
+    assert "Attempt to overwrite" in said
+
+
+def test_an_error_without_a_text_is_named(tmp_path: Path) -> None:
+    apply_settings({}, tmp_path)
+    emit("faults", "step_failed", "the step has failed", error=Unsayable())
+    (line,) = read(tmp_path)
+    assert line["message"] == "the step has failed: Unsayable (its text raises RuntimeError)"
+
+
+def test_a_closed_standard_error_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply_settings({"all": logging.INFO})
+    for stream in (None, open(os.devnull, "w")):  # noqa: SIM115
+        if stream is not None:
+            stream.close()
+        monkeypatch.setattr(sys, "stderr", stream)
+        emit("plan", "plan", "2 stages")
+
+
+def test_lines_are_json_also_for_odd_figures_and_after_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_settings({}, tmp_path)
+    emit("plan", "plan", "2 stages", gap=float("nan"), noted={"best": float("inf")}, rank="?", time="?")
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, content: write(file, content[:10]))
+        emit("plan", "plan", "cut off")
+    emit("plan", "plan", "whole")
+    first, cut, last = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+    assert len(cut) == 10
+    assert json.loads(last)["message"] == "whole"
+    found = json.loads(first)
+    assert (found["gap"], found["noted"], found["rank"]) == (None, {"best": None}, 0)
+    assert found["time"] > 0

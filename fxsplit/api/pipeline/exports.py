@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fxsplit.api.to_torch import TorchStages
-    from fxsplit.runtime.job.stopwatch import Keep
+    from fxsplit.runtime.job.stopwatch import Timing
     from fxsplit.runtime.program import Program
 
 
@@ -35,17 +35,17 @@ class WithExports(WithWeights):
         call of the pipeline, and at `track(None)` and `close()`. An error of `to` is a warning, and training goes on.
         Each call replaces the tracker before. Raises InputError for another `to` or `every`.
         """
-        made = None if to is None else Tracker(to, every)
-        self.deliver_figures()
-        self._tracker = made
+        before, self._tracker = self._tracker, None if to is None else Tracker(to, every)
+        if before is not None:
+            before.deliver()
 
     def deliver_figures(self) -> None:
         """Report the batches that have ended to the tracker, if there is one."""
         if self._tracker is not None:
             self._tracker.deliver()
 
-    def track_batch(self, program: Program) -> Keep | None:
-        """Return the function that keeps the stopwatches of the next training batch; None if it is not to be timed."""
+    def track_batch(self, program: Program) -> Timing | None:
+        """Return the timing of a training batch that begins; None without a tracker."""
         return None if self._tracker is None else self._tracker.begin(program)
 
     @property

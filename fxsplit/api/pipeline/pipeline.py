@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from fxsplit.api.compiler.compiled import Compiled
 from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
+from fxsplit.api.pipeline.act_together import act_together
 from fxsplit.api.pipeline.exports import WithExports
 from fxsplit.api.pipeline.from_ir import compile_ir
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
@@ -67,26 +67,6 @@ from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import disable_gradients, refuse_foreign_modes
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import leave_uncompiled
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def act_together(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method of a pipeline: an interrupt always ends it, and all ranks raise the first error of any rank."""
-
-    @wraps(method)
-    def acting(*args: P.args, **kwargs: P.kwargs) -> R:
-        pipeline: Any = args[0]
-        compile_group = pipeline.compiler.compile_group
-        if compile_group is None:
-            return method(*args, **kwargs)
-        # A step limits its time, with all its waiting for other ranks.
-        timeout_s: Any = kwargs.get("timeout_s")
-        with compile_group.world.watch(timeout_s, firm=timeout_s is not None):
-            return method(*args, **kwargs)
-
-    return lose_no_interrupt(acting)
 
 
 class Pipeline(Shown, WithExports):
@@ -221,16 +201,16 @@ class Pipeline(Shown, WithExports):
     @restores_all
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, computed microbatch by microbatch; differentiable."""
-        self.deliver_figures()
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
+        self.deliver_figures()
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
         if never:
             self._warn_of_no_gradients(program.detached)
         trains = torch.is_grad_enabled() and not never
-        keep = self.track_batch(program) if trains else None
+        timing = self.track_batch(program) if trains else None
         with disable_gradients() if never else nullcontext():
-            return program.build_result(engine.forward(batch, keep))
+            return program.build_result(engine.forward(batch, timing))
 
     @leave_uncompiled
     def stream(self, batches: Iterable[Any]) -> Stream:
@@ -338,11 +318,11 @@ class Pipeline(Shown, WithExports):
         try:
             found = self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
                                timeout_s=timeout_s)  # fmt: skip
+            self.deliver_figures()
+            return found
         except BaseException as error:
             commit.note_on(error)
             raise
-        self.deliver_figures()
-        return found
 
     @leave_uncompiled
     @act_together
@@ -392,13 +372,13 @@ class Pipeline(Shown, WithExports):
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         engine = self._engine or self._start_engine(batch.program)
-        keep = self.track_batch(batch.program)
-        watch = None if keep is None else Stopwatch(batch.program.schedule(len(batch.rows)))
+        timing = self.track_batch(batch.program)
+        watch = None if timing is None else timing.start(batch.program.schedule(len(batch.rows)))
         found = engine.step(
             batch, loss, keep_outputs=keep_outputs, stepper=stepper, watch=watch, commit=commit, timeout_s=timeout_s
         )
-        if keep is not None and watch is not None:
-            keep([watch])
+        if timing is not None:
+            timing.end()
         if losses is not None:
             losses += loss.list_losses()
         return found
@@ -499,10 +479,12 @@ class Pipeline(Shown, WithExports):
         The threads also end with the last reference to the pipeline.
         """
         self._closed = True
-        self.deliver_figures()
-        self.finish_saving()
-        if self._engine is not None:
-            self._engine.close()
+        try:
+            self.deliver_figures()
+        finally:
+            self.finish_saving()
+            if self._engine is not None:
+                self._engine.close()
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return a call as a batch that is ready to run. Compiles if there is no program for the call."""

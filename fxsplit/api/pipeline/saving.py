@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from logging import ERROR
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -65,8 +64,7 @@ class Saving:
         if self._error is None:
             emit("checkpoints", "saved", f"saved {path!r} in {seconds:.3f} s", path=path, seconds=seconds)
         else:
-            what = f"{path!r} was not saved: {type(self._error).__name__}: {self._error}"
-            emit("checkpoints", "save_failed", what, level=ERROR, path=path, seconds=seconds)
+            emit("checkpoints", "save_failed", f"{path!r} was not saved", error=self._error, path=path, seconds=seconds)
 
     def start(self) -> None:
         """Begin to write, after the checkpoints that were begun before."""

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from logging import ERROR
 from queue import SimpleQueue
 
 import torch
@@ -30,7 +29,6 @@ from fxsplit.runtime.job.job import GRACE_S, Job, JobHandle
 from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.runtime.stage.streams import DeviceStream, make_caller_wait, make_stream, mark_caller
 from fxsplit.system.interrupts import raise_lost_interrupt
-from fxsplit.system.logs import emit
 from fxsplit.torch_internals.autograd.accumulate import CommitRecord, accumulate
 from fxsplit.torch_internals.autograd.leaves import mute
 from fxsplit.torch_internals.autograd.sums import Sums
@@ -142,7 +140,6 @@ class ThreadBackend:
         job = handle.job
         with lend_draws(), restore_after(handle.give_up):
             if not self._wait(handle, math.inf if timeout_s is None else timeout_s):
-                emit("faults", "timeout", f"a step takes longer than {timeout_s:g} s", level=ERROR, timeout_s=timeout_s)
                 raise StepTimeout(
                     f"the step takes longer than timeout_s={timeout_s:g}:\n{self.get_status().describe()}\n"
                     "No gradient has changed. The pipeline can be used again when these actions are over"
@@ -153,7 +150,6 @@ class ThreadBackend:
             raise ClosedError("another thread has stopped this job: call the pipeline again")
         if (error := job.take_error()) is not None:
             try:
-                emit("faults", "job_failed", f"{type(error).__name__}: {error}", level=ERROR)
                 raise error
             finally:
                 # This frame is in the error's traceback, and must not refer to the error.

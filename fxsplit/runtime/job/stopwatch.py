@@ -54,8 +54,28 @@ class Stopwatch:
         return Timeline(f"{self.schedule.name}, measured", devices, tuple(rows))
 
 
-Keep = Callable[[Sequence[Stopwatch]], None]
-"""A function that keeps the stopwatches of a training batch after its last job: a step, or forward and backward."""
+class Timing:
+    """Times the jobs of one training batch: a step, or a forward and a backward.
+
+    is_timed: whether to time them. Otherwise only the end of the batch is told.
+    tell: is called with the stopwatches after the last job.
+    """
+
+    def __init__(self, tell: Callable[[Sequence[Stopwatch]], None], *, is_timed: bool) -> None:
+        self._tell = tell
+        self._is_timed = is_timed
+        self._watches: list[Stopwatch] = []
+
+    def start(self, schedule: Schedule) -> Stopwatch | None:
+        """Return the stopwatch of a job that runs a schedule; None if it is not timed."""
+        if not self._is_timed:
+            return None
+        self._watches.append(Stopwatch(schedule))
+        return self._watches[-1]
+
+    def end(self) -> None:
+        """Tell that the last job has ended."""
+        self._tell(self._watches)
 
 
 def _measure_ms(first: float, clock: Instant | None, time: Any) -> float:

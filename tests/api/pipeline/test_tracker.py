@@ -43,12 +43,10 @@ NAMES = {"fxsplit/step_ms", "fxsplit/predicted_step_ms", "fxsplit/bubble", "fxsp
 x, y = torch.randn(8, 8), torch.randn(8, 8)
 
 
-def check_figures(figures: dict[str, float], pipe: fxsplit.Pipeline) -> None:
-    assert set(figures) == NAMES
+def check_figures(figures: dict[str, float]) -> None:
     busy = figures["fxsplit/stage_0_ms"] + figures["fxsplit/stage_1_ms"]
     assert figures["fxsplit/bubble"] == pytest.approx(1.0 - busy / (2 * figures["fxsplit/step_ms"]))
     assert 0.0 < busy <= 2 * figures["fxsplit/step_ms"]
-    assert figures["fxsplit/predicted_step_ms"] == pipe.plan.step_ms
 
 
 def test_steps_are_reported_when_they_are_over() -> None:
@@ -59,8 +57,21 @@ def test_steps_are_reported_when_they_are_over() -> None:
             pipe.step(x, target=y)
             assert [number for number, _ in seen.rows] == list(range(1, done + 2, 3))
     for _, figures in seen.rows:
-        check_figures(figures, pipe)
+        check_figures(figures)
+        assert set(figures) == NAMES
+        assert figures["fxsplit/predicted_step_ms"] == pipe.plan.step_ms
     assert seen.threads == {threading.current_thread()}
+
+
+def test_the_predicted_step_is_that_of_the_batch() -> None:
+    seen = Seen()
+    with make_pipe() as pipe:
+        pipe.track(seen)
+        with pytest.warns(FxsplitWarning, match="is cut into 2 microbatches"):
+            pipe.step(x[:2], target=y[:2])
+        _, predicted = pipe.trace(x[:2], target=y[:2])
+    ((_, figures),) = seen.rows
+    assert figures["fxsplit/predicted_step_ms"] == predicted.length_ms
 
 
 def test_a_forward_with_its_backward_is_reported_at_the_next_call() -> None:
@@ -81,8 +92,75 @@ def test_a_forward_with_its_backward_is_reported_at_the_next_call() -> None:
         pipe.close()
     assert [number for number, _ in seen.rows] == [1, 2]
     for _, figures in seen.rows:
-        check_figures(figures, pipe)
+        check_figures(figures)
+        assert set(figures) == NAMES - {"fxsplit/predicted_step_ms"}
     assert seen.threads == {threading.current_thread()}
+
+
+def test_evaluation_without_no_grad_uses_up_no_numbers() -> None:
+    seen = Seen()
+    with make_pipe() as pipe:
+        pipe.track(seen, every=2)
+        for _ in range(2):
+            pipe(x)
+            pipe.step(x, target=y)
+        first, second = pipe(x), pipe(x)
+        second.sum().backward()
+        first.sum().backward()
+    assert [number for number, _ in seen.rows] == [1, 3, 4]
+
+
+def test_a_tracker_may_call_the_pipeline() -> None:
+    numbers: list[int] = []
+
+    def train(figures: Mapping[str, float], number: int) -> None:
+        numbers.append(number)
+        pipe(x).sum().backward()
+        pipe.step(x, target=y)
+
+    with make_pipe() as pipe:
+        pipe.track(train, every=1)
+        pipe.step(x, target=y)
+        assert numbers == [1]
+        pipe.track(None)
+    assert numbers == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["step", "close", "end"])
+def test_an_interrupt_of_the_tracker_leaves_nothing_open(how: str) -> None:
+    def stop(figures: Mapping[str, float], number: int) -> None:
+        raise KeyboardInterrupt
+
+    pipe = make_pipe()
+    pipe.track(stop)
+    if how == "step":
+        with pytest.raises(KeyboardInterrupt) as caught:
+            pipe.step(x, target=y)
+        assert any("gradients" in note for note in caught.value.__notes__)
+        pipe.close()
+    else:
+        pipe(x).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            pipe.close() if how == "close" else pipe.track(None)
+        pipe.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fxsplit-worker")]
+
+
+def test_devices_without_work_are_idle() -> None:
+    seen = Seen()
+    torch.manual_seed(0)
+    chain = FAST.replace("partition", "partition{model=replicated}")
+    with fxsplit.compile(
+        nn.Linear(8, 8), 3, example_inputs=x, passes=chain, n_microbatches=6, loss_fn=F.mse_loss
+    ) as pipe:
+        assert pipe.plan.stages[0].devices == (0, 1, 2)
+        pipe.track(seen)
+        with pytest.warns(FxsplitWarning, match="is cut into 2 microbatches"):
+            pipe.step(x[:2], target=y[:2])
+    ((_, figures),) = seen.rows
+    share = figures["fxsplit/stage_0_ms"] / (3 * figures["fxsplit/step_ms"])
+    assert figures["fxsplit/bubble"] == pytest.approx(1 - share)
+    assert figures["fxsplit/bubble"] > 1 / 3
 
 
 @pytest.mark.parametrize("how", ["step", "backward"])
@@ -128,7 +206,7 @@ def test_an_error_of_the_tracker_is_a_warning(recwarn: pytest.WarningsRecorder) 
 
     with make_pipe() as pipe:
         pipe.track(lost)
-        with pytest.warns(FxsplitWarning, match=r"batch 1 were not tracked \(ConnectionError: the server is gone\)"):
+        with pytest.warns(FxsplitWarning, match=r"a batch were not tracked \(ConnectionError: the server is gone\)"):
             loss = pipe.step(x, target=y)
         assert loss == pytest.approx(F.mse_loss(pipe.model(x), y).item())
         assert all(p.grad is not None for p in pipe.parameters())
@@ -147,7 +225,7 @@ def test_a_step_that_fails_is_not_reported() -> None:
         with pytest.raises(ValueError, match="too large"):
             pipe.step(x, target=torch.full((8, 8), 1000.0))
         pipe.step(x, target=y)
-    assert [number for number, _ in seen.rows] == [2]
+    assert [number for number, _ in seen.rows] == [1]
 
 
 @pytest.mark.parametrize(

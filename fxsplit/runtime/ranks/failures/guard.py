@@ -261,7 +261,7 @@ class FaultGuard:
         self.is_broken = True
         self._break_waits()
         first = own if fault is None else fault
-        emit("faults", "rank_failed", f"rank {first.rank} has failed: {first}", level=ERROR, error_rank=first.rank)
+        emit("faults", "rank_failed", f"rank {first.rank} has failed: {first}", level=ERROR, failed_rank=first.rank)
         return fault
 
     def _break_waits(self) -> None:
