@@ -158,7 +158,7 @@ class Profile:
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:
-    """Yield what the known costs are searched for: name, inputs, signature and result of each operator."""
+    """Yield the name, inputs, signature and result of each operator, by which its known cost is found."""
     for node in ir.gm.graph.nodes:
         if node.name in signatures:
             inputs = [read.name for read in node.all_input_nodes]
@@ -223,10 +223,9 @@ def _fit_launches(
 def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], R], *, trains: bool
 ) -> R:
-    """Call `run` in a thread like a worker's and return the times that it measures.
+    """Call `run` in a thread like a worker's and return the times that it measures. Then restore the model's state.
 
-    Restore the state of the model after it.
-    `run` gets a function to call in each of its `turns`, which reports progress. Without `trains` it runs without
+    `run` gets a function that reports progress, to call in each of its `turns`. Without `trains` it runs without
     gradients.
     """
     # Timing runs real operators, so restore all state afterwards. It needs gradients in any mode of the caller.
