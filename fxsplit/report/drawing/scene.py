@@ -57,7 +57,10 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Label:
-    """One line of text; `x` is its start, middle or end, and `y` its base line. `mono` is for names in code."""
+    """One line of text. `x` is its start, middle or end, as `anchor` says, and `y` its base line.
+
+    `mono` sets it in a monospaced font, for names in code.
+    """
 
     x: float
     y: float
@@ -105,14 +108,14 @@ def move(shape: Shape, x: float, y: float) -> Shape:
 
 
 def measure(text: str, size: float = NORMAL, *, mono: bool = False) -> float:
-    """Return the width of a line of text in pixels, nearly."""
+    """Return the approximate width of a line of text in pixels."""
     return len(text) * size * (MONO_WIDTH if mono else SANS_WIDTH)
 
 
 def fit(text: str, width: float, size: float = NORMAL, *, mono: bool = False) -> str:
     """Return a text that is at most `width` pixels wide; its beginning is cut off if it is longer.
 
-    Paths of modules differ at their ends. Of a run, `a .. b`, each end keeps its own.
+    Paths of modules differ at their ends, so the end is kept. In `a .. b` the beginning of each path is cut off.
     """
     most = int(width / (size * (MONO_WIDTH if mono else SANS_WIDTH)))
     if len(text) <= most:
@@ -125,7 +128,7 @@ def fit(text: str, width: float, size: float = NORMAL, *, mono: bool = False) ->
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text without its beginning, if it has more than `most` characters; cut at a dot if one is near."""
+    """Return the end of a text that has more than `most` characters, from a dot on if one is near."""
     if len(text) <= most:
         return text
     if most < 3:

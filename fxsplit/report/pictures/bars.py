@@ -127,7 +127,7 @@ def _begin(name: str, title: str, shown: str) -> Scene:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The kinds of parts that bars have, the amount that is as wide as the picture, and amounts in words."""
+    """The kinds of parts in a bar, the amount that a bar of full width shows, and the function that formats amounts."""
 
     kinds: Sequence[Part]
     most: float
