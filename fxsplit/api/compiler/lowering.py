@@ -1,4 +1,4 @@
-"""Lower a model and a call to a program.
+"""Lower a model and a call to a program, which the runtime can run.
 
 model + call --capture_model--> graph --lower: state facts, run the passes--> stages --build_program--> Program
 
@@ -221,7 +221,7 @@ def build_program(
 
 
 def list_joined(captured: IR, stages: Stages) -> tuple[OutputKind, ...]:
-    """Return how the microbatches of each output of the last stage are joined."""
+    """Return how each output of the last stage is joined from the outputs of microbatches."""
     # The graph may return a value twice, and constants besides, but the last stage returns each value once. Positions
     # tell them apart, not names, since a pass may have renamed a node.
     places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]
