@@ -46,6 +46,7 @@ COMMANDS = [
     ["explain", "PROFILE", "--devices", "2"], ["simulate", "--devices", "16", "--n-microbatches", "256"],
 ]  # fmt: skip
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
+"""The kinds of faults, by the first words of their texts."""
 WATCHDOG_S = 120
 FIRST_S = 30.0
 CALL_S = 5.0

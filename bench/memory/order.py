@@ -1,4 +1,4 @@
-"""Let one device run as far ahead as the schedule allows: in this order it holds most.
+"""Let one device run as far ahead as the schedule allows: in this order it holds the most memory.
 
 A sent message occupies its sender's memory until the receiver takes it, and that moment depends on the speed of both.
 So every other device begins an action only while the first device waits for a message.

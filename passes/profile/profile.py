@@ -204,7 +204,8 @@ def _fit_launches(
 ) -> dict[str, Measured]:
     """Return the times of the signatures in `measured`, with launches that add up to those of the whole graph.
 
-    Each node's launch was measured in a call of its own, which takes longer than its share of a call for a whole stage.
+    Each node's launch was measured in a call of its own. This takes longer than the node's share of a call for a whole
+    stage.
     nodes: the signatures of all nodes.
     launches: the launch times of the whole graph. They may include waits for the device, so they only shorten the
         launch of a node, and never lengthen it.

@@ -509,7 +509,7 @@ class Compiler:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
-        """Return the observers of the passes for the present mode and these inputs: the user's, and those for files."""
+        """Return the observers of passes for these inputs: for dumps and reproducers, and the user's own."""
         if not self.options.observed:
             return []
         self._folder = self._folder or DumpFolder(self.options.dump)
