@@ -44,7 +44,7 @@ CLOSE = 1e-6
 
 
 class Row(NamedTuple):
-    """The steps of one case, in ms.
+    """The steps of one case, in ms, the number of ideals of its graph, and the seconds of processor time to plan it.
 
     - `usual`: of the plan with the smallest bottleneck on all devices under 1F1B, one for each of MODELS
     - `best_usual`: the best of such plans on one to all devices, under 1F1B, GPipe or ZB-H1

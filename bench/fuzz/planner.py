@@ -38,9 +38,9 @@ MODELS = ("forwarded", "overlapped", "direct", "replicated")
 class Case:
     """A case for the planner: the graph, the machine, all options, and limits that steer the search into its branches.
 
-    `small` is the number of ideals up to which the planner looks at pairs of ideals. `most` has two limits on
-    configurations times states, without and with limited memory. Above the limit, the planner leaves only the last
-    devices idle.
+    `pins` has the device of a node, and `keep` has sets of nodes that stay together. `small` is the number of ideals up
+    to which the planner looks at pairs of ideals. `most` has two limits on configurations times states, without and
+    with limited memory. Above the limit, the planner leaves only the last devices idle.
     """
 
     costs: Costs

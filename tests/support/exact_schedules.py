@@ -4,8 +4,8 @@ A device runs one action at a time. Microbatches keep their order in each stage 
 the orders of the devices decide everything: a link's messages leave in the order in which one device makes them.
 
 - `try_all_orders` runs every order of every device. Up to about 10^5 of them are quick.
-- `find_optimum` adds one action after another, in order of their begins, and drops what cannot be better: a partial
-  schedule with the same actions done as another one and nothing earlier, or one that cannot end before a known step.
+- `find_optimum` adds one action after another, in order of their begins. It drops a partial schedule if another one has
+  done the same actions and is nowhere later, or if it cannot end before a known step.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class Compiled:
     captured: the graph.
     final: the IR after the last pass.
     costs: the measured costs, which `final` no longer has.
+    validity: checks whether the graph still is the model.
     found_count: the number of microbatches that a search chose; None without a search.
     moves_weights: whether a weight lies on another device than in the other mode's program, so that the other mode must
         be compiled again.

@@ -144,7 +144,10 @@ class Compiler:
         return Batch(program, tensors, divided, compiled.python_state.read_numbers(arguments))
 
     def _divide(self, compiled: Compiled, rows: int) -> list[int]:
-        """Return the rows of each microbatch of a batch. Raises InputError for too few, or for another branch."""
+        """Return the rows of each microbatch of a batch of `rows` rows.
+
+        Raises InputError for too few rows, or for microbatches for which forward() would take another branch.
+        """
         count = compiled.adapt_candidate(self.options, rows).n_microbatches
         self._say_fewer(rows, count)
         divided = divide_rows(rows, count)

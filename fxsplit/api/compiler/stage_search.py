@@ -43,6 +43,7 @@ class FoundStages:
 class StageSearch:
     """A model in its present mode, to be compiled for a call with `rows` rows.
 
+    capture_rows: captures the model for microbatches. pin: adds pins to the captured graph.
     like: the record of an earlier compile, for the other mode, for other shapes, or for calls with other arguments.
     same_way: whether `like` is for calls with the same arguments, up to their shapes.
     others: all existing programs; their weights stay on their stages.

@@ -49,7 +49,8 @@ Key = tuple[str, str]
 class Trial:
     """One call of a model that is run in several ways, and how its loss and outputs follow from its microbatches.
 
-    `weight` is the weight of this pipeline's loss among pipelines side by side.
+    batch: the call as the pipeline runs it. meanings: how each output is joined from those of microbatches. objective:
+    the loss. weight: the weight of this pipeline's loss among pipelines side by side.
     """
 
     call: Call

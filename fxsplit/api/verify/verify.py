@@ -3,10 +3,10 @@
 The pipeline and the model train for two steps on one batch. A difference is an error if it is much larger than the
 effect of rounding the model's weights. If parts of the model compute in a coarser dtype, its rounding is allowed too.
 
-  model --copy--> unsplit    on the whole batch             \
-          copy--> unsplit    on microbatches                 > outputs, gradients, buffers -> Tally -> Verification
-          copy--> shaken     on microbatches: the rounding  /
-          copy--> pipeline   on microbatches               /
+  model --copy--> unsplit    on the whole batch ------------+
+        --copy--> unsplit    on microbatches ---------------+--> outputs, gradients, buffers -> Tally -> Verification
+        --copy--> shaken     on microbatches: the rounding -+
+        --copy--> pipeline   on microbatches ---------------+
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Scene: the shapes of a picture, in pixels from the top left, before they become SVG or an image.
 
 A shape names a role, such as "ink" or "stage 2", and a theme has the colour of each role. So one scene is drawn light,
-dark, and in the page of a report.
+dark, and in the page of a report:
+
+    Scene --+-- svg.py, with a theme or with the page's colours --> SVG
+            +-- files.py, with a theme and matplotlib ------------> PNG, PDF
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ MONO_WIDTH, SANS_WIDTH = 0.602, 0.56
 class Box:
     """A rectangle. `key` names the thing that it shows, for programs; `hint` says the same to people who point at it.
 
-    `edge` is the role of its border, empty for none.
+    `fill` is the role of its area, and `edge` that of its border, empty for none. `round` is the radius of its corners.
     """
 
     x: float

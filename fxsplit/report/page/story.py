@@ -49,7 +49,8 @@ class NextBest:
 class CutCurve:
     """Places where the graph can be cut: the share of the work before each, from 0 to 1, and the bytes that cross it.
 
-    `n_places` counts all places. If they are many, `shares` and `sent_bytes` leave out places with more bytes.
+    `n_places` counts all places, and the two ends of the graph. If places are many, `shares` and `sent_bytes` leave out
+    places with more bytes than others beside them.
     """
 
     shares: tuple[float, ...]
@@ -78,6 +79,7 @@ class Story:
 
     - `model` is the name of the model's class; empty if it is not known
     - `simulation` is the predicted step, with `predicted` as its timeline; `measured` is the timeline of a real step
+    - `curve` has the places for cuts, and `next_best` the best plan without each cut
     - `notes` are the layer and the line in the source of each node, such as `Linear(...) @ net.py:12`
     - `trials_left_out` says why trials are missing, such as that time was over
     - `commands` reproduce the plan and the page, and `plan_json` is the file of the plan
