@@ -137,7 +137,7 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
         priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
     same = [s.load_ms for s in priced] == [s.load_ms for s in plan.stages] and made.single_ms == plan.single_ms
-    # The bound of other costs is no bound of these.
+    # A bound for other costs is no bound for these.
     if not same:
         return replace(made, lower_bound_ms=0.0, n_states=0)
     return replace(made, step_ms=plan.step_ms, step_lower_bound_ms=plan.step_lower_bound_ms).prove(plan.proof)

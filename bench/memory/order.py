@@ -52,7 +52,7 @@ class RunAhead:
 
         def note_wait(inboxes: Inboxes, device: int, action: Action) -> Message:
             with self._turn:
-                # A message that was sent before is taken at once, and no other device moves for it.
+                # A message that was sent before is taken at once, so no other device need run for it.
                 if device == self._device and action not in self._sent:
                     self._awaited = action
                     self._turn.notify_all()

@@ -381,7 +381,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments)
         for count, plan in plans:
             used = sum(len(stage.devices) for stage in plan.stages)
             step_ms = plan.step_ms or 0.0
-            # Of this batch on one device.
+            # The speed-up over one device that runs the same batch.
             faster = plan.n_microbatches * plan.single_ms / step_ms if step_ms else inf
             figures = f"{step_ms:.4f}", f"{faster:.2f}", plan.standing.removeprefix("gap ")
             rows.append((count, *figures, len(plan.stages), used))

@@ -306,7 +306,7 @@ class _Referee:
                         ready = np.maximum(ready, head[F, s, m])
                     left = done <= m
                     low = np.where(left, np.maximum(low, ready + x.tails[op, s, m]), low)
-                    # Heads are ends from here on; of what is done, none.
+                    # From here on `head` holds when an operation ends, or 0 if it is done.
                     before = np.where(left, ready + x.times[op][s], before)
                     head[op, s, m] = np.where(left, before, 0.0)
         return low

@@ -415,7 +415,7 @@ class Compiler:
 
     @contextmanager
     def _log_compile(self, mode: Mode, reason: str | None) -> Iterator[None]:
-        """Log the compile in the block. reason: why the model, which was compiled before, is compiled again."""
+        """Log the compile in the block. reason: why the model is compiled again; None for its first compile."""
         name, begin = type(self.model).__name__, time.perf_counter()
         if reason is not None:
             message = f"compile {name} again: {reason}"

@@ -125,7 +125,7 @@ def list_facts(
     """
     pins = captured.get(Pins)
     if others:
-        # In this order: a weight cannot move, and the user's pins held when the weights were placed.
+        # The later pins win: a weight cannot move, and the user's pins held when the weights were placed.
         pins = Pins.join([pins or Pins({}), pin_weights(captured, others)])
     # The same call as in `fxsplit.plan`, so that both return the same plan.
     machine, workload = candidate.scheduler.lay_out(

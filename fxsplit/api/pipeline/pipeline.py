@@ -81,7 +81,7 @@ def act_together(method: Callable[P, R]) -> Callable[P, R]:
         compile_group = pipeline.compiler.compile_group
         if compile_group is None:
             return method(*args, **kwargs)
-        # A step limits its time, with all its waiting for other ranks.
+        # The time limit of a step includes all waiting for other ranks.
         timeout_s: Any = kwargs.get("timeout_s")
         with compile_group.world.watch(timeout_s, firm=timeout_s is not None):
             return method(*args, **kwargs)
