@@ -31,7 +31,7 @@ class Tracker:
     """Times every N-th training batch of a pipeline, and reports its figures.
 
     to: a function of (figures, number of the batch), a `SummaryWriter`, or a logger of Lightning.
-    every: 10 times the batches 1, 11, 21 and so on.
+    every: N. With 10, batches 1, 11, 21 and so on are timed.
     Raises InputError for another `to` or `every`.
     """
 
