@@ -63,7 +63,7 @@ def note(benchmark: BenchmarkFixture, work: str, plan: Plan, **more: Any) -> Non
 @pytest.mark.skipif(not WORKLOADS, reason="FXSPLIT_PROFILES names no folder with dnn_partitioning/*.json")
 @pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: str(path.stem))
 def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
-    """Model A on the file's own devices: states and solution, after reading."""
+    """Plan under the cost model `direct` on the file's own devices; reading the file does not count."""
     profile = read(path)
     machine = build_machine(profile, None, None)
     options = Options(model="direct", free=True, use_all=False)
@@ -78,7 +78,7 @@ def test_dnn_partitioning(benchmark: BenchmarkFixture, path: Path) -> None:
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: str(path.stem))
 def test_pipedream(benchmark: BenchmarkFixture, path: Path, devices: int) -> None:
-    """Model C under PipeDream's own defaults: every device used, traffic between stages free, 1e9 bytes/s."""
+    """Plan under the cost model `replicated` and PipeDream's defaults: all devices, free traffic, 1e9 bytes/s."""
     costs = read(path).costs
     machine = Machine.planned(devices, 1e9)
 
@@ -97,7 +97,7 @@ def lattice(name: str) -> tuple[Costs, Antichains, States]:
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-    """Plan under model B on a traced network, at 10 GB/s, with at most as many devices as blocks."""
+    """Plan a traced network under the cost model `forwarded`, at 10 GB/s; devices idle if there are too few blocks."""
     costs, chains, _ = lattice(name)
     machine = Machine.planned(devices, 1e10)
     options = Options(use_all=devices <= len(chains.blocks))
@@ -111,7 +111,7 @@ def test_order_and_partition(benchmark: BenchmarkFixture, name: str, devices: in
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("name", choose(["resnet50", "resnet101", "densenet121"], NETWORKS))
 def test_beside_the_paper(benchmark: BenchmarkFixture, name: str, devices: int) -> None:
-    """Compare the same states, cost model and optimum in one run; neither time includes building the plan."""
+    """Search the same states under the same cost model, by both planners; neither time includes building the plan."""
     costs, chains, states = lattice(name)
     machine = Machine.planned(devices, 1e9)
     below = subsets(chains)
@@ -146,7 +146,7 @@ def test_transformer(benchmark: BenchmarkFixture) -> None:
 
 
 def test_beyond_the_cap(benchmark: BenchmarkFixture) -> None:
-    """Plan the same transformer with a cap on its ideals: min cuts, one order along them, and a gap."""
+    """Plan the same transformer with a cap on its ideals: only ideals along minimum cuts, and a gap."""
     costs = transformer(LAYERS)
     machine = Machine.planned(16, 25e9)
 

@@ -1,7 +1,7 @@
-"""Compare the costs that models without weights are given, operator by operator, with measured costs.
+"""Compare two profiles of a model: without weights, from shapes, and with weights, measured in steps.
 
-*regret* says how much slower the bottleneck of the plan from shapes is than the bottleneck of the best plan, both by
-the measured costs.
+Without weights each operator is timed by itself. *regret* says how much slower the bottleneck of the plan from shapes
+is than the bottleneck of the best plan, both by the measured costs.
 """
 
 from __future__ import annotations

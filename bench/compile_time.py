@@ -36,7 +36,7 @@ from fxsplit.system.progress import listen
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 
 EXPORTS, EXTRA_S, BATCHES = 2.5, 2.0, 4.0
-"""Limits of a compile, besides its profile: so much times an export, or so much times a batch and some seconds."""
+"""A compile without its profile may take EXPORTS times an export, or EXTRA_S seconds and BATCHES times a batch."""
 LONG_S = 2.0
 """A batch that takes longer is not run twice."""
 TOKENS = 1000
@@ -194,7 +194,7 @@ def _run_apart(part: str, name: str) -> dict[str, Any]:
 
 
 def run_part(part: str, case: Case) -> dict[str, Any]:
-    """Return the figures of one part: "static" or "free" for an export, "batch", or "compile"."""
+    """Return the figures of one part: an export with "static" or "free" sizes, a "batch", or a "compile"."""
     _load_code()
     torch.manual_seed(0)
     model, inputs = case.make()

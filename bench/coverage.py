@@ -41,7 +41,11 @@ STEPS = ("traced", "planned", "run", "equal")
 
 @dataclass(frozen=True)
 class Row:
-    """How far one model came, and the reason if it came no further."""
+    """How far one model came, and the reason if it came no further.
+
+    `reached` is the last of STEPS that it reached, or "none". `largest` is the largest relative difference from the
+    unsplit model, which was compared in `dtype`.
+    """
 
     name: str
     reached: str

@@ -46,6 +46,7 @@ COMMANDS = [
     ["explain", "PROFILE", "--devices", "2"], ["simulate", "--devices", "16", "--n-microbatches", "256"],
 ]  # fmt: skip
 KINDS = ("lost", "changed", "runs on", "poisoned", "hung")
+"""The kinds of faults, by the first words of their texts."""
 WATCHDOG_S = 120
 FIRST_S = 30.0
 CALL_S = 5.0
@@ -152,7 +153,10 @@ def interrupt_first(counts: Count, stride: int, count: int | None, seed: int) ->
 
 
 def check_again(begin: float, slow_s: float = FIRST_S) -> list[str]:
-    """Return the faults of a second compile, after the first compile of the process was interrupted since `begin`."""
+    """Return the faults after a process's first compile was interrupted: it hung, or a second compile is wrong.
+
+    begin: the time of time.monotonic() from which on `slow_s` seconds were allowed.
+    """
     faults = [f"hung for {s:.1f} s" for s in (time.monotonic() - begin,) if s > slow_s]
     scene = make_scene("compile")
     set_gradients(scene)

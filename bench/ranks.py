@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 -m bench.ranks empty --microbatches 64 --rounds 10
 
-All take turns, so that they meet the same load. An action is a forward or a backward of one stage on one microbatch.
+The four take turns, so that they meet the same load. An action is a forward or backward of one stage on one microbatch.
 
 Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 4000000000. Otherwise glibc returns the memory of freed
 gradients to the system in every step of one of the four, and earlier allocations decide which one.

@@ -1,6 +1,6 @@
 """Write the IRs of popular models as text, read them back without torch's graph, and plan from the text.
 
-python -m bench.round_trip --suite torchvision --suite hugging_face --nodes 2000   # prints a table
+python -m bench.round_trip --suite torchvision --suite hugging_face --parameters 1e7   # prints a table
 
 Every IR from the capture to the emitted stages must come out byte for byte, the plan from the text must be the plan of
 the captured graph, and the graph that is read and put on its model must compute the same. Needs torchvision, timm or
@@ -87,7 +87,7 @@ def compare(ir: IR, text: str, model: nn.Module) -> str:
 
 
 def root_of(ir: IR) -> nn.Module:
-    """Return what the graph calls: a front end may hold constants of its own, which the user's model lacks."""
+    """Return the module that the graph calls: it may hold a front end's constants, which the user's model lacks."""
     return ir.gm
 
 

@@ -1,4 +1,4 @@
-"""Searched schedules beside named ones: idle time, how far from optimal, and how slow links are absorbed.
+"""Searched schedules beside named ones: idle time, gap to the optimum, and how much a slow link lengthens a step.
 
 python -m bench.schedule_search                    # the tables of bench/README.md, on the models of bench.zero_bubble
 python -m bench.schedule_search --picture idle.svg # one of them under 1F1B, ZBVZeroBubble and search, as a picture
@@ -81,7 +81,7 @@ def slow_down(times: Times, one: Instance, latency_ms: float) -> Times:
 
 
 def tabulate_latency(one: Instance, seed: int) -> Iterator[str]:
-    """Yield the rows of a table: the step with one slow link over the step without, in ms more."""
+    """Yield the rows of a table: the step with one slow link in ms, and how much longer it is than without latency."""
     named = (("1F1B", 1), ("ZB-H1", 1), ("ZBVZeroBubble", 2))
     heads = [*(name for name, _ in named), "search, 1x", "its bound", "search, 2x", "its bound"]
     yield f"| latency ms | {' | '.join(heads)} |"

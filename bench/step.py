@@ -44,10 +44,10 @@ CLOSE = 1e-6
 
 
 class Row(NamedTuple):
-    """The steps of one case, in ms.
+    """The steps of one case, in ms, the number of ideals of its graph, and the seconds of processor time to plan it.
 
-    - `usual`: of the plans with the smallest bottleneck on all devices under 1F1B, by cost model
-    - `best_usual`: the best of these plans on up to so many devices, under 1F1B, GPipe and ZB-H1
+    - `usual`: of the plan with the smallest bottleneck on all devices under 1F1B, one for each of MODELS
+    - `best_usual`: the best of such plans on one to all devices, under 1F1B, GPipe or ZB-H1
     - `plan`: the plan for the shortest step, None if none fits
     """
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=inf, help="default: unlimited")
     parser.add_argument("--small", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first small graph")
-    parser.add_argument("--orders", type=int, default=30_000, help="lines with more orders run named schedules only")
+    parser.add_argument("--orders", type=int, default=30_000, help="of plans with more orders of work, try named ones")
     arguments = parser.parse_args()
     if arguments.small:
         for line in count_small(arguments.small, arguments.first, arguments.orders):

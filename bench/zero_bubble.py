@@ -2,10 +2,12 @@
 
 python -m bench.zero_bubble      # prints the table of bench/README.md, with torch's schedules made in the same run
 
-A rank's activations under 1F1B are one microbatch's in the first rank's whole share of the model, times the ranks.
+Memory is a share of what the first rank holds under 1F1B: the activations of its part of the model, for as many
+microbatches as there are ranks.
 
-The times are those of one rank's share for one microbatch, in microseconds, of the authors of zero bubble schedules (Qi
-et al. 2023; github.com/sail-sg/zero-bubble-pipeline-parallelism, branch arxiv, efficiency.py).
+The times are those of one rank's part of the model for one microbatch, in microseconds, as the authors of zero bubble
+schedules have measured them (Qi et al. 2023; github.com/sail-sg/zero-bubble-pipeline-parallelism, branch arxiv,
+efficiency.py).
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from tests.support.torch_schedules import make_theirs
 
 
 class Instance(NamedTuple):
-    """Ranks, microbatches, the times of a forward, an input gradient, a weight gradient and a transfer in us, and the
-    hidden size and the attention heads of the model.
+    """A model on a number of ranks, with `batch` microbatches.
+
+    The times in us are of a forward, an input gradient (`backward`), a weight gradient and a transfer. `hidden` is the
+    hidden size, and `heads` the number of attention heads.
     """
 
     ranks: int
@@ -62,7 +66,7 @@ SEQUENCE = 1024
 
 
 def make_times(one: Instance, each: int) -> Times:
-    """Return the times of equal stages, `each` of them a rank, in ms."""
+    """Return the times of equal stages in ms; each rank has `each` of them."""
     n = each * one.ranks
     forward, backward, weight = (us / 1000 / each for us in (one.forward, one.backward, one.weight))
     hops = [one.transfer / 1000] * n
@@ -72,7 +76,8 @@ def make_times(one: Instance, each: int) -> Times:
 def count_kept(one: Instance) -> float:
     """Return the share of a layer's activations that only weight gradients free; input gradients free the rest.
 
-    A layer of a transformer keeps 34 h + 5 a s bytes a token (Korthikanti et al. 2022), 32 h of them for weights.
+    A layer of a transformer keeps 34 h + 5 a s bytes for each token (Korthikanti et al. 2022), of which 32 h are for
+    the gradients of weights. Here h is the hidden size, a the number of heads, and s the number of tokens in a sample.
     """
     return 32 * one.hidden / (34 * one.hidden + 5 * one.heads * SEQUENCE)
 

@@ -58,7 +58,7 @@ _HOME = {
 
 
 _FILES = {cls: file for file, cls in _HOME.values()} | {"TakePlan": "read_plan"}
-"""The file of each class. TakePlan holds a plan of compile(plan=), and has no text."""
+"""The file of each class. TakePlan holds the plan of compile(plan=), and has no name in chains."""
 
 
 class _Passes(Mapping[str, Any]):

@@ -1,4 +1,9 @@
-"""augment: enumerate the ideals of the graph, named by their augmented antichains; learns Antichains.
+"""augment: enumerate the ideals of the graph, which are the places where it can be cut; learns Antichains.
+
+An *ideal* is a set of nodes that contains every node that its nodes read, so a stage may end after it:
+
+    graph:  a -> b -> d      ideals:  {}  {a}  {a b}  {a c}  {a b c}  {a b c d}
+            a -> c -> d
 
 The first pass of planning: `profile` measured the costs, `order` then sums them over the ideals, and `partition` cuts.
 """
@@ -21,10 +26,11 @@ from fxsplit.planner.lattice.lattice import enumerate_ideals
 class Augment:
     """Enumerate every ideal, at most `max_states`.
 
-    If the devices are interchangeable, nodes without cost first join a neighbour. This needs fewer ideals, and loses no
-    plan that `partition` would not recover. `free` announces partition{free=true}, which takes the devices in any
-    order. If there would be too many ideals, light nodes join the nodes they follow, or only one topological order is
-    enumerated. The plan then has a gap instead of a proof.
+    - If the devices are interchangeable, nodes without cost first join a neighbour, so that there are fewer ideals. If
+      this may lose the best plan, `partition` enumerates again without joining.
+    - `free` says that partition{free=true} follows, so that stages take the devices in any order.
+    - If there would be too many ideals, light nodes join the nodes that they follow, or only the ideals of one
+      topological order are enumerated. The plan is then not proven optimal. It has a gap to a lower bound instead.
     """
 
     max_states: int = 1_000_000

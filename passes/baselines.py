@@ -1,6 +1,6 @@
 """even, greedy: split the order of the graph as people do by hand, to compare the exact planner with.
 
-They need no states: `profile,even,emit`.
+Each takes the place of augment, order and partition in a chain: `profile,even,emit`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def list_places(costs: Costs) -> list[int]:
 
 
 def cut_at(ir: IR, cuts: Sequence[int]) -> Plan:
-    """Return the plan of the stages between positions in the order of the graph.
+    """Return the plan with a stage of the nodes between each two neighbours in `cuts`, positions in graph order.
 
     Raises PlanError if there are pins, which these splits do not look at.
     """

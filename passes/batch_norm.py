@@ -2,7 +2,8 @@
 
 The last pass of a chain. Without it, each microbatch updates the running statistics when it passes the layer, as in the
 unsplit model. That is wrong in two cases: the statistics must change once per batch, or several devices run the stage
-at the same time, so that microbatches pass in no fixed order.
+at the same time, so that microbatches pass in no fixed order. Statistics are *deferred* if the layer only records those
+of each microbatch, and updates the running ones at the end of the batch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fxsplit.ir.graph import IR
 class Pin:
     """Keep the submodule or node `module` on device `device`: `pin{module=layer1,device=0},profile,...`.
 
-    It runs anywhere before `augment`. Raises ChainError for options that name nothing.
+    The pass may stand anywhere before `augment`. Raises ChainError for an empty name or a negative device.
     """
 
     module: str = ""
@@ -40,7 +40,7 @@ class Pin:
 class Together:
     """Keep nodes, or all nodes of submodules, in one stage: `profile,together{nodes=[layer1,layer2]},augment,...`.
 
-    Raises ChainError for fewer than two names, unless the one is a submodule.
+    Raises ChainError without names.
     """
 
     nodes: tuple[str, ...] = ()

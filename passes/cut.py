@@ -22,8 +22,8 @@ class Cut:
     `at` is "anywhere"; "modules" for the parts at the top of the model; "modules=2" for their parts, and so on; or a
     pattern of paths, such as "model.layers.*", for the borders of matching modules (see planner/problem/borders.py).
 
-    `before` lists submodules or nodes before which a stage begins: `profile,cut{before=[layer2]},emit`. This is a whole
-    plan, without proof.
+    `before` lists submodules or nodes before which a stage begins: `profile,cut{before=[layer2]},emit`. These cuts are
+    a whole plan, so no `partition` follows, and nothing is proven about it.
 
     `compress` compresses crossing values and gradients with "bf16" or "int8" (see ir/facts/costs/compress.py), which
     changes the results of the pipeline. Raises ChainError for other options.

@@ -1,6 +1,7 @@
 """order: sum the measured figures over each ideal, which gives the state sequence; learns States.
 
-It runs between `augment`, which enumerates the ideals, and `partition`, which cuts their sequence into stages.
+An *ideal* is a set of nodes after which the graph can be cut (see augment.py). An ideal with its sums is a *state*.
+`augment` has enumerated the ideals, and `partition` cuts the sequence of states into stages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""partition: cut the state sequence into stages with the smallest bottleneck; learns Plan.
+"""partition: cut the state sequence into the stages of the fastest plan; learns Plan.
 
 An *ideal* is a set of nodes that contains every node they read. `augment` has found the ideals (Antichains), and
 `order` has put them in sequence as *states*, with sums of times and bytes (States). A stage lies between two states.
@@ -30,7 +30,10 @@ from fxsplit.system.user_lines import warn_user
 
 @dataclass(frozen=True)
 class Partition(Options):
-    """Minimise the largest stage load by dynamic programming over the states, within the memory of every device."""
+    """Find the plan with the smallest load of the slowest stage, or with `objective="step"` with the shortest step.
+
+    The search is dynamic programming over the states, within the memory of every device.
+    """
 
     name: ClassVar[str] = "partition"
     ignores_mode: ClassVar[bool] = True

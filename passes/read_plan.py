@@ -1,4 +1,4 @@
-"""plan: take the stages of a saved plan, and price them anew; learns Plan."""
+"""plan, split: take stages that a file or a person states, and compute their times and memory; learns Plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fxsplit.system.user_lines import warn_user
 class ReadPlan:
     """Take the stages of the plan in a file, as `fxsplit plan --json` writes it: `profile,plan{file=plan.json},emit`.
 
-    The figures are those of the present costs. The plan is called optimal only if its figures in the file are the same,
-    since its lower bound holds for the costs that it was made from.
+    Times and memory are computed again, from the present costs. The plan is called optimal only if they are the same as
+    in the file, since its lower bound holds for the costs that it was made from.
     """
 
     file: str = ""
@@ -69,7 +69,7 @@ class SplitBy:
 
 @dataclass(frozen=True)
 class TakePlan:
-    """Take the stages of a Plan: what `compile(plan=)` puts into the chain. It has no text, as a plan has none."""
+    """Take the stages of a Plan. `compile(plan=)` puts this pass into the chain; a chain in text cannot state it."""
 
     plan: Plan
 
@@ -85,10 +85,11 @@ class TakePlan:
 
 
 def take_plan(ir: IR, plan: Plan, name: str) -> IR:
-    """Learn a plan with the figures of the present facts, and the schedule that it states, if it is for that one.
+    """Learn `plan`, with times and memory from the present facts, and the schedule if the plan states one.
 
-    `name` is its name, for messages. Raises PlanError for a plan of another graph, ScheduleError for a schedule that is
-    damaged.
+    The stated schedule is taken only if it has the name and the number of microbatches of the workload; otherwise the
+    user is warned. `name` is the plan's name in messages. Raises PlanError for a plan of another graph, ScheduleError
+    for a damaged schedule.
     """
     made, workload = price_again(ir, plan, name), ir[Workload]
     if not plan.schedule_csv:
@@ -108,11 +109,11 @@ def take_plan(ir: IR, plan: Plan, name: str) -> IR:
 
 
 def price_again(ir: IR, plan: Plan, name: str) -> Plan:
-    """Return `plan` with the figures that the facts of `ir` give it; `name` is its name, for messages.
+    """Return `plan` with times and memory from the facts of `ir`; `name` is the plan's name in messages.
 
-    The graphs of the two modes differ in nodes without weights, such as dropouts. If the other mode has been compiled
-    before, its weights are pinned, and a node that the plan does not know is in the stage of the latest of its inputs.
-    Raises PlanError for a plan of other nodes, or of more devices.
+    The graphs of training and evaluation differ in nodes without weights, such as dropouts. If one of them has been
+    compiled before, its weights are pinned. A node that the plan does not know is then in the stage of the latest of
+    the node's inputs. Raises PlanError for a plan of other nodes, or of more devices.
     """
     costs, machine, workload = ir[Costs], ir[Machine], ir[Workload]
     known = plan.stage_of()
@@ -136,7 +137,7 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
         priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
     same = [s.load_ms for s in priced] == [s.load_ms for s in plan.stages] and made.single_ms == plan.single_ms
-    # The bound of other costs is no bound of these.
+    # A bound for other costs is no bound for these.
     if not same:
         return replace(made, lower_bound_ms=0.0, n_states=0)
     return replace(made, step_ms=plan.step_ms, step_lower_bound_ms=plan.step_lower_bound_ms).prove(plan.proof)

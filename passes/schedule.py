@@ -1,4 +1,4 @@
-"""schedule: put the work of the plan's stages in the order that their times ask for; learns Workload and Plan."""
+"""schedule: choose or search the order in which devices work, from the times of a plan; learns Workload and Plan."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class SchedulePlan:
     - `seconds`: the time limit of the search; 0 for 2 s up to 4,000 actions, and 10 s above
     - `seed`: another seed may find another schedule
 
-    Under a schedule that depends on times, such as ZBVZeroBubble, it generates it from those of the plan. Under the
-    others it changes nothing. The workload says which schedule it is: `compile(schedule="search")`.
+    Under a schedule that depends on times, such as ZBVZeroBubble, it generates the schedule from the times of the plan.
+    Under the others it changes nothing. The workload names the schedule, as in `compile(schedule="search")`.
 
     For a plan that is made for 1F1B, `schedule{choose=true}` chooses, among 1F1B, GPipe, ZB-H1, ZB-H2 and a searched
     schedule, the one with the shortest simulated step that fits in memory, as `compile(schedule=None)` does. Choosing
-    takes 50 ms, or 5 % of the time of the passes before. A search has the rest of that time. With
-    `splits=false` only 1F1B and GPipe are compared, which do not split backwards: torch.compile's stages cannot.
+    takes 50 ms, or 5 % of the time of the passes before if that is more. The search gets the part of this time that
+    simulating the others leaves. With `splits=false` only 1F1B and GPipe are compared: they do not split backwards,
+    and stages that torch.compile has compiled cannot.
     """
 
     memory: float = 0.0
@@ -67,10 +68,10 @@ class SchedulePlan:
     def __call__(self, ir: IR) -> IR:
         """Learn the Plan and the Workload with the schedule. A plan that states its schedule already keeps it.
 
-        Nothing is chosen if a pass has rewritten the graph after the plan was made, since its costs are gone then.
+        Nothing is chosen if a pass has rewritten the graph after the plan was made, since Costs is forgotten then.
 
-        Raises ScheduleError for a plan of inference, for options of a search if there is none, and under "search" for a
-        plan with replicas and for less memory than one microbatch needs.
+        Raises ScheduleError for a plan of inference, and for options of a search under another schedule. Under "search"
+        it is also raised for a plan with replicas, and for less memory than one microbatch needs.
         """
         if ir[Workload].inference:
             raise ScheduleError("the pass schedule: inference has no backwards to put in order, so leave it out")
@@ -100,7 +101,7 @@ class SchedulePlan:
         return learnt.note(step_ms=round(found.step_ms, 6), bound_ms=round(found.bound_ms, 6))
 
     def _check_options(self, ir: IR) -> None:
-        """Raise ScheduleError for options of a search if there is none."""
+        """Raise ScheduleError for options of a search if nothing is searched."""
         name = ir[Workload].schedule
         if self != SchedulePlan() and name != SEARCH:
             raise ScheduleError(

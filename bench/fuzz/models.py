@@ -50,7 +50,12 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its treatment, all from one seed."""
+    """A model and its treatment, all from one seed.
+
+    read, write, define: what a step reads, writes or defines, by its name in READS, WRITES or DEFINES; None if no step
+    does. change: changes the value that is read. hook: see `add_hooks`. options: for compile(). by_step: whether the
+    pipeline trains by `step`, and not by a call and a backward.
+    """
 
     model: Random
     read: str | None

@@ -38,9 +38,9 @@ MODELS = ("forwarded", "overlapped", "direct", "replicated")
 class Case:
     """A case for the planner: the graph, the machine, all options, and limits that steer the search into its branches.
 
-    `small` is the number of ideals up to which the planner looks at pairs of ideals. `most` is a product of
-    configurations and states, without limits of memory and with them: up to it, the planner tries to leave any device
-    idle.
+    `pins` has the device of a node, and `keep` has sets of nodes that stay together. `small` is the number of ideals up
+    to which the planner looks at pairs of ideals. `most` has two limits on configurations times states, without and
+    with limited memory. Above the limit, the planner leaves only the last devices idle.
     """
 
     costs: Costs
@@ -133,7 +133,7 @@ class Oracle(Weighing):
     def late(self, crossing: tuple[float, float], own: int, other: int) -> float:
         """Return the latency in ms of a value and a gradient to another device, each only if it has bytes.
 
-        It is that of their link, or the largest if they have none.
+        Each has the latency of the devices' link, or the largest of all links if they have none.
         """
         latencies = self.machine.latencies_ms
         if self.machine.devices[own].host or self.options.model == "overlapped" or not latencies:

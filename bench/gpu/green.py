@@ -107,7 +107,7 @@ def to_plain_stream(stream: Any) -> torch.Stream:
 
 @contextmanager
 def _profile_inside(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Return a profile that is measured inside a context, which its own thread enters."""
+    """Let profiles in the block be measured inside a context, which the thread that measures enters."""
 
     def in_thread_inside(run: Callable[[], Any], intraop_threads: int, device: torch.device) -> Any:
         # The profile's own thread enters the context, because the current stream belongs to a thread.

@@ -100,8 +100,8 @@ def measure_in_turns(setting: Setting, runs: Sequence[Callable[[], Any]], rounds
 
 def _measure_once(setting: Setting, run: Callable[[], Any]) -> tuple[float, float, float]:
     """Return the milliseconds until `run` returned, until the GPU was done, and between two events on the GPU."""
-    setting.synchronize()
     # Finish the work of the round before.
+    setting.synchronize()
     events = [] if setting.dry else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     begin = time.perf_counter()
     for event in events[:1]:

@@ -1,8 +1,10 @@
 """The paper's planner in plain Python, over all pairs of states, to compare fxsplit's planner with.
 
-A(j, m) = min over s < j and m' < m of max(A(s, m - m'), T(s+1..j, m')), with T = (time + all-reduce) / m', as PipeDream
-computes it (Narayanan et al. 2019). Stage-to-stage traffic is not priced, exactly m devices are used, and stages of
-incomparable states are left out, which is the original's mistake.
+    A(j, m) = min over s < j and m' <= m of max(A(s, m - m'), T(s, j, m'))
+
+A(j, m) is the smallest bottleneck of the nodes of state j on exactly m devices. T(s, j, m') is the time of a stage from
+state s to state j on m' replicas: (time + all-reduce) / m', as PipeDream computes it (Narayanan et al. 2019). Traffic
+between stages is not priced. Only states s that state j contains count: the original takes others too, by mistake.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Peak:
 
 @dataclass
 class Watch:
-    """Follows the actions of all workers; `peaks` has each worker's highest peak."""
+    """Follows the actions of all workers. By worker, `traces` has the peak of each action, and `peaks` the highest."""
 
     peaks: dict[int, Peak] = field(default_factory=dict)
     traces: dict[int, list[Peak]] = field(default_factory=dict)

@@ -170,7 +170,7 @@ class Unet(nn.Module):
 
 
 def make_unet(rows: int) -> Case:
-    """Return a U-Net: its skip connections pass stages by."""
+    """Return a U-Net, whose skip connections may cross several cuts."""
     return Unet(12), torch.randn(rows, 3, 32, 32), torch.randint(5, (rows, 32, 32))
 
 

@@ -1,4 +1,4 @@
-"""Let one device run as far ahead as the schedule allows: in this order it holds most.
+"""Let one device run as far ahead as the schedule allows: in this order it holds the most memory.
 
 A sent message occupies its sender's memory until the receiver takes it, and that moment depends on the speed of both.
 So every other device begins an action only while the first device waits for a message.
@@ -52,7 +52,7 @@ class RunAhead:
 
         def note_wait(inboxes: Inboxes, device: int, action: Action) -> Message:
             with self._turn:
-                # A message that was sent before is taken at once, and no other device moves for it.
+                # A message that was sent before is taken at once, so no other device need run for it.
                 if device == self._device and action not in self._sent:
                     self._awaited = action
                     self._turn.notify_all()

@@ -197,7 +197,7 @@ def compile(
 def list_rough(pipe: Pipeline) -> list[Pass]:
     """Return the passes that change numbers on purpose: those that state a tolerance.
 
-    None for a pipeline with weights of its own, which cannot be trained without its passes.
+    The list is empty for a pipeline with weights of its own: none of its passes is left out.
     """
     made = pipe.compiler.get_compiled(get_mode(pipe.model))
     detached = made is not None and made.program.detached is not None
@@ -219,7 +219,7 @@ def recompile_like(
     another graph, the copy's costs are measured.
 
     Values between stages are not compressed unless `compress` says so, and gradients are added exactly over ranks
-    unless `gradient_hook` says otherwise. Passes that state a tolerance are left out unless it is `approximate`.
+    unless `gradient_hook` says otherwise. Passes that state a tolerance are left out unless `approximate` is set.
 
     Raises InputError for a schedule that changes the weights between microbatches.
     """

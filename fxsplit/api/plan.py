@@ -61,7 +61,7 @@ def plan(
     pins: Mapping[str, int] | None = None,
     together: Sequence[Sequence[str]] = (),
 ) -> Plan:
-    """Return the plan whose slowest stage is fastest on `machine`, or that is fastest to run, with its lower bound.
+    """Return the plan with the fastest slowest stage, or with the shortest step, on `machine`; with its lower bound.
 
     profile: costs, a compiled pipeline, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
         dnn-partitioning JSON), or a model, which is measured here on a CPU. `fxsplit.profile` measures on other

@@ -49,7 +49,10 @@ V_SHAPED = "ZBVZeroBubble"
 
 @dataclass(frozen=True)
 class Titan:
-    """A plan for torchtitan: the modules of each stage by their names in the model, and the schedule."""
+    """A plan for torchtitan: the modules of each stage by their names in the model, and the schedule.
+
+    `rows` is the number of rows of a microbatch.
+    """
 
     parts: tuple[tuple[str, ...], ...]
     schedule: Schedule

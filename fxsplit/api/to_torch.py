@@ -190,9 +190,9 @@ def _count_microbatches(compiled: Compiled, options: CompileOptions) -> int:
 
 
 class TorchLoss:
-    """The loss of a microbatch, as torch's runtime calls it with the outputs of the last stage.
+    """The loss of a microbatch, which torch's runtime calls with the outputs of the last stage.
 
-    It is multiplied by the weight of the microbatch, so that the microbatches add up to the loss of the batch.
+    The loss is multiplied by the weight of the microbatch, so that those of all microbatches add up to the batch's.
 
     Raises InputError if a call shows that the loss has another meaning than `scale` is for.
     """

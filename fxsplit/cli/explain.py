@@ -1,4 +1,4 @@
-"""`fxsplit explain`: the contents of each stage, the traffic of each cut, and the cost of leaving it out."""
+"""`fxsplit explain`: the contents of each stage, the bytes over each cut, and the best plan without that cut."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from fxsplit.system.shown import Table
 SHOWN = 3
 """The number of nodes of a stage, values of a cut, and idle devices to list."""
 MOST_TIMES, PATIENCE_S, CLOSE = 1024.0, 2.0, 1.01
-"""Try links up to MOST_TIMES as fast, doubling each time, for at most PATIENCE_S seconds, to find when an idle device
-would pay; then find the bandwidth up to a factor of CLOSE.
+"""How the bandwidth is found from which on an idle device would make the plan faster.
+
+The bandwidth is doubled up to MOST_TIMES, for at most PATIENCE_S seconds, and then found up to a factor of CLOSE.
 """
 
 
@@ -96,7 +97,7 @@ def _tabulate(question: PlanArguments, stage: dict[str, Any]) -> Table:
 
 
 def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> list[str]:
-    """Return lines that say why devices are idle, and from which bandwidth more of them would pay."""
+    """Return lines that say why devices are idle, and from which bandwidth on one more would make the plan faster."""
     machine = question.machine(count)
     used = _list_used(plan, question.lay_out(count)[0])
     idle = [device.name for d, device in enumerate(machine.devices) if d not in used]
@@ -135,13 +136,16 @@ def _explain_idle(question: PlanArguments, count: int | None, plan: Plan) -> lis
 
 
 def _list_used(plan: Plan, machine: Machine) -> set[int]:
-    """Return the numbers of the real devices that a plan for a machine uses, which may have several stages a device."""
+    """Return the numbers of the real devices that a plan uses.
+
+    If devices have several stages, `machine` has a device for each stage, and `homes` are the real devices of each.
+    """
     used = {device for stage in plan.stages for device in stage.devices}
     return {real for device in used for real in machine.homes[device]} if machine.homes else used
 
 
 def _explain_cut(question: PlanArguments, count: int | None, plan: Plan, number: int) -> dict[str, Any]:
-    """Return the values that cross the cut before stage `number`, and the best plan's objective without that cut."""
+    """Return the values that cross the cut before stage `number`, and the bottleneck of the best plan without it."""
     costs = question.profile.costs
     # The nodes of all stages before it identify a cut.
     before = {name for stage in plan.stages[:number] for name in stage.nodes}

@@ -21,7 +21,10 @@ SEED = 0
 
 
 class Launched(NamedTuple):
-    """The devices to compile for, in a form that `compile` accepts. row: the number of this rank's pipeline."""
+    """The devices to compile for, in a form that `compile` accepts, and the pipeline that this rank belongs to.
+
+    The pipeline is number `row` of `n_pipelines`, which divide the rows of a batch among them.
+    """
 
     devices: Any
     row: int = 0
@@ -29,11 +32,11 @@ class Launched(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank prints for all of them."""
+        """Whether this rank prints for all ranks."""
         return dist.get_rank() == 0
 
     def take_rows(self, model: nn.Module, call: Call, target: Any = None) -> tuple[Call, Any]:
-        """Return this rank's pipeline's rows of the whole batch and of its target."""
+        """Return the part of a call for the whole batch, and of its target, that this rank's pipeline computes."""
         if self.n_pipelines == 1:
             return call, target
         inputs, tensors = Inputs.of(model, *call, None)

@@ -1,4 +1,8 @@
-"""`fxsplit opt FILE -p CHAIN`: run passes on an IR in a file, and print the IR that they make."""
+"""`fxsplit opt FILE -p CHAIN`: run passes on an IR in a file, and print the IR that they make.
+
+If a pass fails, a *reproducer* is written: a file with the IR before that pass and the rest of the chain, on which
+`fxsplit opt` fails in the same way again.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +222,7 @@ def _check_roundtrip(text: str, name: str) -> None:
 
 
 def _choose_passes(arguments: argparse.Namespace, text: str) -> Chain:
-    """Return the chain of -p, or else that of a reproducer; from and until the passes that are asked for."""
+    """Return the chain of -p, or else the chain in a reproducer, without passes before --from and after --until."""
     from fxsplit.passes import PASSES
 
     said = arguments.passes or find_chain(text)
@@ -257,14 +261,17 @@ def _split(names: str | None) -> tuple[str, ...]:
 
 
 def _report(error: Exception, path: Path, count: int, rest: Chain) -> None:
-    """Print which pass of `count` has failed, the first of `rest`; the error, and where the reproducer is."""
+    """Print which pass has failed, the error, and the path of the reproducer.
+
+    count: the number of passes in the chain. rest: the failed pass and the passes after it.
+    """
     place = f"pass {count - len(rest) + 1} of {count}, {pass_text(rest[0])!r}"
     print_error(f"fxsplit opt: {place}: {type(error).__name__}: {error}")
     print_error(f"reproducer: {path}, run: {describe_run(path, rest)}")
 
 
 def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bool) -> None:
-    """Write a second reproducer without the nodes and facts that the failure does not need; print how many are left."""
+    """Write a second reproducer without the nodes and facts that the failure does not need. Print how many remain."""
     from fxsplit.api.toolkit.parse_ir import parse_ir, read_text
     from fxsplit.api.toolkit.shrink import shrink
 
@@ -281,7 +288,7 @@ def _shrink(reproducer: Reproducer, error: Exception, rest: Chain, *, verify: bo
 
 
 def _choose_reproducer(arguments: argparse.Namespace) -> Path:
-    """Return the file that a failing pass leaves: never the one that is read, which may say more."""
+    """Return the file for a reproducer: another one if it would overwrite the file that is read."""
     path = Reproducer(Path(arguments.reproducer)).path
     same = path.exists() and Path(arguments.file).exists() and path.samefile(arguments.file)
     return path.with_name(f"{path.stem}-again.ir") if same else path

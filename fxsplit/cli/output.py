@@ -15,7 +15,7 @@ from fxsplit.system.figures import replace_infinite
 from fxsplit.system.shown import WIDTH, Parts, render
 
 LEAST = 40
-"""Narrower tables are unreadable."""
+"""The least width of a table in characters. Narrower tables are unreadable."""
 
 
 class _Output:
@@ -41,7 +41,7 @@ class _Output:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn an error of the operating system into a FileError, except a closed pipe. Remember either."""
+        """Turn an error of the operating system into a FileError, but leave a closed pipe. Remember it in `failed`."""
         try:
             yield
         except BrokenPipeError as error:

@@ -1,4 +1,7 @@
-"""`fxsplit passes [NAME]`: the passes of fxsplit and of installed packages, with options and contracts."""
+"""`fxsplit passes [NAME]`: the passes of fxsplit and of installed packages, with options and contracts.
+
+The *contract* of a pass is the names of the facts that it needs, learns and keeps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fxsplit.errors import ChainError, InputError, suggest
 from fxsplit.system.shown import Parts, Table
 
 OWN = "fxsplit"
-"""The package of the passes that need no other one."""
+"""The package of fxsplit's own passes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -139,9 +139,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class PlanArguments:
-    """The parsed and checked arguments: a profile, and the planning task.
+    """The parsed and checked arguments: the *question* that the command answers with a plan.
 
-    Raises InputError with the name of an invalid argument, and ProfileError for the file.
+    It has the profile, the options of the plan, and the planner. Raises InputError with the name of an invalid
+    argument, and ProfileError for the file.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -209,7 +210,7 @@ class PlanArguments:
             self.arguments.recompute = "auto" if self._best else Options.recompute
 
     def _list_wholes(self) -> list[Sequence[str]]:
-        """Return the sets of nodes that --cut-at leaves whole. Raises InputError for a place that there is not."""
+        """Return the sets of nodes that --cut-at leaves whole. Raises InputError if the model has no such place."""
         place = self.arguments.cut_at or ANYWHERE
         try:
             check_place(place)
@@ -306,7 +307,7 @@ class PlanArguments:
 def choose_machine(profile: ProfileFile, path: str | None, count: int | None, bandwidth: float | None) -> Machine:
     """Return the machine in a file, with links of another bandwidth if one is given, or one of `count` equal devices.
 
-    Raises InputError where both the file and the number are given.
+    Raises InputError if both the file and the number are given.
     """
     if path is None:
         return build_machine(profile, count, bandwidth)
@@ -315,7 +316,7 @@ def choose_machine(profile: ProfileFile, path: str | None, count: int | None, ba
     machine = read_machine(path)
     if not bandwidth:
         return machine
-    # The link of a device is its own one, and those to its neighbours.
+    # A device has its own link, and the machine has one between each two neighbours.
     devices = tuple(d if d.host else replace(d, bytes_per_s=bandwidth) for d in machine.devices)
     return replace(machine, devices=devices, links=(bandwidth,) * len(machine.links))
 
@@ -380,7 +381,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments)
         for count, plan in plans:
             used = sum(len(stage.devices) for stage in plan.stages)
             step_ms = plan.step_ms or 0.0
-            # Of this batch on one device.
+            # The speed-up over one device that runs the same batch.
             faster = plan.n_microbatches * plan.single_ms / step_ms if step_ms else inf
             figures = f"{step_ms:.4f}", f"{faster:.2f}", plan.standing.removeprefix("gap ")
             rows.append((count, *figures, len(plan.stages), used))
@@ -395,7 +396,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments)
 
 
 def _explain_end(plans: Sequence[tuple[int | None, Plan]]) -> list[str]:
-    """Return, in lines of 80 characters, why the last rows are alike, if they are proven to be the best."""
+    """Return two lines on why the last rows have the same bottleneck, if these rows are proven optimal."""
     (most, last) = plans[-1]
     # Of a device with several stages only the slowest stage is proven, and not the device's time.
     proven = [

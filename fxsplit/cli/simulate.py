@@ -182,7 +182,7 @@ def _read_schedule(arguments: argparse.Namespace) -> Schedule:
 
 
 def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedule:
-    """Return the schedule of a name and numbers that are given, of the plan, or of defaults."""
+    """Return the schedule with the given name and numbers. The plan states the others, and without a plan defaults."""
     name = arguments.schedule or (plan.schedule if plan else "1F1B")
     devices = arguments.devices
     stated = plan is not None and plan.schedule_csv and (arguments.schedule, devices) == (None, None)
@@ -212,9 +212,10 @@ def _choose_schedule(arguments: argparse.Namespace, plan: Plan | None) -> Schedu
 def _plan_profile(
     arguments: argparse.Namespace, fixed: Schedule | None, options: dict[str, Any]
 ) -> tuple[Plan, Schedule, SearchResult | None]:
-    """Return the best plan of a profile, as `fxsplit plan` makes it, and its schedule; or the one for a fixed schedule.
+    """Return the best plan of a profile, as `fxsplit plan` makes it, its schedule, and the result of a search or None.
 
-    `options` are those of a search, which is returned as well if there was one.
+    - fixed: the schedule in a file, to plan for
+    - options: the options of the search, which runs if --schedule asks for it
 
     Raises InputError for a machine that has another number of devices than the fixed schedule.
     """

@@ -51,7 +51,7 @@ AS_TYPED = (
     "plan",
     "reproducer",
 )
-"""Options of compile() that it is given as they were typed."""
+"""The options that compile() gets as they were typed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +215,7 @@ def _read_devices(text: str) -> list[str]:
 
 
 def _read_chunks(texts: list[str]) -> dict[str, Any] | None:
-    """Return the dimensions of --chunks by argument; raises InputError for what is no NAME=DIM."""
+    """Return the dimensions of --chunks by argument; raises InputError for a text that is not NAME=DIM."""
     from fxsplit.ir.facts.capture.chunks import Replicate
 
     chunks: dict[str, Any] = {}

@@ -35,7 +35,7 @@ MOST_SEED = 1_000_000
 class Parser(argparse.ArgumentParser):
     """Parses a command's arguments, suggests a correction for a misspelt one, and shows defaults in --help.
 
-    `known`: the commands of each option, by its name, for suggestions in addition to the parser's own.
+    `known`: for each name of an option, the commands that have it, to suggest them for an unknown option.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
     {"traceEvents": [{"name": "0F0", "cat": "forward", "ph": "X", "ts": 0.0, "dur": 1000.0, "pid": 0, "tid": 0}, ...]}
 
 `ts` and `dur` are in microseconds. `ph` is the kind of event: M names a row, X is a span, C sets a counter, and s, t
-and f are the beginning, the way and the end of an arrow.
+and f are the start, a point in between and the end of an arrow.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return timelines as one JSON object.
 
     Each timeline is a process, and each of its devices and links is a thread. Counters show the memory of a device in
-    bytes, and how many microbatches it holds for their backwards. Arrows lead from an action to the one on another
-    device that needs its result, over the message on the link if that takes time.
+    bytes, and how many microbatches it holds for their backwards. An arrow leads from an action to the action on
+    another device that needs its result. If the link has a span for the message, the arrow passes it.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):

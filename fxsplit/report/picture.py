@@ -23,7 +23,7 @@ def save_picture(
 ) -> None:
     """Draw timelines: a row for each device and link, a block for each action, and the memory of devices if known.
 
-    `limits` are the memory limits of the devices in bytes, to draw with it, and `dark` asks for dark paper.
+    `limits`: the memory limits of the devices in bytes, drawn as lines. `dark`: draw on dark paper.
 
     Raises InputError unless the path ends in .svg, .png or .pdf (the last two need matplotlib), and FileError if the
     file cannot be written.

@@ -30,7 +30,10 @@ SPARE_MS = 1.0
 CYCLES = 2_000_000
 """How many cycles the calibration runs the dummy kernel for: about one millisecond."""
 MOST_SWEEPS = 8
-"""The most sweeps that are run to make times trustworthy. After these, times count as they are."""
+"""The most sweeps that are run until times can be trusted. After these, times count even if they cannot.
+
+A *sweep* is one run of the graph, forward and backward.
+"""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Clock:
     """The wall clock, for a CPU."""
 
     queues = False
-    """Whether the device works on a queue. The times of the first sweeps then do not count."""
+    """Whether the device takes its work from a queue. The times of the first sweeps then do not count."""
 
     def now(self) -> float:
         """Return milliseconds from an arbitrary start."""

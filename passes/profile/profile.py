@@ -158,7 +158,7 @@ class Profile:
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:
-    """Yield what the known costs are searched for: name, inputs, signature and result of each operator."""
+    """Yield the name, inputs, signature and result of each operator, by which its known cost is found."""
     for node in ir.gm.graph.nodes:
         if node.name in signatures:
             inputs = [read.name for read in node.all_input_nodes]
@@ -204,7 +204,8 @@ def _fit_launches(
 ) -> dict[str, Measured]:
     """Return the times of the signatures in `measured`, with launches that add up to those of the whole graph.
 
-    Each node's launch was measured in a call of its own, which takes longer than its share of a call for a whole stage.
+    Each node's launch was measured in a call of its own. This takes longer than the node's share of a call for a whole
+    stage.
     nodes: the signatures of all nodes.
     launches: the launch times of the whole graph. They may include waits for the device, so they only shorten the
         launch of a node, and never lengthen it.
@@ -223,10 +224,9 @@ def _fit_launches(
 def _measure(
     gm: fx.GraphModule, machine: Machine, turns: int, run: Callable[[Callable[[], object]], R], *, trains: bool
 ) -> R:
-    """Call `run` in a thread like a worker's and return the times that it measures.
+    """Call `run` in a thread like a worker's and return the times that it measures. Then restore the model's state.
 
-    Restore the state of the model after it.
-    `run` gets a function to call in each of its `turns`, which reports progress. Without `trains` it runs without
+    `run` gets a function that reports progress, to call in each of its `turns`. Without `trains` it runs without
     gradients.
     """
     # Timing runs real operators, so restore all state afterwards. It needs gradients in any mode of the caller.

@@ -1,6 +1,6 @@
 """Time operators one by one on made-up values, for a model that does not fit in memory as a whole.
 
-The largest operator determines the memory peak. Caches are warmer than in a real step, which time_in_step measures.
+Only one operator is in memory at a time. Caches are warmer than in a real step, which time_in_step measures.
 """
 
 from __future__ import annotations
@@ -88,25 +88,25 @@ def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats:
     backward: list[WorkTime] = []
     halves: list[Halves] = []
 
-    def run(halved: bool = False, weight: OperatorMemory | None = None) -> bool:
+    def run(halved: bool = False, memory: OperatorMemory | None = None) -> bool:
         """Run the call forward and backward, and return whether its times can be trusted.
 
-        halved: run the backward in two halves. weight: record allocations in this object, and no times.
+        halved: run the backward in two halves. memory: record allocations in this object, and no times.
         """
         check_stop()
         clock.enter("forward")
         # Each run gets its own containers, and copies of tensors that are written: autograd refuses to write to a leaf.
         given, named = pytree.tree_map_only(Tensor, lambda t: t.clone() if call.writes else t, (args, kwargs))
-        with weight.note_forward() if weight is not None else nullcontext():
+        with memory.note_forward() if memory is not None else nullcontext():
             begin = clock.start()
             value = run_call(target, given, named)
             forward.append(clock.stop(begin))
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.ones_like(t) for t in outputs]
         clock.enter("backward")
-        if weight is not None and outputs and leaves:
+        if memory is not None and outputs and leaves:
             with ignore_missing_backward():
-                weight.note_backward(outputs, leaves)
+                memory.note_backward(outputs, leaves)
         elif halved and outputs and leaves:
             with ignore_missing_backward():
                 halves.append(time_halves(outputs, leaves, seeds, None, clock))
@@ -124,11 +124,11 @@ def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats:
     for halved in turns:
         run(halved)
     times = take_medians(forward, backward, halves, repeats)
-    weight = OperatorMemory(is_turned=call.turned, is_joined=call.joined)
-    run(weight=weight)
-    while weight.is_unfinished:
-        run(weight=weight)
-    return weight.add_to(times)
+    memory = OperatorMemory(is_turned=call.turned, is_joined=call.joined)
+    run(memory=memory)
+    while memory.is_unfinished:
+        run(memory=memory)
+    return memory.add_to(times)
 
 
 def _make_up_call(call: TimedCall, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]:

@@ -59,6 +59,7 @@ class Sweep(Interpreter):
         self.forwards: dict[str, list[WorkTime]] = defaultdict(list)
         self.backwards: dict[str, list[WorkTime]] = defaultdict(list)
         self.halves: dict[str, list[Halves]] = defaultdict(list)
+        # By node, the memory that it allocates.
         self.weights = {
             name: OperatorMemory(is_turned=seen[name].is_read_turned, is_joined=seen[name].is_read_joined)
             for name in timed

@@ -25,10 +25,10 @@ MOST_BYTES = 1 << 28
 
 
 def weigh_loss(function: Callable[..., Any], gm: fx.GraphModule, made: str) -> LossCost | None:
-    """Return the memory of a loss for the graph's output, whose text `made` is like `float32[8, 10]`; None if unknown.
+    """Return the memory of a loss for the graph's output, in bytes; None if unknown.
 
-    The memory is unknown for losses that are not torch's own, and for several outputs. This function has no side
-    effects.
+    `made` describes the output as text, such as `float32[8, 10]`. The memory is unknown for losses that are not torch's
+    own, and for several outputs. This function has no side effects.
     """
     name, shape = parse_tensor(made) or ("", [])
     is_float = name.startswith(("float", "bfloat16"))

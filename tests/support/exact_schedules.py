@@ -4,8 +4,8 @@ A device runs one action at a time. Microbatches keep their order in each stage 
 the orders of the devices decide everything: a link's messages leave in the order in which one device makes them.
 
 - `try_all_orders` runs every order of every device. Up to about 10^5 of them are quick.
-- `find_optimum` adds one action after another, in order of their begins, and drops what cannot be better: a partial
-  schedule with the same actions done as another one and nothing earlier, or one that cannot end before a known step.
+- `find_optimum` adds one action after another, in order of their begins. It drops a partial schedule if another one has
+  done the same actions and is nowhere later, or if it cannot end before a known step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ class TooManyError(Exception):
 class Pipeline:
     """A small pipeline: lists have one entry for each stage, `memory` one for each device.
 
-    `placement` is line, v or loop. `hops[0]` and `hops[1]` are the times of values and gradients on the link before the
-    stage.
+    - `devices`: the device of each stage; `placement` says how they are dealt: line, v or loop
+    - `n`: the number of microbatches
+    - `times`: of F, I and W, which are a forward, an input gradient and a weight gradient
+    - `hops`: of values and gradients, the time on the link before the stage; `latency` comes after it
+    - `held`: the memory of a microbatch in a stage, from its F on; `kept` is the share that only its W frees
     """
 
     devices: tuple[int, ...]
@@ -180,6 +183,8 @@ class _Partial:
 
 
 class _Referee:
+    """Searches orders of a pipeline with a step below `below`, and keeps at most `most` partial schedules at once."""
+
     def __init__(self, x: Pipeline, below: float, most: int):
         self.x, self.below, self.most = x, below * (1 - CLOSE), most
         links = sorted({(x.devices[s], x.devices[s + d]) for s in range(x.n_stages) for d in (-1, 1)
@@ -191,6 +196,7 @@ class _Referee:
         self.radix = (x.n + 1) ** np.arange(3 * x.n_stages)
 
     def column(self, op: int, s: int) -> int:
+        """Return the column of `now` in which the inputs of an F or I in a stage begin, one for each microbatch."""
         return self.first + (op * self.x.n_stages + s) * self.x.n
 
     def find(self) -> tuple[Order, ...] | None:
@@ -221,6 +227,7 @@ class _Referee:
         return ready
 
     def find_used(self, rows: _Partial, device: int) -> Floats:
+        """Return the memory that a device holds."""
         x, used = self.x, np.zeros(len(rows.done))
         for s in x.list_own(device):
             for op in (F, I, W):
@@ -299,13 +306,13 @@ class _Referee:
                         ready = np.maximum(ready, head[F, s, m])
                     left = done <= m
                     low = np.where(left, np.maximum(low, ready + x.tails[op, s, m]), low)
-                    # Heads are ends from here on; of what is done, none.
+                    # From here on `head` holds when an operation ends, or 0 if it is done.
                     before = np.where(left, ready + x.times[op][s], before)
                     head[op, s, m] = np.where(left, before, 0.0)
         return low
 
     def find_arrival(self, rows: _Partial, head: Floats, op: int, s: int, m: int) -> Floats:
-        """Return the earliest arrival of a message, known or not."""
+        """Return when the input of an F or I arrives; if it is not made yet, the earliest time at which it may."""
         x = self.x
         source = s - 1 if op == F else s + 1
         way = 0.0
@@ -338,7 +345,7 @@ class _Referee:
         return np.array([known[key] for key in keys.tolist()])[back]
 
     def drop_dominated(self, rows: _Partial) -> _Partial:
-        """Drop those that are nowhere earlier than another one with the same actions done."""
+        """Drop each partial schedule that is nowhere earlier than another one with the same actions done."""
         keys = rows.done @ self.radix
         order = np.lexsort((rows.now.sum(axis=1), keys))
         rows, keys = rows.keep(order), keys[order]

@@ -55,10 +55,10 @@ class Convolutions(nn.Sequential):
 
 @dataclass
 class Scene:
-    """A scene to interrupt: `act`, on `model`. `pipe` is a pipeline of the model; its next step must be right.
+    """A scene to interrupt: the call `act`, on `model`. `pipe` is a pipeline of the model; its next step must be right.
 
-    `expected` are the numbers of parameters whose gradients a whole step changes. `slow_s` is how long an interrupt may
-    take.
+    `calls` gets a word for each call of the two hooks. `expected` is the number of parameters whose gradients a whole
+    step changes. `slow_s` is the most seconds that an interrupt may take.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Scene:
 
     @property
     def changes_state(self) -> bool:
-        """Return whether the scene adds gradients."""
+        """Whether the scene adds gradients."""
         return self.name.split()[0] in CHANGES_STATE
 
 

@@ -1,8 +1,10 @@
-"""Exact referee of plans for the shortest step: every chain of downsets, every replicas, every order of a small graph.
+"""Exact referee of plans for the shortest step: it tries all stages, replicas and orders of work of a small graph.
 
-It is written from the definitions: downsets as sets of nodes, the prices of `price_split`, and orders as sequences of
-actions in which each device does at least as many forwards as input gradients, and as many of these as weight
-gradients. Microbatches keep their order on a device, since they are all alike. The simulator checks the best order.
+A *line* is a plan with one stage a device, or with replicas of a stage on neighbouring devices. The stages of a line
+lie between two downsets, which are sets of nodes that hold their members' inputs. The stages cost what `price_split`
+says. An *order* is a sequence of actions for each device. At any time a device has done at least as many forwards as
+input gradients, and at least as many input gradients as weight gradients. Microbatches keep their order on a device,
+since they are all alike. The simulator checks the best order.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ Ints = NDArray[np.int64]
 class Referee(NamedTuple):
     """The shortest step over all lines of a graph, in ms.
 
-    - `orders`: over all orders of those lines that have at most so many, and the named schedules of the others
+    - `orders`: over all orders of a line if they are at most `most`, and otherwise over its named schedules
     - `named`: over the named schedules of all lines
     - `complete`: whether all orders of all lines were tried
-    - `lines`: how many lines there are
+    - `lines`: the number of lines
     """
 
     orders: float
@@ -52,7 +54,7 @@ class Referee(NamedTuple):
 def find_shortest(costs: Costs, machine: Machine, m: int, *, replicas: bool, most: int = 2_000) -> Referee:
     """Return the shortest step of m microbatches on a machine, over all plans with one stage a device.
 
-    Lines with more than `most` orders only run the named schedules. Launches of hosts are left out.
+    For a line with more than `most` orders, only the named schedules are tried. Launches of hosts are left out.
     """
     nodes = tuple(replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0) for n in costs.nodes)
     costs = replace(costs, nodes=nodes)
@@ -148,7 +150,7 @@ def _check(homes: Homes, m: int, sequences: Sequence[Any], times: Times, step: f
 
 @cache
 def list_sequences(count: int) -> Ints:
-    """Return every order of so many F (0), I (1) and W (2) of one device, int64 [orders, 3 count]."""
+    """Return every order of `count` F (0), I (1) and W (2) each on one device, int64 [orders, 3 count]."""
     found: list[tuple[int, ...]] = []
 
     def go_on(order: tuple[int, ...], done: tuple[int, int, int]) -> None:

@@ -53,7 +53,10 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def make_text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a model by its name, with weights that draw words apart, or skip the test if transformers is missing."""
+    """Return a model by its name, with weights that make some words much likelier than others.
+
+    Skip the test if transformers is missing.
+    """
     declare_detection_operators()
     hub = pytest.importorskip("transformers")
     torch.manual_seed(7)

@@ -27,7 +27,7 @@ FORWARD_MS, BACKWARD_MS, LATE_MS = 1.0, 2.0, 1.0
 LAUNCH = 0.5
 """The share of a node's time that goes to an accelerator's host."""
 MEASURE = {name: getattr(profile, name) for name in ("time_nodes", "time_alone")}
-"""The functions that measure. Both return times by the names of nodes; the first also returns those of the launches."""
+"""The functions that measure times by the names of nodes; the first also returns the times of launches."""
 
 
 def state_times(**forward_ms: float) -> None:

@@ -20,7 +20,7 @@ SECOND = 2e9
 
 
 def backward_runs_on_the_stream_of_its_forward(setting: Setting) -> tuple[bool, str]:
-    """Records the current stream in an autograd function's forward and backward."""
+    """Record the current stream in an autograd function's forward and backward: it must be the same."""
     seen: dict[str, tuple[str, int]] = {}
 
     def look(what: str) -> None:

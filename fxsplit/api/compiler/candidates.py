@@ -17,7 +17,7 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.torch_internals.scopes.log import hide_warnings
 
 CaptureRows = Callable[[Sequence[int]], IR]
-"""Captures the model for microbatches with these numbers of rows."""
+"""A function that captures the model for microbatches with the given numbers of rows."""
 
 
 def choose_candidate(
@@ -27,7 +27,7 @@ def choose_candidate(
 
     The costs were measured for the candidate, or else are the user's own. If one of the observers is a dump, the
     candidates are dumped beside it. The search ends at microbatches that are too small for the model to run on. Raises
-    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks least. Raises PlanError if no
+    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks the least memory. Raises PlanError if no
     candidate can be planned for another reason.
     """
     candidates = options.list_candidates(rows)

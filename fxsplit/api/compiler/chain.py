@@ -1,4 +1,4 @@
-"""State a plan, pins and nodes that stay together in the chain of passes."""
+"""Put a plan, pins, and nodes that stay together, as the user states them, into the chain of passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def state_in_chain(
     pins: Mapping[str, int],
     together: Sequence[Sequence[str]],
 ) -> Chain:
-    """Return `chain` with passes for what the user states; raises InputError for statements of another form."""
+    """Return `chain` with passes for the stated plan, pins and groups of nodes.
+
+    Raises InputError for an argument of another form.
+    """
     if not isinstance(pins, Mapping) or not all(isinstance(n, str) and type(d) is int for n, d in pins.items()):
         raise InputError(f"pins={show(pins)}: give the number of a device by submodule or node, such as {{'head': 1}}")
     if not isinstance(together, (list, tuple, set, frozenset)) or not all(_is_set(names) for names in together):

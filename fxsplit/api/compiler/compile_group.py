@@ -141,7 +141,7 @@ class SharedPlan:
 
 
 class CompileGroup:
-    """The ranks that compile one pipeline. `label` names it on all ranks; `reduction` adds their gradients."""
+    """The ranks that compile one pipeline. `label` names the pipeline on all ranks; `reduction` adds gradients."""
 
     def __init__(self, world: World, reduction: GradientReduction) -> None:
         self.world = world
@@ -162,10 +162,10 @@ class CompileGroup:
     def meet(
         self, options: CompileOptions, model: torch.nn.Module, inputs: str, *, from_shapes: bool
     ) -> Iterator[None]:
-        """Compile in the block on all ranks. Raises RanksDiffer if a rank has another model, other options or versions.
+        """Wait for all ranks, and compile in the block. Raises RanksDiffer for another model, options or versions.
 
-        In the block each rank has the values of all weights, as in the first compile. With `from_shapes` it has only
-        the values of buffers, as all weights may be too much for the memory of one rank.
+        After a compile a rank keeps only the weights of its stages. In the block each rank has the values of all
+        weights again, or with `from_shapes` only those of buffers: all weights may not fit in one rank's memory.
         """
         weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in list_named(model)]
         stated = [options.schedule, options.stages_per_device, options.n_microbatches, options.recompute]
@@ -190,8 +190,8 @@ class CompileGroup:
         """Return the graph that `fit` returns, if it finds one on all ranks of the pipeline; None otherwise.
 
         `fit` checks whether an existing graph is right for other shapes, with the values of all weights (see `meet`).
-        Each rank compares the graph with the model by itself. Rounding may let only some ranks see a difference; then
-        all ranks compile. Raises RanksDiffer if a rank makes another call.
+        Each rank calls `fit` by itself. If only some ranks find a graph, since rounding differs, all ranks compile.
+        Raises RanksDiffer if a rank makes another call.
         """
         agreed = self.placement.agree("other shapes", limit_s=COMPILE_LIMIT_S)
         with agreed, self.world.stop_clock(), self.placement.lend(_list_lent(model, from_shapes=from_shapes)):

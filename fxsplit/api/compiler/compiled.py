@@ -43,6 +43,7 @@ class Compiled:
     captured: the graph.
     final: the IR after the last pass.
     costs: the measured costs, which `final` no longer has.
+    validity: checks whether the graph still is the model.
     found_count: the number of microbatches that a search chose; None without a search.
     moves_weights: whether a weight lies on another device than in the other mode's program, so that the other mode must
         be compiled again.
@@ -57,7 +58,7 @@ class Compiled:
     found_count: int | None = None
     moves_weights: bool = False
     versions: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
-    # The rows of the microbatches of each number of rows so far.
+    # By the number of rows in a batch: the rows of each of its microbatches.
     divided: dict[int, Sequence[int]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -89,7 +90,8 @@ class Compiled:
     def serves(self, captured: IR) -> bool:
         """Return whether these stages are also right for `captured`, the graph of the other mode or of other shapes.
 
-        Equal graphs may use memory differently: dropout returns its own input in evaluation, but a copy in training.
+        Equal graphs alone do not suffice, since they may use memory differently: dropout returns its own input in
+        evaluation, but a copy in training.
         """
         # The other mode would train weights that only the pass knows, and not the model's.
         if self.program.detached is not None:
@@ -132,9 +134,8 @@ class Compiled:
     def place(self, model: nn.Module, compile_group: CompileGroup | None, others: Sequence[Program] = ()) -> None:
         """Move the model's present weights to the devices of their stages.
 
-        Over ranks, each rank lets go of the weights of other stages.
-
-        others: further programs of the model, which keep their weights on this rank.
+        Over ranks, each rank frees the weights that neither its stages need nor the stages of `others`, the further
+        programs of the model.
         """
         self.validity.relink()
         # First of all: a weight that comes from another rank must arrive before it can move to a device.

@@ -3,7 +3,10 @@
 A compile chooses a candidate ("auto"), captures the graph, states the facts, runs the chain of passes and builds the
 program (lowering.py). Then the weights move to the devices of their stages.
 
-  _kept: (mode, way, shapes) -> Compiled
+A *record* (Compiled) is a program with the facts that it was made from. Records are kept by mode, shapes, and the *way*
+in which the model is called: which of its arguments are tensors.
+
+  _kept: (mode, number of the way, shapes) -> record
 
     ("train", 1, None)    first program of the mode and way; right for all shapes, unless the graph was exported
     ("train", 1, shapes)  a program for other shapes of an exported graph
@@ -104,7 +107,7 @@ class Compiler:
         self._ways: dict[int, Inputs] = {}  # by number, the oldest first
         self._n_ways = 0
         self._signature: inspect.Signature | None = None
-        # Programs for Python values that have changed since, such as modes of torch. The latest is last.
+        # Records for Python values that have changed since, such as modes of torch. The latest is last.
         self._outdated: deque[tuple[Mode, int, Compiled]] = deque(maxlen=MOST_OUTDATED)
         self._modules = ModuleWatch(model)
         self._said_fewer = False
@@ -122,7 +125,7 @@ class Compiler:
 
     @restores_all
     def prepare(self, mode: Mode, call: Call) -> Batch:
-        """Return a call ready to run: its program, its tensors, and the number of rows of each microbatch.
+        """Return a batch that is ready to run: the program of a call, its tensors, and the rows of each microbatch.
 
         Raises InputError if the program cannot run the call, or if the batch has too few rows for its microbatches.
         """
@@ -141,7 +144,10 @@ class Compiler:
         return Batch(program, tensors, divided, compiled.python_state.read_numbers(arguments))
 
     def _divide(self, compiled: Compiled, rows: int) -> list[int]:
-        """Return the rows of each microbatch of a batch. Raises InputError for too few, or for another branch."""
+        """Return the rows of each microbatch of a batch of `rows` rows.
+
+        Raises InputError for too few rows, or for microbatches for which forward() would take another branch.
+        """
         count = compiled.adapt_candidate(self.options, rows).n_microbatches
         self._say_fewer(rows, count)
         divided = divide_rows(rows, count)
@@ -409,7 +415,7 @@ class Compiler:
 
     @contextmanager
     def _log_compile(self, mode: Mode, reason: str | None) -> Iterator[None]:
-        """Log the compile in the block. reason: why the model, which was compiled before, is compiled again."""
+        """Log the compile in the block. reason: why the model is compiled again; None for its first compile."""
         name, begin = type(self.model).__name__, time.perf_counter()
         if reason is not None:
             message = f"compile {name} again: {reason}"
@@ -487,9 +493,9 @@ class Compiler:
         return None if self.compile_group is None else frozenset([self.compile_group.world.me])
 
     def _choose_options(self, call: Call, like: Compiled | None) -> tuple[CompileOptions, bool]:
-        """Return the options for a call, and whether `like` is useless because it is for inference and the call trains.
+        """Return the options for a call, and whether `like` cannot be used, as it is for inference and the call trains.
 
-        Then all weights are planned again, since the stages of inference may lack the memory to train.
+        If it cannot, all weights are planned again, since the stages of inference may lack the memory to train.
         """
         if self._wants_gradients(call):
             return self.options, like is not None and like.program.inference
@@ -506,7 +512,7 @@ class Compiler:
             yield
 
     def _make_observers(self, inputs: Inputs, tensors: Sequence[Tensor]) -> Sequence[Observer]:
-        """Return the observers of the passes for the present mode and these inputs: the user's, and those for files."""
+        """Return the observers of passes for these inputs: for dumps and reproducers, and the user's own."""
         if not self.options.observed:
             return []
         self._folder = self._folder or DumpFolder(self.options.dump)

@@ -23,7 +23,7 @@ Devices: TypeAlias = "int | DeviceLike | Sequence[DeviceLike | Device] | Machine
 
 
 def read_devices(devices: Devices, model: nn.Module) -> tuple[Machine, World | None]:
-    """Return the machine that a user means, and the ranks that run it; None if this process runs it.
+    """Return the machine that a user means, and the ranks that run it, or None if this process runs all devices.
 
     Raises InputError if `devices` names no devices.
     """

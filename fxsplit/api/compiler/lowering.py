@@ -1,4 +1,4 @@
-"""Lower a model and a call to a program.
+"""Lower a model and a call to a program, which the runtime can run.
 
 model + call --capture_model--> graph --lower: state facts, run the passes--> stages --build_program--> Program
 
@@ -128,7 +128,7 @@ def list_facts(
     """
     pins = captured.get(Pins)
     if others:
-        # In this order: a weight cannot move, and the user's pins held when the weights were placed.
+        # The later pins win: a weight cannot move, and the user's pins held when the weights were placed.
         pins = Pins.join([pins or Pins({}), pin_weights(captured, others)])
     # The same call as in `fxsplit.plan`, so that both return the same plan.
     machine, workload = candidate.scheduler.lay_out(
@@ -224,7 +224,7 @@ def build_program(
 
 
 def list_joined(captured: IR, stages: Stages) -> tuple[OutputKind, ...]:
-    """Return how the microbatches of each output of the last stage are joined."""
+    """Return how each output of the last stage is joined from the outputs of microbatches."""
     # The graph may return a value twice, and constants besides, but the last stage returns each value once. Positions
     # tell them apart, not names, since a pass may have renamed a node.
     places = [leaf.position for leaf in pytree.tree_leaves(stages.result) if isinstance(leaf, Ref)]

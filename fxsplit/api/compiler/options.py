@@ -197,7 +197,7 @@ class CompileOptions:
 
     @cached_property
     def schedulers(self) -> Sequence[Scheduler]:
-        """The stated schedule, or all schedules that "auto" may choose from; a special one for inference."""
+        """The stated schedule, or all schedules that "auto" may choose from; for inference the schedule INFERENCE."""
         if self.inference:
             return [Scheduler(INFERENCE, len(self.machine))]
         if self.fixed is not None:

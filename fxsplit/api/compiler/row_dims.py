@@ -30,9 +30,10 @@ REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, Assert
 
 
 def find_row_dims(model: nn.Module, stages: Stages, example: Example) -> tuple[RowDims, ...]:
-    """Return, for each input of each stage, the dimensions that depend on the rows; None for a number that does.
+    """Return, for each input of each stage, the dimensions that depend on the number of rows.
 
-    If the stages do not run on shapes, only the dimensions of the model's own inputs are found.
+    An input that is a number, and depends on it, has None. If the stages do not run on shapes, only the dimensions of
+    the model's own inputs are found.
     """
     inputs, rows = example.inputs, max(example.rows, 2)
     try:
@@ -63,7 +64,7 @@ def _resize(inputs: Inputs, tensors: Sequence[Tensor], rows: int) -> list[Tensor
 
 
 class _Shapes(NamedTuple):
-    """The inputs of each stage, and the outputs of modules that run uncompiled: tensors without values."""
+    """Tensors without values: the inputs of each stage (`given`), and the outputs of uncompiled modules (`apart`)."""
 
     given: list[list[Any]]
     apart: dict[RunsUncompiled, Any]

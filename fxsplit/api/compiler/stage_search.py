@@ -22,7 +22,7 @@ from fxsplit.runtime.microbatches import divide_rows
 from fxsplit.runtime.program import Program
 
 Pin = Callable[[IR], IR]
-"""Adds Pins to a captured graph, for nodes that must be on certain stages."""
+"""A function that adds Pins to a captured graph, for nodes that must be on certain stages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,11 @@ class FoundStages:
 class StageSearch:
     """A model in its present mode, to be compiled for a call with `rows` rows.
 
+    capture_rows: captures the model for microbatches. pin: adds pins to the captured graph.
     like: the record of an earlier compile, for the other mode, for other shapes, or for calls with other arguments.
     same_way: whether `like` is for calls with the same arguments, up to their shapes.
     others: all existing programs; their weights stay on their stages.
-    moves_weights: whether `like` and `others` are of no use, so that every weight may move.
+    moves_weights: whether `like` and `others` cannot be used, so that every weight may move.
     graphs: texts of the captured graphs, which ranks compare.
     """
 

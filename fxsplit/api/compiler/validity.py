@@ -25,7 +25,10 @@ from fxsplit.torch_internals.random.seeded_calls import is_dropout
 
 
 class Validity:
-    """Compares a model with the graph that was captured from it; `attributes` are the model's at that time."""
+    """Compares a model with the graph that was captured from it.
+
+    `attributes` are the model's attributes at the capture, as `_read_attributes` returns them.
+    """
 
     def __init__(self, model: nn.Module, captured: IR, stages: Stages) -> None:
         self._model = model
@@ -56,9 +59,9 @@ class Validity:
         return {**named, **found}
 
     def _look(self) -> tuple[list[Any], ...]:
-        """Return everything from which `_read_attributes` computes its result.
+        """Return everything from which `_read_attributes` computes its result, in a tenth of the time.
 
-        It takes a tenth of the time: if nothing here has changed since the last call, the attributes are the same.
+        If nothing of this has changed since the last call, the attributes are the same.
         """
         weights = [weight for held in self._held for weight in held.values()]
         return (

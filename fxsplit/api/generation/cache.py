@@ -22,6 +22,7 @@ from torch import Tensor
 from fxsplit.torch_internals.fx.kv_cache import extend, recall
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function of a layer's new keys and values that returns all its keys and values."""
 
 SLOTS = 4
 """Numbers of tensors that a layer keeps: its keys, its values, and both again for attention to the encoder's output."""
@@ -29,9 +30,9 @@ SLOTS = 4
 
 @dataclass
 class CacheShapes:
-    """The sizes of the tensors that later steps only read: slot -> (heads, features, dtype).
+    """The sizes of keys and values of the encoder's output: slot -> (heads, features, dtype).
 
-    The first step sets them.
+    The first step makes these tensors and sets their sizes, and later steps only read the tensors.
     """
 
     known: dict[int, tuple[int, int, torch.dtype]] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """`pipe.generate(...)`: run the loop of Hugging Face's GenerationMixin with a pipeline as its model.
 
 The loop gets the logits of the last token from its model, and draws the next token itself, for all rows at once and
-from the caller's generator. So the tokens are the same as without a pipeline. The loop only needs the length of the
-cache, and the keys and values stay in the stages.
+from the caller's generator. So the tokens are the same as without a pipeline. Of the cache, the loop needs only the
+length, so the keys and values stay in the stages.
 
   GenerationMixin.generate                           pipeline
      input_ids  ------------------ run_first ---->   prompt through the stages, which keep its keys and values
@@ -104,7 +104,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def make_driver(programs: Programs) -> Any:
-    """Return a module that the loop takes for the model: each call of this twin runs a step on the pipeline."""
+    """Return a twin of the model, for the loop: a module with the model's attributes, whose calls run pipeline steps.
+
+    The twin does not keep `programs` alive.
+    """
     model: Any = programs.model
     # Only the collector frees a class, and until then this class must not keep the weights.
     find: Callable[[], Any] = weakref.ref(programs)
@@ -132,7 +135,7 @@ def make_driver(programs: Programs) -> Any:
 
 
 def make_encoder(find: Callable[[], Any]) -> Any:
-    """Return a module that the loop takes for the encoder: a call of this twin runs it on the pipeline.
+    """Return a twin of the encoder, for the loop: a module whose calls run the encoder on the pipeline.
 
     find: returns the programs; the twin does not keep them alive.
     """

@@ -42,7 +42,9 @@ LEAST_LENGTH = 4
 
 
 class Generation:
-    """One call of generate(): the keys and values of its rows in the stages, and the batches of its steps by step name.
+    """One call of generate(), which makes one text for each row.
+
+    It holds the keys and values of the rows, which lie in the stages, and the prepared batch of each step by its name.
 
     most: the largest number of tokens of a row.
     """

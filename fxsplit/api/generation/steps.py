@@ -101,9 +101,8 @@ def make_first_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
 
 
 def make_next_after_encoder(model: nn.Module, shapes: CacheShapes) -> Any:
-    """Return a step of a decoder that follows the first step after an encoder.
+    """Return the next step of a decoder after an encoder. It reads the keys and values that the first step made.
 
-    It reads the keys and values of that step.
     (decoder_input_ids, decoder_attention_mask, attention_mask) -> logits of the last token, (rows, 1, vocabulary). The
     masks are (rows, all tokens seen) and (rows, length of the encoder's input). `shapes` has the sizes of the keys and
     values of the encoder's output; the first step has set them.

@@ -22,7 +22,7 @@ def act_together(method: Callable[P, R]) -> Callable[P, R]:
     def acting(*args: P.args, **kwargs: P.kwargs) -> R:
         pipeline: Any = args[0]
         group = pipeline.compiler.compile_group
-        # A step limits its time, with all its waiting for other ranks.
+        # The time limit of a step includes all waiting for other ranks.
         timeout_s: Any = kwargs.get("timeout_s")
         try:
             with nullcontext() if group is None else group.world.watch(timeout_s, firm=timeout_s is not None):

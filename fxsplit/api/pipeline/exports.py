@@ -29,7 +29,7 @@ class WithExports(WithWeights):
 
         to: a function of (figures, number of the batch), a `SummaryWriter` of TensorBoard, a logger of Lightning, or
             None to end. `figures` maps names such as "fxsplit/step_ms" to numbers; `tracker.measure` lists them.
-        every: how many batches to go on to the next batch that is timed.
+        every: the N of "every N-th". With 10, batches 1, 11, 21 and so on are timed.
 
         A batch is a call of `step`, or a call of the pipeline with its backward(). The latter is reported at the next
         call of the pipeline, and at `track(None)` and `close()`. An error of `to` is a warning, and training goes on.

@@ -81,12 +81,12 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
 
 
 def _check_edits(ir: IR, passed: Sequence[IR], *, runs: bool) -> IR:
-    """Compare the graph after each pass with the graph before it.
+    """Compare the graph after each pass with the graph before it, and return `ir`.
 
-    Return `ir`, marked as Detached if a pass detached it.
-    `passed`: the IRs after each pass. Each pass may change values as much as it states. A detached graph, which has
-    weights of its own, is always compared: these may be made from weights that the model no longer has. Other graphs
-    are compared only if `runs`. Raises BrokenFact for a graph that computes something else.
+    `ir` is marked as Detached if a pass gave the graph weights of its own. Such a graph is always compared, since the
+    weights may be made from weights that the model no longer has. Other graphs are compared only if `runs`. Each pass
+    may change values as much as it states. `passed`: the captured IR and the IRs after each pass. Raises BrokenFact for
+    a graph that computes something else.
     """
     rewrites = Rewrites(passed[0])
     for before, after in pairwise(passed):

@@ -1,4 +1,8 @@
-"""Remember, for each program of a pipeline, how the losses of microbatches make the loss of the batch."""
+"""Remember the meaning of the loss for each program of a pipeline.
+
+The *meaning* of a loss says how the loss of a batch follows from the losses of its microbatches: as a sum, as a mean
+over rows, or as a mean over a count of labels.
+"""
 
 from __future__ import annotations
 

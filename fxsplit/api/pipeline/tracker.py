@@ -35,7 +35,7 @@ class Tracker:
     """Times every N-th training batch of a pipeline, and reports its figures. Batches are numbered as they end.
 
     to: a function of (figures, number of the batch), a `SummaryWriter`, or a logger of Lightning.
-    every: how many batches to go on to the next batch that is timed.
+    every: N. With 10, batches 1, 11, 21 and so on are timed.
     Raises InputError for another `to` or `every`.
     """
 

@@ -1,4 +1,7 @@
-"""Gather the story of a plan: its simulated step, where its graph can be cut, and trials of changes."""
+"""Gather the story of a plan, the contents of a report: its simulated step, the places for cuts, and trials.
+
+A *trial* is the best plan after one change, such as one more device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from fxsplit.system.progress import phase
 SECONDS = 20.0
 """The default time for trials."""
 MOST_PLACES = 1500
-"""How many places for a cut a report shows."""
+"""The most places for a cut that a report shows."""
 
 
 def gather_story(

@@ -12,7 +12,7 @@ from fxsplit.ir.text.write import render
 from fxsplit.report.page.story import PassRow
 
 MOST_LINES, MOST_WIDE = 60, 160
-"""How many changed lines of a pass a report shows, and how much of a line."""
+"""The most changed lines of a pass that a report shows, and the most characters of a line."""
 MOST_COMPARED = 40_000
 """Longer texts are not compared: that would take minutes."""
 
@@ -20,7 +20,7 @@ _NODE = re.compile(r"^  %(?P<name>\S+) = .*  ; (?P<note>.*)$", re.MULTILINE)
 
 
 def list_passes(ir: IR) -> list[PassRow]:
-    """Return the passes of an IR, with the changes of the ones that keep the IR before them."""
+    """Return the passes of an IR, with their changes if all IRs before them are known."""
     irs: list[IR] = []
     at: IR | None = ir
     while at is not None:

@@ -33,7 +33,7 @@ _VALUES = ("output_bytes", "gradient_bytes", "kept_bytes", "kept_for_bytes", "un
 OF_ROWS = ("forward_ms", "backward_ms", "host_ms", "lent_bytes", *_VALUES)
 """The figures of a node that grow with the rows of a microbatch."""
 WIDTHS = (0.5, 1.0, 2.0, 4.0)
-"""The bandwidths of the grid, in times of the present one."""
+"""The bandwidths of the grid, as multiples of the machine's."""
 
 
 class OutOfPatience(Exception):
@@ -130,7 +130,7 @@ class Trials:
     # The trials
 
     def list_all(self) -> Iterator[Trial]:
-        """Yield all trials, the most telling first. Raises OutOfPatience once the time is over."""
+        """Yield all trials, in the order of their worth to a reader. Raises OutOfPatience once the time is over."""
         yield self.try_change(Trial("what if", "nothing changed"))
         yield from self._try_machines()
         yield from self._try_microbatches()
@@ -196,7 +196,7 @@ class Trials:
         return simulate(schedule, read_times(self.plan, schedule))
 
     def _fits(self, simulation: Simulation) -> bool:
-        """Return whether each device has room for a step."""
+        """Return whether a simulated step fits in the memory of each device."""
         assert self.plan.machine is not None
         traces = trace_memory(simulation, read_footprints(self.plan))
         limits = [stage.find_limit(self.plan.machine) for stage in self.plan.stages]

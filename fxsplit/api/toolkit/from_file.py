@@ -39,7 +39,7 @@ def read_planned(text: str, name: str, *, torch: bool = False) -> IR:
 
 
 def _name_operators(profile: ProfileFile) -> ProfileFile:
-    """Return a profile in which every node is an operator of torch.fx; other tools describe their nodes in words."""
+    """Return a profile in which each node's `op` begins with a kind of torch.fx; other tools name only operators."""
     nodes = tuple(
         node if node.op.partition(":")[0] in KINDS.values() else replace(node, op=f"call_function:{node.op or 'node'}")
         for node in profile.costs.nodes

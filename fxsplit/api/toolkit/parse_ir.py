@@ -1,4 +1,4 @@
-"""The IR in a text, with what reading it needs from other rooms: the passes, and the memory of schedules."""
+"""Read the IR in a text. The reader gets the passes, and the moments of schedules, from the rooms that know them."""
 
 from __future__ import annotations
 

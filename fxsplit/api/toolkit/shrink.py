@@ -62,7 +62,7 @@ def shrink(ir: IR, step: Pass, error: Exception, limit_s: float = LIMIT_S, *, ve
 
 
 def _sign(error: Exception) -> tuple[str, str]:
-    """Return the kind of an error, and the head of its text; numbers, such as that of the nodes, may change."""
+    """Return the kind of an error, and the head of its text without numbers: fewer nodes may change a number."""
     return type(error).__name__, re.sub(r"\b\d[\d.]*\b", "_", str(error))[:COMPARED]
 
 

@@ -19,6 +19,7 @@ class HookEffect:
     """The error that a gradient hook makes in the sums of gradients.
 
     Each error is |found - exact| / |exact|, with norms over all elements.
+
     how: the hook, in words.
     gradient: the error of all gradients together.
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
@@ -86,6 +87,7 @@ class Compression:
     """The error that an approximation, such as compressed cuts, makes in outputs and gradients.
 
     Each error is |found - exact| / |exact|, with norms over all elements.
+
     how: the compression, or the passes that change numbers on purpose.
     worst: the largest error of one parameter's gradient; `worst_name` is the parameter's name.
     loss: the loss of the step, in words; empty if the pipeline gives no gradients, and only outputs were compared.

@@ -1,4 +1,8 @@
-"""Collect the differences that verify() finds over its steps, and how much of each difference is rounding."""
+"""Collect the differences that verify() finds over its steps, and how much of each difference is rounding.
+
+Each outcome is of one step: `by_pipeline`, or of the unsplit model `by_pieces` on microbatches, `by_whole` on the whole
+batch, and `by_shaken` on microbatches with rounded weights.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ class Tally:
         self._rounding: dict[Key, float] = {}
         # Tensors that differ from a run of the same operators in one piece: rounding excuses none of them.
         self._broken: dict[Key, float] = {}
+        # Tensors that microbatches change for a reason in the model.
         self._natural: dict[Key, float] = {}
 
     def begin_step(self, model: nn.Module) -> None:

@@ -49,7 +49,8 @@ Key = tuple[str, str]
 class Trial:
     """One call of a model that is run in several ways, and how its loss and outputs follow from its microbatches.
 
-    `weight` is the weight of this pipeline's loss among pipelines side by side.
+    batch: the call as the pipeline runs it. meanings: how each output is joined from those of microbatches. objective:
+    the loss. weight: the weight of this pipeline's loss among pipelines side by side.
     """
 
     call: Call
@@ -99,7 +100,7 @@ class Trial:
     def _batch_loss(self) -> BatchLoss:
         """The pipeline's own loss for this batch.
 
-        It also knows how the loss follows from microbatches: this was found out from the unsplit model's outputs.
+        The unsplit model's outputs have shown how this loss follows from microbatches.
         """
         objective, batch = self.objective, self.batch
         assert objective.loss_fn is not None, "a target was given"
@@ -124,9 +125,8 @@ class Trial:
         return summed and any(meaning.kind != "rows" for meaning in self.meanings)
 
     def run(self, model: nn.Module, rows: Sequence[int], *, cuts_loss: bool = False) -> Outcome:
-        """Run a step of the unsplit model on microbatches of `rows` rows.
+        """Run a step of the unsplit model on microbatches of `rows` rows. Return the outcome, summed over pipelines.
 
-        Return the outcome, with gradients of all ranks.
         cuts_loss: compute the pipeline's own loss for each microbatch, as the pipeline does. Otherwise it is computed
             once, from the outputs of all microbatches, and needs no weights.
         """

@@ -3,10 +3,10 @@
 The pipeline and the model train for two steps on one batch. A difference is an error if it is much larger than the
 effect of rounding the model's weights. If parts of the model compute in a coarser dtype, its rounding is allowed too.
 
-  model --copy--> unsplit    on the whole batch             \
-          copy--> unsplit    on microbatches                 > outputs, gradients, buffers -> Tally -> Verification
-          copy--> shaken     on microbatches: the rounding  /
-          copy--> pipeline   on microbatches               /
+  model --copy--> unsplit    on the whole batch ------------+
+        --copy--> unsplit    on microbatches ---------------+--> outputs, gradients, buffers -> Tally -> Verification
+        --copy--> shaken     on microbatches: the rounding -+
+        --copy--> pipeline   on microbatches ---------------+
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _train_copies(
     # Both copies run unsplit. The weights of `shaken` are off by rounding, to measure its effect.
     unsplit, shaken = copy_module(model), copy_module(model)
     _shake_weights(shaken)
-    # Constants that are made for float32 may be too large a power for float64.
+    # In float64, constants that were made for float32, such as the smallest number in a mask, may give NaN.
     objective = choose_objective(unsplit, call, asked, ranks, finite=dtype is torch.float64)
     ways = _Ways(pipe, objective.loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
     mine = copy_module(model)
@@ -367,10 +367,7 @@ def _convert(
 
 
 def _load(model: nn.Module, like: nn.Module) -> None:
-    """Copy the weights and buffers of the model `like` into `model`, and clear its gradients.
-
-    Skip those of other ranks.
-    """
+    """Copy this rank's weights and buffers from the model `like` into `model`, and clear the gradients of `model`."""
     others = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):

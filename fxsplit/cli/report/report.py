@@ -9,7 +9,7 @@ from fxsplit.cli.words import take_text
 from fxsplit.errors import InputError
 
 SECONDS, MOST_SECONDS = 20.0, 3600.0
-"""The default and the longest time for plans with a change."""
+"""The default and the longest time for trials, which are plans after one change; in seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""The sources of `fxsplit report`: the file of a plan with its profile and machine, or a dump folder."""
+"""The sources of `fxsplit report`: the file of a plan with its profile and machine, or a dump folder.
+
+Each source becomes a Story, the contents of a report. The *mark* of a dump folder is its file that lists the passes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def _tell_plan(arguments: argparse.Namespace, bandwidth: float | None) -> Story:
 
 
 def _drop_backwards(costs: Costs, plan: Plan) -> Costs:
-    """Return the costs that the plan counts: without backwards in a plan for inference, compressed as the plan is."""
+    """Return the costs as the plan counts them: without backwards for inference, and with the plan's compression."""
     kept = keep_forwards(costs) if plan.schedule == INFERENCE else costs
     return replace(kept, compress=plan.compress)
 
@@ -69,7 +72,10 @@ def _guess_machine(plan: Plan) -> Machine:
 
 
 def _lay_out(plan: Plan, machine: Machine) -> Machine:
-    """Return a machine with a device for each stage. Raises InputError if it has other devices than the plan."""
+    """Return `machine` with the plan's names of devices. Raises InputError if the plan has more devices, or fewer.
+
+    If devices of the plan have several stages, each of these stages counts as a device.
+    """
     homes = plan.machine.homes if plan.machine is not None else ()
     made = machine.unrolled(homes) if homes and len(machine) > max(d for home in homes for d in home) else machine
     if len(made) != len(plan.device_names):
@@ -111,7 +117,7 @@ def _save_from(folder: Path, paths: list[Path]) -> list[str]:
 
 
 def _find_plan(texts: dict[Path, str], folder: Path) -> Plan:
-    """Return the last plan in a dump that stands with its costs and machine, or else the last plan."""
+    """Return the last plan in an IR that also has its costs, or else the last plan."""
     found: Plan | None = None
     for path, text in reversed(texts.items()):
         # An IR before the plan is long to read, and has none.

@@ -1,7 +1,10 @@
 """Scene: the shapes of a picture, in pixels from the top left, before they become SVG or an image.
 
 A shape names a role, such as "ink" or "stage 2", and a theme has the colour of each role. So one scene is drawn light,
-dark, and in the page of a report.
+dark, and in the page of a report:
+
+    Scene --+-- svg.py, with a theme or with the page's colours --> SVG
+            +-- files.py, with a theme and matplotlib ------------> PNG, PDF
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ MONO_WIDTH, SANS_WIDTH = 0.602, 0.56
 class Box:
     """A rectangle. `key` names the thing that it shows, for programs; `hint` says the same to people who point at it.
 
-    `edge` is the role of its border, empty for none.
+    `fill` is the role of its area, and `edge` that of its border, empty for none. `round` is the radius of its corners.
     """
 
     x: float
@@ -57,7 +60,10 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Label:
-    """One line of text; `x` is its start, middle or end, and `y` its base line. `mono` is for names in code."""
+    """One line of text. `x` is its start, middle or end, as `anchor` says, and `y` its base line.
+
+    `mono` sets it in a monospaced font, for names in code.
+    """
 
     x: float
     y: float
@@ -105,14 +111,14 @@ def move(shape: Shape, x: float, y: float) -> Shape:
 
 
 def measure(text: str, size: float = NORMAL, *, mono: bool = False) -> float:
-    """Return the width of a line of text in pixels, nearly."""
+    """Return the approximate width of a line of text in pixels."""
     return len(text) * size * (MONO_WIDTH if mono else SANS_WIDTH)
 
 
 def fit(text: str, width: float, size: float = NORMAL, *, mono: bool = False) -> str:
     """Return a text that is at most `width` pixels wide; its beginning is cut off if it is longer.
 
-    Paths of modules differ at their ends. Of a run, `a .. b`, each end keeps its own.
+    Paths of modules differ at their ends, so the end is kept. In `a .. b` the beginning of each path is cut off.
     """
     most = int(width / (size * (MONO_WIDTH if mono else SANS_WIDTH)))
     if len(text) <= most:
@@ -125,7 +131,7 @@ def fit(text: str, width: float, size: float = NORMAL, *, mono: bool = False) ->
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text without its beginning, if it has more than `most` characters; cut at a dot if one is near."""
+    """Return the end of a text that has more than `most` characters, from a dot on if one is near."""
     if len(text) <= most:
         return text
     if most < 3:

@@ -20,7 +20,7 @@ PATTERNS = {
 
 
 def write_svg(scene: Scene, theme: Mapping[str, str] | None = LIGHT) -> str:
-    """Return a scene as SVG. Without a theme it has no colours of its own: the page around it must state them."""
+    """Return a scene as SVG. Without a theme the SVG has no colours, and the page around it must state them."""
     size = f'width="{_round(scene.width)}" height="{_round(scene.height)}"'
     box = f'viewBox="0 0 {_round(scene.width)} {_round(scene.height)}"'
     name = escape(scene.name)

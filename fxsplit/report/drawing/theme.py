@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 N_HUES = 8
-"""Stages take turns with so many hues."""
+"""The number of hues of stages. Stage 8 has the hue of stage 0 again."""
 
 _LIGHT_TINTS = ("#dbe7f5", "#fde5c8", "#d6efdc", "#f6d9e3", "#e6def5", "#f5eebb", "#d3eeee", "#e8e2da")
 _LIGHT_STRONG = ("#2f6fb3", "#b3650a", "#2a7d4f", "#b83a63", "#7250b8", "#7d6e00", "#14746f", "#6f5c4a")

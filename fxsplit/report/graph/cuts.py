@@ -27,8 +27,8 @@ class CutValue:
 class Cut:
     """The cut before stage `number`, for one microbatch.
 
-    `transfer_ms` is the time that its messages keep the slower of the two devices busy, and `values` are the largest
-    first; empty if the costs are not known.
+    `transfer_ms` is the time for which its messages keep the slower of the two devices busy. `values` has the largest
+    value first, and is empty if the costs are not known.
     """
 
     number: int
@@ -60,7 +60,8 @@ def list_cuts(plan: Plan, costs: Costs | None) -> list[Cut]:
 def _list_values(plan: Plan, costs: Costs) -> list[list[CutValue]]:
     """Return the values that cross the cut before each stage, in the order of the graph.
 
-    Under `direct` stages hand nothing on: inputs and outputs of the model then cross no cut by themselves.
+    Under the cost model `direct`, a stage sends a value straight to the stages that read it, over all cuts between
+    them. Inputs of the model then cross no cut, and an output crosses one only if a later stage reads it.
     """
     stage_of, count = plan.stage_of(), len(plan.stages)
     crossing: list[list[CutValue]] = [[] for _ in plan.stages]
@@ -72,7 +73,7 @@ def _list_values(plan: Plan, costs: Costs) -> list[list[CutValue]]:
             if 0 < boundary < count:
                 crossing[boundary].append(CutValue(name, *costs.sent[name]))
     for exchange in costs.exchanges:
-        # A tensor of the backward with nodes on both sides of a cut crosses it.
+        # A backward exchanges a tensor among these nodes: it crosses each cut that has some of them on both sides.
         stages = [stage_of[name] for name in exchange.nodes]
         for boundary in range(min(stages) + 1, max(stages) + 1):
             crossing[boundary].append(CutValue(exchange.nodes[0], 0.0, exchange.output_bytes))

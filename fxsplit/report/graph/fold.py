@@ -1,7 +1,9 @@
-"""Fold: the graph of a plan with one box for the nodes of a module in a stage, few enough to look at.
+"""Fold: the graph of a plan as a few boxes for each stage, with one box for the nodes of a module.
 
 A stage begins as one box. The box that takes longest is divided into the parts of its module, again and again, until
-the stage has as many boxes as wanted. If there are too many parts, runs of them share boxes: `layers.0 .. 5`.
+the stage has as many boxes as wanted. If there are too many parts, neighbours share a box:
+
+    [ whole stage ]  ->  [ embed ] [ layers ]  ->  [ embed ] [ layers.0 .. 5 ] [ layers.6 .. 11 ]
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ OUTSIDE = "(forward)"
 
 @dataclass(frozen=True)
 class Fold:
-    """The nodes of one box, in the order of the graph. `name` is for people, and `path` is that of its module.
+    """The nodes of one box, in the order of the graph.
 
-    `path` is None for a box that is not one module, and cannot be divided any further.
+    `name` is for people. `path` is the path of the box's module; None for a box that is not one module, and so cannot
+    be divided.
     """
 
     stage: int
@@ -38,9 +41,9 @@ class Fold:
 
 @dataclass(frozen=True)
 class Arc:
-    """The values from the nodes of box `source` to the nodes of box `target`: their names and bytes forward.
+    """The values from the nodes of box `source` to the nodes of box `target`: their names, and the sum of their bytes.
 
-    Boxes are numbers in `FoldedGraph.folds`.
+    `source` and `target` are positions in `FoldedGraph.folds`.
     """
 
     source: int
@@ -117,7 +120,7 @@ def fold_nodes(stage: int, nodes: Sequence[NodeCost], most: int) -> list[Fold]:
 
 
 def _join_small(boxes: Sequence[Fold]) -> list[Fold]:
-    """Return the boxes with neighbours that are no modules, and take next to no time, as one."""
+    """Return the boxes, with neighbours joined if none of them is a module and all take next to no time."""
     least = SMALL * sum(box.ms for box in boxes)
     found: list[Fold] = []
     for box in boxes:
@@ -133,7 +136,8 @@ def _join_small(boxes: Sequence[Fold]) -> list[Fold]:
 def list_parts(path: str, nodes: Sequence[NodeCost]) -> dict[str, list[NodeCost]]:
     """Return the nodes in each part of the module `path`, by the path of the part, in the order of the graph.
 
-    Nodes in no submodule of it are each a part by their place, unless they are many: then they are one, OUTSIDE.
+    A node in no submodule of it is a part of its own, with the node's place as path. If there are more than FEW such
+    nodes, they are one part together, OUTSIDE.
     """
     own = [node for node in nodes if node.owner == path]
     parts: dict[str, list[NodeCost]] = defaultdict(list)
@@ -146,7 +150,7 @@ def list_parts(path: str, nodes: Sequence[NodeCost]) -> dict[str, list[NodeCost]
 
 
 FEW = 4
-"""Up to so many nodes of a module's own forward() have boxes of their own."""
+"""The most nodes of a module's own forward() that have boxes of their own."""
 SMALL = 0.02
 """The share of a stage's time below which a box is small."""
 
@@ -195,7 +199,7 @@ def _join_runs(box: Fold, parts: dict[str, list[NodeCost]], most: int) -> list[F
 
 
 def _name_node(node: NodeCost) -> str:
-    """Return a node's name; that of other tools is a number, and its operator says more."""
+    """Return the place of a node in the model; for a node of another tool, its number and its operator."""
     return f"{node.name} {node.op}" if is_numbered(node) else node.place
 
 

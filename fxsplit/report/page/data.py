@@ -16,7 +16,8 @@ from fxsplit.system.figures import replace_infinite
 def write_data(story: Story, graph: FoldedGraph | None, keyed: bool) -> str:
     """Return the data as JSON that may stand in a <script> of HTML.
 
-    `graph` is the folded graph of the picture, and `keyed` says whether blocks of the timelines are keyed.
+    `graph` is the folded graph of the picture. `keyed` says whether the blocks of the timelines have keys, by which the
+    script finds the action of a block; without keys the timelines are left out.
     """
     plan = story.plan
     data = {
@@ -43,7 +44,7 @@ def guard_script(text: str) -> str:
 
 
 class _Words:
-    """Words by number, so that a word that many nodes share is written once."""
+    """Numbers for words, so that a word that many nodes share is written once."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -58,7 +59,10 @@ class _Words:
 
 
 def _list_nodes(story: Story, costs: Costs) -> dict[str, Any]:
-    """Return the nodes as columns. `reads` are numbers of nodes, and of inputs after them; bytes are whole numbers."""
+    """Return the nodes as columns; bytes are whole numbers.
+
+    `reads` lists what each node reads, by number: first the nodes are numbered, then the model's inputs.
+    """
     stage_of, words = story.plan.stage_of(), _Words()
     number = {name: i for i, name in enumerate([*costs.by_name, *(i.name for i in costs.inputs)])}
     together: dict[str, int] = {name: i for i, names in enumerate(costs.together) for name in names}
@@ -105,7 +109,7 @@ def _list_span(span: Sequence[Any]) -> list[Any]:
 
 
 def _round(number: float, digits: int = 4) -> float:
-    """Return a number with so many digits that count."""
+    """Return a number rounded to `digits` significant digits."""
     return float(f"{number:.{digits}g}")
 
 

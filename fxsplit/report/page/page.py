@@ -1,4 +1,9 @@
-"""Render a story as one HTML file, with its pictures, tables, data, style and script inside."""
+"""Render a story as one HTML file, with its pictures, tables, data, style and script inside.
+
+Story --+-- words.py: questions and answers -----+
+        +-- sections.py: pictures and tables ----+--> page.html, with page.css and page.js
+        +-- data.py: the nodes and actions ------+
+"""
 
 from __future__ import annotations
 

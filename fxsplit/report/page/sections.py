@@ -19,7 +19,10 @@ from fxsplit.report.pictures.timeline import draw_timelines
 from fxsplit.schedule.simulation.idle import find_critical_path
 
 MOST_KEYED, MOST_DRAWN = 4000, 12_000
-"""Blocks of more timelines have no hints, and still more are not drawn, so that the page stays small."""
+"""If timelines have more blocks than MOST_KEYED, the blocks have no hints; with more than MOST_DRAWN none is drawn.
+
+So the page stays small.
+"""
 TITLES = {
     "stages": "Time: how busy each stage is",
     "memory": "Memory: what fills each stage",
@@ -119,7 +122,10 @@ def _tell_timeline(story: Story, idle: HtmlTable) -> Section:
 
 
 def _find_path(story: Story) -> list[tuple[int, int]]:
-    """Return the critical path, as places in the rows of the predicted timeline, which lacks actions without time."""
+    """Return the critical path, as (device, position in the device's row) in the predicted timeline.
+
+    The positions differ from those in the schedule, since the timeline leaves out actions that take no time.
+    """
     if story.simulation is None or story.predicted is None:
         return []
     place = {(d, span.action): i for d, row in enumerate(story.predicted.spans) for i, span in enumerate(row)}

@@ -1,4 +1,7 @@
-"""Story: the contents of a report. Rooms above fill it in. An unknown part stays empty, and the page says so."""
+"""Story: the contents of a report. fxsplit/api/report/ fills it in. An unknown part stays empty, and the page says so.
+
+A *trial* is the best plan after one change, such as one more device, or the reason why there is no such plan.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from fxsplit.schedule.simulation.timeline import Timeline
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan for something that is changed, or the reason why there is none.
+    """The figures of the best plan after one change, or the reason why there is none.
 
     - `change` names the change, such as "one more device"; `group` is "what if", "grid" or "layer"
     - `bottleneck_ms` is the load of the slowest stage, and `step_ms` the time of a step of the same batch, in ms
+    - `bubble` is the share of the step in which devices are idle, from 0 to 1
     - `note` is a remark, or the reason why there is no plan
     - `place` is the row and the column of the grid, such as ("4 devices", "2 GB/s")
     """
@@ -31,7 +35,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class NextBest:
-    """The best plan without one cut: the load of its slowest stage and its lower bound, in ms; None if none exists."""
+    """The best plan without cut `number`: the load of its slowest stage and its lower bound, in ms.
+
+    `bottleneck_ms` is None if there is no such plan.
+    """
 
     number: int
     bottleneck_ms: float | None
@@ -42,7 +49,8 @@ class NextBest:
 class CutCurve:
     """Places where the graph can be cut: the share of the work before each, from 0 to 1, and the bytes that cross it.
 
-    `n_places` is the number of all of them; only the ones with the fewest bytes are kept if they are many.
+    `n_places` counts all places, and the two ends of the graph. If places are many, `shares` and `sent_bytes` leave out
+    places with more bytes than others beside them.
     """
 
     shares: tuple[float, ...]
@@ -54,7 +62,7 @@ class CutCurve:
 class PassRow:
     """A pass that ran: its text, seconds, the figures that it noted, and its changes to the text of the IR.
 
-    `added` and `removed` are numbers of lines, and `diff` has the first of them.
+    `added` and `removed` count the changed lines, and `diff` has the first of these lines.
     """
 
     text: str
@@ -71,6 +79,7 @@ class Story:
 
     - `model` is the name of the model's class; empty if it is not known
     - `simulation` is the predicted step, with `predicted` as its timeline; `measured` is the timeline of a real step
+    - `curve` has the places for cuts, and `next_best` the best plan without each cut
     - `notes` are the layer and the line in the source of each node, such as `Linear(...) @ net.py:12`
     - `trials_left_out` says why trials are missing, such as that time was over
     - `commands` reproduce the plan and the page, and `plan_json` is the file of the plan

@@ -332,7 +332,7 @@ def _say_memory(story: Story) -> list[str]:
 
 
 LEAST = 0.001
-"""A kind of memory that has a smaller share is not named."""
+"""A kind of memory with a smaller share of its stage's memory is not named."""
 
 
 def compare_trial(trial: Trial, base: Trial | None) -> str:

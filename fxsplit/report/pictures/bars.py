@@ -17,7 +17,10 @@ ROW, BAR, NAMES, WIDTH, FIGURES, MARGIN = 30.0, 18.0, 140.0, 460.0, 200.0, 12.0
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of time or memory: its name, its colour, and the pattern that distinguishes it without colours."""
+    """A kind of time or memory: its name, its colour, and the pattern that distinguishes it without colours.
+
+    `role` names the colour, and `light` says that text on this colour must be dark.
+    """
 
     name: str
     role: str
@@ -131,7 +134,7 @@ def _begin(name: str, title: str, shown: str) -> Scene:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The kinds of parts that bars have, the amount that is as wide as the picture, and amounts in words."""
+    """The kinds of parts in a bar, the amount that a bar of full width shows, and the function that formats amounts."""
 
     kinds: Sequence[Part]
     most: float

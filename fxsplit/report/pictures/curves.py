@@ -1,4 +1,7 @@
-"""Curves: the speed-up of plans over the number of devices, with the bound that no plan can exceed."""
+"""Curves: the speed-up of plans over the number of devices, with the bound that no plan can exceed.
+
+The *knee* is the first number of devices after which no more devices make the pipeline faster by a share of GAIN.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ LEFT, TOP, WIDTH, HEIGHT, RIGHT, BOTTOM = 60.0, 64.0, 560.0, 300.0, 110.0, 70.0
 DOT = 6.0
 _Place = Callable[[float, float], tuple[float, float]]
 GAIN = 0.05
-"""A device more than the knee makes the pipeline faster by less than this share."""
+"""Any number of devices above the knee makes the pipeline faster by less than this share."""
 
 
 def find_knee(plans: Sequence[tuple[int, Plan]]) -> int:

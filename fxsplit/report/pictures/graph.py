@@ -26,15 +26,15 @@ BOX, SPACE, MARGIN, INSET = 38.0, 10.0, 12.0, 10.0
 LANE = 14.0
 """The height of a lane below the columns, for values that pass stages."""
 MOST, MOST_IN_LONG, LONG = 10, 6, 5
-"""How many boxes a column has at most, also in a picture of more than LONG stages, which has several rows."""
+"""The most boxes of a column: MOST, or MOST_IN_LONG if there are more than LONG stages, in several rows of columns."""
 MOST_SKIPS, MOST_LANES = 8, 6
-"""How many arcs are drawn that pass boxes of their column, and how many that pass whole stages."""
+"""The most arcs drawn that pass other boxes of their column, and the most that pass whole stages."""
 MONO = 11.0
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The corner of a box, from which its arcs begin and at which they end."""
+    """The top left corner of a box. Arcs begin at its `right` and end at its `left`."""
 
     x: float
     y: float
@@ -68,7 +68,7 @@ class _Sheet:
         return self.graph.folds[arc.source].stage, self.graph.folds[arc.target].stage
 
     def is_beside(self, arc: Arc) -> bool:
-        """Return whether both ends of an arc are in one row of columns."""
+        """Return whether both ends of an arc are in the same row of columns."""
         a, b = self.stages(arc)
         return a // self.across == b // self.across
 

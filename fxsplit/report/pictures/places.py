@@ -45,7 +45,7 @@ def draw_places(places: Places, plan: Plan) -> Scene:
     chosen = _find_chosen(plan)
     sizes = [size for size in (*places.sent_bytes, *(size for _, _, size in chosen)) if size > 0]
     low, high = (min(sizes), max(sizes)) if sizes else (1.0, 1.0)
-    # Sizes differ by factors, so each grid line is a power of ten more.
+    # Sizes differ by factors, so the height is logarithmic.
     first, span = log10(low), max(log10(high) - log10(low), 0.3)
 
     def place(share: float, size: float) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Timelines as a picture, one above the other on one scale, for example predicted above measured.
 
-A row for each device and link, a block for each action with its microbatch, and the memory of each device below.
+A timeline has a row for each device and link, and a block with its microbatch for each action. The memory of each
+device is below. Its *bubble* is the share of the time in which devices are idle.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from fxsplit.system.figures import format_bytes, format_ms, format_share
 
 COLOURS = {"F": "F", "B": "B", "I": "I", "W": "W"}
 PATTERNS: dict[str, Pattern] = {"I": "stripes", "W": "cross", "SEND_B": "stripes"}
-"""Patterns tell the halves of a backward from a whole one, even without colours."""
+"""Patterns distinguish the halves of a backward from a whole backward, even without colours."""
 NAMED, ROW, BAR, LINK, LINK_BAR, MEMORY, MARGIN = 168.0, 30.0, 20.0, 18.0, 11.0, 44.0, 12.0
 WIDTH = 860.0
 TITLE, AXIS = 26.0, 22.0
 MOST_NUMBERS = 1500
 """The numbers of microbatches are left out of a picture with more blocks."""
 MOST_LINKS = 1500
+"""The rows of links are left out of a picture with more messages."""
 
 
 def draw_timelines(

@@ -41,7 +41,7 @@ def burn(x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """Layers with a skip connection from the first to the last, so that values pass stages by; it writes in place."""
+    """Layers with writes in place, and a skip connection from the first to the last, which crosses every cut."""
 
     def __init__(self, *, norm: bool = False, dropout: float = 0.0, layers: int = 8) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Tied(nn.Module):
 
 
 def deal(counts: Sequence[int]) -> Any:
-    """Return passes that make stages of equally many nodes, with `counts[i]` devices for stage i."""
+    """Return passes that deal out the nodes evenly to stages, with `counts[i]` devices for stage i."""
     return parse_chain(FAST, PASSES).replace("partition", partition_over_replicas(counts))
 
 

@@ -34,7 +34,7 @@ WAITS = {
 }
 """Operators that make the host wait for their result."""
 
-# Kernels that write arguments without saying so in their schema: the running statistics of batch norm.
+# Kernels that write arguments, by position, without saying so in their schema: the running statistics of batch norm.
 HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 
 

@@ -48,7 +48,7 @@ MODULES = (
 
 
 class Mutant(NamedTuple):
-    """One call that is left out: its module, the function around it, and its index among the function's calls."""
+    """One call that is left out: its module, the function around it, its index among these calls, and its code."""
 
     module: str
     function: str

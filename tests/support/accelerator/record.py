@@ -46,7 +46,11 @@ KINDS = {
 
 
 class Block:
-    """The memory of a tensor and of its views. The allocator gives it back to `home`, the stream that made it."""
+    """The memory of a tensor and of its views. The allocator gives it back to `home`, the stream that made it.
+
+    kept: further streams for which the allocator waits before it does so. write: the last kernel that wrote. reads: the
+    kernels that have read since. used: by stream, the number of the last kernel that used the memory.
+    """
 
     def __init__(self, record: Record, device: str, home: str, label: str) -> None:
         self.device, self.home, self.label = device, home, label
