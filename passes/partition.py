@@ -63,11 +63,12 @@ class Partition(Options):
         clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
-            plan, workload = plan_stages(task, chains, ir[States], enumerate_again, clock), task.workload
+            plan, facts = plan_stages(task, chains, ir[States], enumerate_again, clock), list[Workload]()
             if plan.schedule_csv:  # a plan with the shortest step states the order of its work
-                plan, workload, _ = schedule_plan(plan, costs, task.machine, workload)
+                plan, workload, _ = schedule_plan(plan, costs, task.machine, task.workload)
+                facts.append(workload)
             figures = {"stages": len(plan.stages), "states": plan.n_states, "proof": plan.proof or "none"}
-            return ir.learn(workload, plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
+            return ir.learn(*facts, plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
 
         try:
             return learn_plan(task)

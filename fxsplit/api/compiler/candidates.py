@@ -27,8 +27,8 @@ def choose_candidate(
 
     The costs were measured for the candidate, or else are the user's own. If one of the observers is a dump, the
     candidates are dumped beside it. The search ends at microbatches that are too small for the model to run on. Raises
-    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks the least memory. Raises PlanError if no
-    candidate can be planned for another reason.
+    NoFit if no candidate's plan fits in memory; the error names the candidate that lacks the least memory. Raises
+    PlanError if no candidate can be planned for another reason.
     """
     candidates = options.list_candidates(rows)
     if len(candidates) == 1:
