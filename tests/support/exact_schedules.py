@@ -206,7 +206,10 @@ class _Referee:
         rows = _Partial(none, np.zeros((1, self.width)), none[:, :0])
         for _ in range(3 * x.n_stages * x.n):
             grown = [self.add(rows, op, s) for op in (F, I, W) for s in range(x.n_stages)]
-            rows = self.drop_dominated(_Partial.join(grown))
+            # All kinds together, since a call of numpy takes as long as the work on a hundred rows.
+            rows = _Partial.join(grown)
+            self.clamp(rows)
+            rows = self.drop_dominated(rows.keep(self.bound(rows) < self.below))
             if len(rows.done) > self.most:
                 raise TooManyError(f"{len(rows.done)} partial schedules of {x}")
             if not len(rows.done):
@@ -269,9 +272,7 @@ class _Referee:
                 arrival = now[:, link] + x.latency[boundary]
             now[index, self.column(then[0], then[1]) + m] = arrival
         now[:, : self.first] = np.maximum(now[:, : self.first], begin[:, None])
-        grown = _Partial(done, now, np.column_stack([rows.path, np.full(len(end), at)]))
-        self.clamp(grown)
-        return grown.keep(self.bound(grown) < self.below)
+        return _Partial(done, now, np.column_stack([rows.path, np.full(len(end), at)]))
 
     def clamp(self, rows: _Partial) -> None:
         """Raise times to the earliest that can matter: an input waits for its device, a link for the device's work."""
@@ -327,8 +328,8 @@ class _Referee:
         """Return the least time from when a device is free to the end of the step, by what is left for it to do."""
         x, known = self.x, self.work[device]
         columns = [op * x.n_stages + s for op in (F, I, W) for s in x.list_own(device)]
-        keys, back = np.unique(rows.done[:, columns] @ self.radix[: len(columns)], return_inverse=True)
-        firsts = dict(zip(back.tolist(), range(len(back)), strict=True))
+        packed = rows.done[:, columns] @ self.radix[: len(columns)]
+        keys, firsts, back = np.unique(packed, return_index=True, return_inverse=True)
         for i, key in enumerate(keys.tolist()):
             if key in known:
                 continue

@@ -45,11 +45,17 @@ from tests.support.times import state_times
 
 PRELOADED = [
     "pytest",
+    "numpy.ma",
+    "rich.console",
+    "rich.table",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining.schedules",
+    "torch._inductor.sizevars",
     "fxsplit.api.compile",
     "fxsplit.api.pipeline.pipeline",
+    "fxsplit.ir.fingerprint",
+    "fxsplit.ir.text.fx_graph",
     *LATE,
 ]
 START_S = 120.0

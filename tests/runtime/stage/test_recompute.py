@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,19 +53,26 @@ class Mixed(nn.Module):
         return out
 
 
-def left_behind(recompute: Policy, schedule: ScheduleName, step: bool) -> list[Tensor]:
-    """Gradients and buffers after two steps of one model with one seed."""
+@cache
+def left_behind(recompute: Policy, schedule: ScheduleName) -> dict[str, list[Tensor]]:
+    """Return gradients and buffers after two steps of one model with one seed, and after two calls."""
     torch.manual_seed(0)
     model, x = Mixed(counts=schedule != "Chimera").double(), torch.randn(12, 8, dtype=torch.float64)
     options: Any = {"loss_fn": F.mse_loss, "n_microbatches": 4, "passes": FAST, "example_inputs": x}
+    begun, found = copy.deepcopy(model.state_dict()), {}
     with fxsplit.compile(model, ["cpu"] * 2, schedule=schedule, recompute=recompute, **options) as pipe:
-        torch.manual_seed(1)
-        for _ in range(2):
-            if step:
-                pipe.step(x, target=x)
-            else:
-                F.mse_loss(pipe(x), x).backward()
-    return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        for way in ("step", "call"):
+            model.load_state_dict(begun)
+            pipe.zero_grad()
+            torch.manual_seed(1)
+            for _ in range(2):
+                if way == "step":
+                    pipe.step(x, target=x)
+                else:
+                    F.mse_loss(pipe(x), x).backward()
+            left = [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+            found[way] = [value.detach().clone() for value in left]
+    return found
 
 
 class Paths(nn.Module):
@@ -99,13 +108,19 @@ def test_a_draw_on_a_named_device_is_the_same_in_the_second_run(monkeypatch: pyt
         torch.testing.assert_close(other, found[0])
 
 
-@pytest.mark.parametrize("step", [True, False], ids=["step", "call"])
-@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_kept() -> Iterator[None]:
+    yield
+    left_behind.cache_clear()
+
+
 @pytest.mark.parametrize("recompute", ["always", "except_last"])
-def test_running_forward_again_changes_nothing(recompute: Policy, schedule: ScheduleName, step: bool) -> None:
+@pytest.mark.parametrize("way", ["step", "call"])
+@pytest.mark.parametrize("schedule", RUNNABLE)
+def test_running_forward_again_changes_nothing(recompute: Policy, schedule: ScheduleName, way: str) -> None:
     """Same dropout masks, same batch statistics, buffers as they were then, and left as they are now."""
-    expected = left_behind("never", schedule, step)
-    found = left_behind(recompute, schedule, step)
+    expected = left_behind("never", schedule)[way]
+    found = left_behind(recompute, schedule)[way]
     assert len(found) == len(expected) == 10 + 4
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -235,12 +250,11 @@ def branched() -> nn.Module:
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
-@pytest.mark.parametrize("call", [True, False], ids=["call", "step"])
-def test_deferred_batch_norm_counts_whole_batches(recompute: Policy, schedule: str, call: bool) -> None:
+def test_deferred_batch_norm_counts_whole_batches(recompute: Policy, schedule: str) -> None:
     """Also for uneven microbatches, and without a trace in gradients, evaluation or state_dict keys."""
     model = branched()
     batches = [torch.randn(7, 3, 6, 6, dtype=torch.float64) for _ in range(3)]
-    expected = statistics(copy.deepcopy(model), batches, 2)
+    expected, begun = statistics(copy.deepcopy(model), batches, 2), copy.deepcopy(model.state_dict())
     plain = copy.deepcopy(model)
     options: Any = {"passes": FAST, "n_microbatches": 2, "loss_fn": F.mse_loss, "schedule": schedule}
     y = torch.randn(7, 2, dtype=torch.float64)
@@ -248,21 +262,28 @@ def test_deferred_batch_norm_counts_whole_batches(recompute: Policy, schedule: s
         fxsplit.compile(model, ["cpu"] * 2, recompute=recompute, deferred_batch_norm=True, **options) as pipe,
         fxsplit.compile(plain, ["cpu"] * 2, **options) as other,
     ):
-        for batch in batches:
+        for way in ("step", "call"):
             for p in (pipe, other):
-                if call:
-                    F.mse_loss(p(batch), y).backward()
-                else:
-                    p.step(batch, target=y)
-        state = pipe.state_dict()
-        assert list(state) == list(plain.state_dict())
-        for name, value in expected.items():
-            assert torch.allclose(state[name], value, rtol=1e-10), name
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-12)
-        pipe.eval()
-        pipe(batches[0])
-        assert torch.equal(pipe.state_dict()["norm1.running_mean"], state["norm1.running_mean"])
+                p.load_state_dict(begun)
+                p.zero_grad()
+                p.train()
+            for batch in batches:
+                for p in (pipe, other):
+                    if way == "call":
+                        F.mse_loss(p(batch), y).backward()
+                    else:
+                        p.step(batch, target=y)
+            state = pipe.state_dict()
+            assert list(state) == list(plain.state_dict())
+            for name, value in expected.items():
+                assert torch.allclose(state[name], value, rtol=1e-10), f"{name} after a {way}"
+            for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+                assert a.grad is not None and b.grad is not None
+                assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+            pipe.eval()
+            before = state["norm1.running_mean"].clone()
+            pipe(batches[0])
+            assert torch.equal(pipe.state_dict()["norm1.running_mean"], before)
 
 
 def test_a_last_stage_that_recomputes_lets_its_first_outputs_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,19 +204,25 @@ def test_with_little_memory_orders_of_two_kinds_are_tried(monkeypatch: pytest.Mo
     """Both are annealed if their steps are close, and the better one goes on."""
     asked: list[tuple[float, float, Setting]] = []
 
+    class Seen(Exception):
+        """Ends a search, which would go on until its time limit."""
+
     def note(one: Instance, start: Candidate, goal: float, setting: Setting, seed: int, deadline: float) -> Candidate:
         found = improve(one, start, goal, setting._replace(length=1, fewest=30), seed, deadline)
         asked.append((start.step, found.step, setting))
+        if len(asked) == 3:
+            raise Seen
         return found
 
     warm_up()
     monkeypatch.setattr("fxsplit.schedule.solver.search.improve", note)
-    options: dict[str, Any] = {"n_devices": 8, "n_microbatches": 24, "stages_per_device": 2, "time_limit_s": 2.0}
+    options: dict[str, Any] = {"n_devices": 8, "n_microbatches": 24, "stages_per_device": 2, "time_limit_s": 60.0}
     times = Times([9.0] * 16, [13.5] * 16, [0.3] * 16, [0.3] * 16, weight_ms=[4.5] * 16)
     for memory, rival, kinds in ((4, 1.5, 2), (4, 1.0, 1), (8, 1.5, 1)):
         asked.clear()
         monkeypatch.setattr("fxsplit.schedule.solver.search.RIVAL", rival)
-        search(times, memory=memory, **options)
+        with pytest.raises(Seen):
+            search(times, memory=memory, **options)
         deep = [setting.by_gap and setting.side == DEEP.side for _, _, setting in asked[:2]]
         assert deep == [kinds == 2] * 2
         # Each annealing begins from the best so far.
