@@ -150,15 +150,13 @@ def compile(
     model = inner
     machine, world = read_devices(devices, model)
     name, fixed = find_schedule_of(plan) if schedule is None else read_schedule(schedule)
-    if best is True and n_microbatches is None and costs is None:
-        n_microbatches = "auto"
     options = CompileOptions(
         machine=machine,
         chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
         schedule=name,
         fixed=fixed,
         stages_per_device=stages_per_device,
-        n_microbatches=n_microbatches,
+        n_microbatches=AUTO if best is True and n_microbatches is None and costs is None else n_microbatches,
         loss_fn=loss_fn,
         recompute=recompute,
         deferred_batch_norm=deferred_batch_norm,
