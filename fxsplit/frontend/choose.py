@@ -107,14 +107,14 @@ def _check_rows(subject: Subject, graph: Graph) -> Checked:
         raise TraceError(f"forward() of {subject.name} makes its number of rows a constant ({subject.rows})")
     # torch.export takes one row for a constant, so it has only looked at two rows or more.
     least, most = graph.scope.bounds
-    asked = least == LEAST_ROWS and not graph.scope.rows_fixed
+    claims_two = least == LEAST_ROWS and not graph.scope.rows_fixed
     # This comes before the check of the microbatch, since that check notes shapes in the graph. A microbatch may also
     # have one row.
-    ran = asked and subject.rows != 1 and _runs_on_one_row(subject, graph)
-    wider = asked and (subject.rows == 1 or ran)
+    ran_one = claims_two and subject.rows != 1 and _runs_on_one_row(subject, graph)
+    holds_for_one = claims_two and (subject.rows == 1 or ran_one)
     check_other_sizes(subject, graph.gm, graph.scope)
-    effects = check_graph(subject, graph.gm, subject.rows, by="nodes" if ran else "both")
-    return replace(graph, scope=replace(graph.scope, bounds=(1, most))) if wider else graph, effects
+    effects = check_graph(subject, graph.gm, subject.rows, by="nodes" if ran_one else "both")
+    return replace(graph, scope=replace(graph.scope, bounds=(1, most))) if holds_for_one else graph, effects
 
 
 def _attempt_around(front_end: FrontEnd, subject: Subject, failed: TraceError, reasons: str) -> Checked | None:

@@ -1,4 +1,7 @@
-"""From a schedule to the moments of its stages: the contents of a stage's memory during and after each action."""
+"""From a schedule to the moments of its stages: the contents of a stage's memory during and after each action.
+
+The fields of a `Moment` are explained in ir/facts/memory/moments.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The schedule of a plan, searched or generated from its times, within the memory of its devices."""
+"""The schedule of a plan, searched or generated from its times, within the memory of its devices.
+
+The sizes of a stage, such as its resting bytes, are explained at `StagePlan` in ir/facts/price.py.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,7 @@ def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -
     """
     if find_replicas(plan) is not None:
         return None
+    # Stages a device: a machine for several of them has each real device as often.
     each = len(machine) // (len(machine.real) or len(machine))
     numbers = len(plan.stages) // each, plan.n_microbatches, each
     equal = generate(plan.schedule, *numbers)

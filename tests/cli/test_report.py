@@ -70,7 +70,7 @@ def test_a_dump_folder(tmp_path: Path) -> None:
     fxsplit.compile(model, ["cpu", "cpu"], example_inputs=torch.randn(8, 8), dump=dump)
     assert cli.main(["report", str(dump), "-o", str(tmp_path / "report.html"), "--seconds", "100"]) == 0
     text = read(tmp_path / "report.html")
-    assert "Sequential is cut into 2 stages" in text and "lines added" in text
+    assert "Sequential is cut into 2 stages" in text and "of the graph added" in text
     assert "fxsplit opt" in text and "--emit-json plan" in text and "One more device: step" in text
     words = read_data((tmp_path / "report.html").read_text("utf-8"))["nodes"]["words"]
     assert any(word.startswith("Linear(in_features=8") for word in words)

@@ -26,7 +26,7 @@ def test_every_question_has_an_answer_with_the_figures_of_the_plan() -> None:
     assert "The largest part of its computing is layers.0" in found["slowest"]
     assert "Cut 1, between stages 0 and 1: for each microbatch 1000 B go forward (relu_1)" in found["why"]
     assert "No other split has a faster slowest stage: that is proven" in found["best"]
-    assert f"among {plan.n_states - 2} ways to cut the graph in two" in found["best"]
+    assert f"among all plans with cuts at {plan.n_states - 2} places" in found["best"]
     assert "4 microbatches keep the slowest stage busy for 68.0 ms of " in found["best"]
     assert story.simulation is not None and story.measured is not None
     step = story.simulation.step_ms

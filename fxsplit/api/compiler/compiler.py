@@ -369,8 +369,10 @@ class Compiler:
         return None
 
     def _compile_first(self, mode: Mode, way: int, call: Call, outdated: Compiled | None) -> Compiled:
-        """Return a mode compiled for a call, with all weights on their devices; keep it as the first of mode and way.
+        """Compile the model in its present mode for a call, move its weights to their devices, and keep the record.
 
+        The record becomes `_kept[mode, way, None]`. outdated: the record that it replaces, since Python values, weights
+        or the need of gradients have changed; None if there was none.
         Raises InputError if forward() reads a Python value that differs between this call and the capture of the graph.
         """
         hopeful = set() if outdated is None else name_candidates(outdated.captured, *call)

@@ -1,6 +1,13 @@
 """The options of compile(), checked once, and the same for every mode and shape.
 
 A *candidate* is a choice that the options leave open: a schedule with a number of microbatches, such as 1F1B with 4.
+
+The chain of passes grows in four steps:
+
+    chain        as the user gave it
+    planning     with `partition` for the shortest step (best=)
+    compressing  with compressed cuts (compress=)
+    passes       with `schedule` and `batch-norm`: the chain that runs
 """
 
 from __future__ import annotations
@@ -218,7 +225,8 @@ class CompileOptions:
         """
         chain = self.compressing
         names = [name_pass(step) for step in chain]
-        # The pass partition chooses the order of work of the best plan.
+        # The pass partition chooses the order of work of the best plan. Otherwise the pass schedule chooses it, or makes
+        # it from the times of the plan's stages.
         open_ = self.fixed is None and not self.inference and not self.best
         ordered = open_ and self.schedule in (None, AUTO, SEARCH, *FROM_TIMES)
         if ordered and SchedulePlan.name not in names and "emit" in names:

@@ -40,7 +40,7 @@ class WithExports(WithWeights):
             before.deliver()
 
     def deliver_figures(self) -> None:
-        """Report the batches that have ended to the tracker, if there is one."""
+        """Let the tracker, if there is one, report the batches that have ended."""
         if self._tracker is not None:
             self._tracker.deliver()
 

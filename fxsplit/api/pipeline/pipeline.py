@@ -522,7 +522,7 @@ class Pipeline(Shown, WithExports):
         return nullcontext() if self._engine is None else self._engine.keep_idle()
 
     def _check_open(self) -> None:
-        """Raise ClosedError if the pipeline's threads have ended, or are in another process."""
+        """Raise ClosedError if the pipeline's threads have ended, are in another process, or if Python is ending."""
         # While Python ends, torch aborts if tensors are made, as by a step in a __del__.
         if sys.is_finalizing():
             raise ClosedError("Python is about to end: run the pipeline before")

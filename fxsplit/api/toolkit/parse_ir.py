@@ -1,4 +1,8 @@
-"""Read the IR in a text. The reader gets the passes, and the moments of schedules, from the rooms that know them."""
+"""Read a text, and the IR in it.
+
+The reader of texts is in ir/, which imports no pass and no schedule. So it gets both from here: the passes by name, and
+the function that finds what each stage holds in memory, moment by moment, under a schedule by its name.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from fxsplit.report.page.story import Story
 from fxsplit.report.page.words import answer_all
 from fxsplit.report.pictures.graph import fold_for_picture
 from fxsplit.report.pictures.plan import title_plan
+from fxsplit.system.figures import format_ms
 from fxsplit.system.files import write_whole
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ def render_page(story: Story) -> str:
     return str(
         _load_template().render(
             title=f"{story.model}: {head}" if story.model else head,
-            below=below,
+            below=below + ("" if story.measured is None else f"; measured {format_ms(story.measured.length_ms)}"),
             answers=answer_all(story),
             sections=list_sections(story),
             titles={**{anchor: title.partition(":")[0] for anchor, title in TITLES.items()}, "again": "Make it again"},

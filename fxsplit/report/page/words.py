@@ -124,7 +124,7 @@ def _say_cuts(story: Story) -> list[str]:
     return found
 
 
-TIME_ONLY = "only the work is shared, since transfers count as free: no link has a rate"
+TIME_ONLY = "only the times of the stages count, since no link has a rate and transfers count as free"
 
 
 def describe_cut(cut: Cut) -> str:
@@ -187,9 +187,9 @@ def _say_gap(story: Story) -> list[str]:
 
 
 def _count_ways(plan: Plan) -> str:
-    """Return among how many ways to cut the graph in two the planner has searched, in words; "" if it is not known."""
-    ways = plan.n_states - 2  # one state has no node, and one has all
-    return f" among {ways:,} ways to cut the graph in two" if ways > 0 else ""
+    """Return from how many places for cuts the planner has chosen, in words; "" if it is not known."""
+    places = plan.n_states - 2  # one state has no node, and one has all
+    return f" among all plans with cuts at {format_count(places, 'place')}" if places > 0 else ""
 
 
 def _say_step(story: Story) -> list[str]:
@@ -205,7 +205,7 @@ def _say_step(story: Story) -> list[str]:
         if alone and ms:
             found.append(
                 f"One device alone would take {format_ms(alone)}, as predicted in the same way: the pipeline would be "
-                f"{alone / ms:.2f} times as fast."
+                f"{alone / ms:.2f} times as fast. One device was not measured."
             )
     if story.measured is None:
         found.append("Measured: not here. In Python, pipe.report(path, x, target=y) runs a step and shows it too.")
@@ -213,12 +213,16 @@ def _say_step(story: Story) -> list[str]:
         ms, predicted = story.measured.length_ms, 0.0 if story.simulation is None else story.simulation.step_ms
         compared = f", {describe_change(ms / predicted - 1.0)} than predicted" if predicted else ""
         found.append(f"Measured: {format_ms(ms)}{compared}.")
-        if predicted and ms > SLOWER * predicted:
-            found += _explain_slow(story)
+        if predicted and abs(ms / predicted - 1.0) > NEAR:
+            found += _explain_difference(story)
     return found
 
 
-def _explain_slow(story: Story) -> list[str]:
+NEAR = 0.05
+"""Up to this share of difference, a measured step is as predicted, and the page explains nothing."""
+
+
+def _explain_difference(story: Story) -> list[str]:
     """Return what the measured step shows about its difference from the predicted one."""
     simulation, measured, found = story.simulation, story.measured, []
     if simulation is None or measured is None:
@@ -274,7 +278,7 @@ def _say_idle(story: Story) -> list[str]:
         found.append(f"The table of idle time lists the other {len(by_device) - MOST_LISTED} too.")
     if story.measured is not None:
         share = format_share(story.measured.bubble)
-        found.append(f"In the measured step devices are idle for {share}. The causes are those of the predicted step.")
+        found.append(f"In the measured step devices are idle for {share}. Its causes were not measured.")
     return found
 
 
@@ -371,8 +375,8 @@ def _say_trials(story: Story) -> list[str]:
             found.append(f"{_begin(shown)}: {compare_trial(tried[change], base)}{halves}.")
         elif change == "twice the bandwidth":
             one = len(story.plan.stages) == 1
-            free = "there is no cut" if one else "transfers count as free: no link has a rate"
-            found.append(f"Twice the bandwidth: no change, since {free}.")
+            free = "there is no cut" if one else "no link has a rate in this plan, and transfers count as free"
+            found.append(f"Twice the bandwidth: nothing, since {free}.")
         else:
             found.append(f"{_begin(change)}: not tried, {story.trials_left_out or 'it does not apply'}.")
     better = [t for t in tried.values() if t.step_ms and base.step_ms and not _is_short(t)]
@@ -412,7 +416,7 @@ SAVE = (
 
 
 def _say_commands(story: Story) -> list[str]:
-    more = "The commands in that section make the plan and this page again. They need the model, and its profile."
+    more = "The commands in that section also save the profile, and make the plan and this page from it."
     return [SAVE, more] if story.commands else [SAVE]
 
 

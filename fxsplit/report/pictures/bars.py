@@ -77,7 +77,7 @@ def draw_loads(plan: Plan) -> Scene:
         note = f"{format_ms(stage.load_ms)}" + (
             ", the slowest"
             if stage.load_ms == plan.bottleneck_ms
-            else f", {format_share(1.0 - stage.load_ms / most)} less than the slowest"
+            else f", {format_share(1.0 - stage.load_ms / most)} less"
         )
         _draw_row(scene, plan, number, top, split_load(stage, plan), _Scale(LOADS, most, format_ms), note)
         left = NAMES + MARGIN + WIDTH * stage.load_ms / most

@@ -38,7 +38,7 @@ class Places(Protocol):
 def draw_places(places: Places, plan: Plan) -> Scene:
     """Return places for a cut as dots, and the cuts of a plan, which must know its costs, as numbered circles."""
     shown = len(places.shares)
-    several = f", those with the fewest bytes of {places.n_places:,}" if places.n_places > shown + 2 else ""
+    several = f", those with the fewest bytes of {places.n_places - 2:,}" if places.n_places > shown + 2 else ""
     title = f"{shown:,} places where the graph can be cut{several}, and the cuts of this plan"
     scene = Scene("places", title, LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM)
     scene.add(Label(12, 20, title, "ink", 13.0, bold=True))

@@ -86,8 +86,9 @@ class Forwards:
     def _surround(self, replica: Replica, m: int, more: frozenset[int] = frozenset()) -> AbstractContextManager[Any]:
         """Return the context in which a stage's forward runs.
 
-        The context gives the stage its own random numbers, makes autograd save copies of buffers that are written, and
-        locks modules that several threads run.
+        The context gives the stage its own random numbers and the key-value cache of the microbatch, if there is one.
+        It makes autograd save copies of buffers that are written, and locks modules that several threads run.
+        m: the number of the microbatch.
         more: storages that are written, besides the known buffers.
         """
         rewritten = self._rewritten | more

@@ -205,7 +205,10 @@ class GraphWriter:
         return _copy_meta(self.graph.call_module(name, tuple(given)), node)
 
     def _refuse_calls(self, body: fx.GraphModule) -> None:
-        """Raise TraceError for marked calls in the body of a block: there, a call cannot be put back."""
+        """Raise TraceError if the body of a block calls an autograd.Function, or a submodule that stays whole.
+
+        The block becomes one call of a module, so a call inside it could not become a node of the graph.
+        """
         for node in body.graph.nodes:
             args: Any = node.args
             if node.target is enter:
