@@ -225,8 +225,8 @@ class CompileOptions:
         """
         chain = self.compressing
         names = [name_pass(step) for step in chain]
-        # The pass partition chooses the order of work of the best plan. Otherwise the pass schedule chooses it, or makes
-        # it from the times of the plan's stages.
+        # The pass partition chooses the order of work of the best plan. Otherwise the pass schedule chooses it, or
+        # makes it from the times of the plan's stages.
         open_ = self.fixed is None and not self.inference and not self.best
         ordered = open_ and self.schedule in (None, AUTO, SEARCH, *FROM_TIMES)
         if ordered and SchedulePlan.name not in names and "emit" in names:
