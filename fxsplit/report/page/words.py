@@ -189,7 +189,7 @@ def _say_gap(story: Story) -> list[str]:
 def _count_ways(plan: Plan) -> str:
     """Return from how many places for cuts the planner has chosen, in words; "" if it is not known."""
     places = plan.n_states - 2  # one state has no node, and one has all
-    return f" among all plans with cuts at {format_count(places, 'place')}" if places > 0 else ""
+    return f" among all plans with cuts at {places:,} places" if places > 0 else ""
 
 
 def _say_step(story: Story) -> list[str]:
