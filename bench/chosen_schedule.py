@@ -25,7 +25,7 @@ import fxsplit
 from bench.lib.runtime_networks import Case, build
 from bench.networks.unet import UNet
 from fxsplit.schedule.generators.catalogue import ScheduleName
-from fxsplit.schedule.search_plan import simulate_step
+from fxsplit.schedule.schedule_plan import simulate_step
 from fxsplit.schedule.solver.search import warm_up
 
 NAMES: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "ZB-H1", "ZB-H2", "search")

@@ -33,7 +33,7 @@ from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import simulate_step
+from fxsplit.schedule.schedule_plan import simulate_step
 from tests.support.graphs import downsets
 from tests.support.steps import NAMED, find_shortest
 

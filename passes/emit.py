@@ -22,7 +22,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Ref, Stage, Stages
 from fxsplit.ir.graph import IR
-from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.constant_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import find_target
 from fxsplit.torch_internals.nn.containers import rebuild
 from fxsplit.torch_internals.random.seeded_calls import SeededCall

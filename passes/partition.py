@@ -24,7 +24,7 @@ from fxsplit.planner.lattice.lattice import enumerate_ideals
 from fxsplit.planner.lattice.sequence import sequence_states
 from fxsplit.planner.planner import plan_stages
 from fxsplit.planner.solve import Options, Task
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.system.user_lines import warn_user
 
 

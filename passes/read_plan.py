@@ -16,7 +16,7 @@ from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
 from fxsplit.schedule.generators.catalogue import Scheduler
-from fxsplit.schedule.search_plan import take_schedule
+from fxsplit.schedule.schedule_plan import take_schedule
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.user_lines import warn_user
 

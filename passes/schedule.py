@@ -14,7 +14,7 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.schedule.choose_schedule import choose_schedule
 from fxsplit.schedule.generators.catalogue import SEARCH
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.system.figures import show
 
 PLANNED = "1F1B"

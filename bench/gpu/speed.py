@@ -22,7 +22,7 @@ from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import simulate_step
+from fxsplit.schedule.schedule_plan import simulate_step
 
 CHAIN = "profile{repeats=3},augment,order,partition,emit"
 # The most informative pipelines come first, because a size may run out of time.

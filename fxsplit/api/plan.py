@@ -30,7 +30,7 @@ from fxsplit.schedule.generators.catalogue import INFERENCE, ScheduleName, Sched
 from fxsplit.schedule.generators.synchronous import check_takes_replicas
 from fxsplit.schedule.of_plan import find_replicas
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.search_plan import schedule_plan, state_step
+from fxsplit.schedule.schedule_plan import schedule_plan, state_step
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt

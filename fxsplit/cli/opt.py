@@ -185,7 +185,7 @@ def _read_machine(arguments: argparse.Namespace) -> Any:
 def _capture(arguments: argparse.Namespace, name: str) -> IR:
     """Return the IR of the model that a factory makes."""
     from fxsplit.api.toolkit.capture import capture
-    from fxsplit.cli.factory import call_factory
+    from fxsplit.cli.model_factory import call_factory
     from fxsplit.ir.facts.capture.call import Call
     from fxsplit.passes import PASSES
 
@@ -200,7 +200,7 @@ def _capture(arguments: argparse.Namespace, name: str) -> IR:
 def _attach(arguments: argparse.Namespace, text: str, name: str) -> IR:
     """Return the IR in a text with the graph on the model of --model, which has been captured for its example."""
     from fxsplit.api.toolkit.capture import attach
-    from fxsplit.cli.factory import call_factory
+    from fxsplit.cli.model_factory import call_factory
 
     made = call_factory(arguments.model)
     return attach(text, name, made.model, made.args, made.kwargs, sets_mode=True)

@@ -88,7 +88,7 @@ def _write_type(hint: Any) -> str:
 
 def _write_default(option: dataclasses.Field[Any]) -> str | None:
     """Return the default of an option as chains write it; None for an option that must be given."""
-    from fxsplit.ir.options import write_option
+    from fxsplit.ir.pass_options import write_option
 
     if option.default is not dataclasses.MISSING:
         return write_option(option.default, str)

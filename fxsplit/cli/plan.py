@@ -54,7 +54,7 @@ from fxsplit.planner.solve import OBJECTIVES, RECOMPUTE
 from fxsplit.schedule import SearchResult
 from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import schedule_plan, state_step
+from fxsplit.schedule.schedule_plan import schedule_plan, state_step
 from fxsplit.schedule.torch_csv import read_schedule
 from fxsplit.system.figures import SHOWN, format_count
 from fxsplit.system.files import make_folder, write_whole

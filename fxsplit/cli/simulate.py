@@ -47,7 +47,7 @@ from fxsplit.schedule.of_plan import (
     read_footprints,
     read_times,
 )
-from fxsplit.schedule.search_plan import list_limits, schedule_plan, search_for_plan
+from fxsplit.schedule.schedule_plan import list_limits, schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import MemoryTrace, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.schedule.torch_csv import parse_csv, read_csv, write_csv

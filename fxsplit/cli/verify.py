@@ -9,7 +9,7 @@ import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fxsplit.cli.factory import FactoryResult, call_factory, describe_error, import_object
+from fxsplit.cli.model_factory import FactoryResult, call_factory, describe_error, import_object
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import (
     add_constraints,

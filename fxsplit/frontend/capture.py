@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
-from fxsplit.frontend.choose import Checked, choose_graph
+from fxsplit.frontend.choose_graph import Checked, choose_graph
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.wrong_cuts import explain_failure
 from fxsplit.frontend.restore.no_trace_left import restore_model
@@ -29,10 +29,10 @@ from fxsplit.ir.graph import IR
 from fxsplit.system.imports import import_whole
 from fxsplit.system.progress import phase
 from fxsplit.system.user_lines import warn_user
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.fake.without_weights import lacks_values
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.words import is_out_of_memory
 
 MOST_CHANGES = 5
 """At most this number of changed values is listed in a message."""

@@ -21,11 +21,11 @@ from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.numbers import hold_numbers, list_number_nodes, set_numbers
 from fxsplit.ir.facts.capture.python_state import NumberPlace
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.fx.dependences import find_inseparable, find_ordered_pairs
 from fxsplit.torch_internals.fx.observe import observe
 from fxsplit.torch_internals.scopes.log import hide_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.words import is_out_of_memory
 
 Check = Callable[[Graph], tuple[Graph, CallEffects]]
 """Compares a graph with the model, and returns the graph with the effects of a call."""

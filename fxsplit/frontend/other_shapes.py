@@ -26,9 +26,9 @@ from fxsplit.ir.facts.capture.numbers import set_numbers
 from fxsplit.ir.facts.capture.python_state import PythonState
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.graph import IR
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.words import is_out_of_memory
 
 DIFFER = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """Errors of a graph, or a model, on a shape that it is not made for."""

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 from fxsplit.errors import ChainError, suggest
 from fxsplit.ir.graph import Pass, is_own, name_pass
-from fxsplit.ir.options import can_be_written, find_hints, read_options, write_option
+from fxsplit.ir.pass_options import can_be_written, find_hints, read_options, write_option
 
 # The name of a pass. Dots and colons are for package.module:attribute.
 _NAME = re.compile(r"\s*([\w.:-]+)\s*")

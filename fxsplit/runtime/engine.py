@@ -24,8 +24,8 @@ from fxsplit.ir.facts.capture.chunks import ChunkSpec
 from fxsplit.ir.facts.capture.output_kinds import OutputKind
 from fxsplit.runtime.autograd_node import Backward, LeafNode, PipelineFunction
 from fxsplit.runtime.backends.backend import Backend, JobRequest
-from fxsplit.runtime.job.inputs import JobInputs, Tape
 from fxsplit.runtime.job.job import Job, JobHandle
+from fxsplit.runtime.job.job_inputs import JobInputs, Tape
 from fxsplit.runtime.job.stopwatch import Stopwatch, Timing
 from fxsplit.runtime.loss.loss import BatchLoss
 from fxsplit.runtime.microbatches import join, split_gradient

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fxsplit.errors import BackwardError, ChangedWeightError
 from fxsplit.runtime.program import Batch
+from fxsplit.torch_internals.error_texts import is_changed_tensor
 from fxsplit.torch_internals.fx.interpret import count_writes, get_storage_id
-from fxsplit.torch_internals.words import is_changed_tensor
 
 ADVICE = "step the optimizer, and write to weights or load them, after backward()"
 INPUT_ADVICE = "write to it after backward(), or call the pipeline with a clone"

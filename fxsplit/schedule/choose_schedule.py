@@ -13,7 +13,7 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import ComparedSchedule, Plan
 from fxsplit.schedule.generators.catalogue import SPLITTING, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
-from fxsplit.schedule.search_plan import (
+from fxsplit.schedule.schedule_plan import (
     generate_from_times,
     list_limits,
     list_short,

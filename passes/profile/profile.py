@@ -46,7 +46,7 @@ from fxsplit.torch_internals.fx.module_stack import find_module_path
 from fxsplit.torch_internals.fx.observe import Observation
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors import accelerators
-from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes
 
 R = TypeVar("R")
 TIED = ("replicated", "together")

@@ -21,7 +21,7 @@ from fxsplit.passes.profile.weigh import OperatorMemory
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.split import collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.autograd.sums import Sums, make_shares
-from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.constant_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor
 from fxsplit.torch_internals.fx.observe import Observation
 from fxsplit.torch_internals.nn.copies import copy_module

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.torch_internals.autograd.split import Branch, collect_weight_backwards, find_branch_nodes
 from fxsplit.torch_internals.tensors.allocations import count_allocations
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 Tensors = Sequence[Tensor]
 REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"

@@ -29,7 +29,7 @@ from fxsplit.schedule import SCHEDULES
 from fxsplit.schedule.generators.catalogue import ScheduleName, Scheduler
 from fxsplit.schedule.generators.synchronous import REPLICABLE
 from fxsplit.schedule.of_plan import build_schedule, read_times
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.simulation.simulate import simulate
 from tests.support.graphs import ir_of, machines, node, profiles
 from tests.support.models import FAST, Residual

@@ -26,7 +26,7 @@ from fxsplit.schedule import Times, generate, simulate
 from fxsplit.schedule.action import Action
 from fxsplit.schedule.generators.catalogue import count_devices
 from fxsplit.schedule.of_plan import read_times
-from fxsplit.schedule.search_plan import search_for_plan
+from fxsplit.schedule.schedule_plan import search_for_plan
 from fxsplit.schedule.simulation.memory import Footprint, find_peak, trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.figures import format_bytes

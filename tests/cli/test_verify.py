@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxsplit
-from fxsplit.cli.factory import call_factory
 from fxsplit.cli.main import main, make_parser
+from fxsplit.cli.model_factory import call_factory
 from fxsplit.errors import InputError
 from fxsplit.system.progress import listen
 from fxsplit.torch_internals.autograd.sums import Share, Sums

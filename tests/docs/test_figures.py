@@ -11,7 +11,7 @@ from fxsplit.api.companions import TRIED
 from fxsplit.api.compiler import compiler
 from fxsplit.api.compiler.microbatch_count import ROWS_EACH
 from fxsplit.api.verify.verify import STEPS
-from fxsplit.frontend import choose
+from fxsplit.frontend import choose_graph
 from fxsplit.frontend.watch import places
 from fxsplit.ir.facts.costs.costs import UNSTEADY
 from fxsplit.ir.facts.given.machine import GPU_LINK_BYTES_PER_S, MAX_DEVICES
@@ -41,7 +41,7 @@ def read(page: str) -> str:
         (
             "docs/limits.md",
             "At most {} classes of submodules are kept whole without being asked for",
-            choose.MOST_LEAVES,
+            choose_graph.MOST_LEAVES,
         ),
         ("docs/limits.md", "{word} such graphs are kept", compiler.MOST_SHAPES),
         ("docs/limits.md", "{word} ways are kept", compiler.MOST_WAYS),

@@ -38,7 +38,7 @@ LOOSE = {"", "__main__", "errors"}  # the only files at the top of fxsplit/
 # Inside of a room: its folders and files by row, lowest first. None imports a neighbour of its own row.
 INNER: dict[str, list[set[str]]] = {
     "torch_internals": [
-        {"needs", "scopes", "torchvision_operators", "user_lines", "words"},
+        {"needs", "scopes", "torchvision_operators", "user_lines", "error_texts"},
         {"autograd", "torch_compile"},
         {"random"},
         {"thread_modes"},
@@ -60,7 +60,7 @@ INNER: dict[str, list[set[str]]] = {
         {"kernels"},
         {"generators"},
         {"of_plan", "solver"},
-        {"search_plan"},
+        {"schedule_plan"},
         {"choose_schedule"},
     ],
     "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
@@ -70,7 +70,7 @@ INNER: dict[str, list[set[str]]] = {
         {"graph"},
         {"check", "front_ends", "watch"},
         {"follow", "meanings"},
-        {"choose"},
+        {"choose_graph"},
         {"capture"},
         {"other_shapes"},
     ],
@@ -79,7 +79,7 @@ INNER: dict[str, list[set[str]]] = {
         {"export", "pictures"},
         {"page", "picture"},
     ],
-    "report.page": [{"story"}, {"data", "words"}, {"tables"}, {"sections"}, {"page"}],
+    "report.page": [{"story"}, {"script_data", "words"}, {"tables"}, {"sections"}, {"page"}],
     "report.pictures": [{"bars", "graph", "places", "timeline"}, {"curves", "plan"}],
     "planner": [
         {"clock", "kernels"},

@@ -21,10 +21,10 @@ from fxsplit.schedule.choose_schedule import choose_schedule
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_footprints, read_times
 from fxsplit.schedule.schedule import Schedule
-from fxsplit.schedule.search_plan import schedule_plan, search_for_plan
+from fxsplit.schedule.schedule_plan import schedule_plan, search_for_plan
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
 from tests.cli.test_plan import chain
-from tests.schedule.test_search_plan import make_machine
+from tests.schedule.test_schedule_plan import make_machine
 
 Facts = tuple[Plan, Costs, Machine, Workload]
 NAMED = ("1F1B", "GPipe", "ZB-H1", "ZB-H2")

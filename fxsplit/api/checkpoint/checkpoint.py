@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxsplit.api.checkpoint.gradient_residuals import give_residuals, plan_residuals, read_residuals
 from fxsplit.api.checkpoint.optimizer import describe_groups, give_optimizer, plan_optimizer, read_optimizer
-from fxsplit.api.checkpoint.residuals import give_residuals, plan_residuals, read_residuals
 from fxsplit.api.checkpoint.storage import (
     MODEL,
     RANDOM,

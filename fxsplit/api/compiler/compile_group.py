@@ -39,7 +39,7 @@ from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, s
 from fxsplit.runtime.ranks.world.world import COMPILE_LIMIT_S, World
 from fxsplit.schedule.generators.catalogue import ASYNCHRONOUS, Scheduler
 from fxsplit.schedule.of_plan import find_replicas
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.torch_csv import format_csv
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.fake.without_weights import lacks_values

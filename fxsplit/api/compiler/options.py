@@ -42,7 +42,7 @@ from fxsplit.runtime.stage.recompute import POLICIES
 from fxsplit.schedule import RUNNABLE, Schedule, find_schedule
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.search_plan import simulate_step
+from fxsplit.schedule.schedule_plan import simulate_step
 from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
 

@@ -19,11 +19,11 @@ from fxsplit.ir.facts.capture.call import Inputs
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.stages import Stage, Stages
 from fxsplit.runtime.stage.compiled_stage import RowDims
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.fake.runnable import make_runnable
 from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import RunsUncompiled
-from fxsplit.torch_internals.words import is_out_of_memory
 
 REFUSED = (FxsplitError, RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 """Errors of a stage that cannot run on shapes, or cannot run on another number of rows."""

@@ -20,7 +20,7 @@ from fxsplit.runtime.job.stopwatch import Stopwatch, Timing
 from fxsplit.runtime.program import Program
 from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES
-from fxsplit.schedule.search_plan import simulate_step
+from fxsplit.schedule.schedule_plan import simulate_step
 from fxsplit.system.figures import is_count, show
 from fxsplit.system.logs import describe_error
 from fxsplit.system.user_lines import warn_user

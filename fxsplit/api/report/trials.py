@@ -22,7 +22,7 @@ from fxsplit.report.page.story import NextBest, Trial
 from fxsplit.schedule.choose_schedule import NAMES
 from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
 from fxsplit.schedule.of_plan import read_footprints, read_times, restore_schedule
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
 from fxsplit.schedule.simulation.simulate import Simulation, simulate
 from fxsplit.system.figures import format_count, format_share

@@ -20,10 +20,10 @@ from fxsplit.frontend.check.run import Runner, run_code
 from fxsplit.frontend.subject import Runnable
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import find_recorded_leaves, watch_hooks
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.words import is_out_of_memory
 
 PARTS = 8
 """If memory is too small for the gradients of all parameters, they are compared in this number of parts."""

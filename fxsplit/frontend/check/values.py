@@ -47,13 +47,13 @@ from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
+from fxsplit.torch_internals.error_texts import is_refusal_to_differentiate
 from fxsplit.torch_internals.fake.snapshot import Snapshot, keep_values
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import get_storage_id, preserve
 from fxsplit.torch_internals.nn.batch_norm import is_batch_norm
 from fxsplit.torch_internals.nn.containers import drop_foreign_fields, rebuild, to_plain_outputs
-from fxsplit.torch_internals.tensors.layouts import list_parts
-from fxsplit.torch_internals.words import is_refusal_to_differentiate
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 TAKES_GRADIENTS = (
     "forward() of {} takes a gradient by itself, as autograd.grad does, and it also runs without gradients: take it in "

@@ -34,7 +34,7 @@ from fxsplit.ir.facts.capture.numbers import hold_numbers, name_numbers
 from fxsplit.ir.facts.capture.python_state import NumberPlace
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.system.user_lines import FXSPLIT, TORCH, is_users
-from fxsplit.torch_internals.fx.graph_devices import fix_constant_devices
+from fxsplit.torch_internals.fx.constant_devices import fix_constant_devices
 from fxsplit.torch_internals.nn.containers import to_plain_containers
 from fxsplit.torch_internals.nn.recurrent import drop_unread_states, has_layers, run_layers_apart
 from fxsplit.torch_internals.random.generators import read_generators

@@ -25,7 +25,7 @@ from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
-from fxsplit.torch_internals.words import is_out_of_memory
+from fxsplit.torch_internals.error_texts import is_out_of_memory
 
 Meanings = Mapping[str, OutputKind]
 """The kinds of outputs, by their names."""

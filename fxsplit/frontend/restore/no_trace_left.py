@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxsplit.errors import TraceError
 from fxsplit.frontend.restore.asides import keep_notes
 from fxsplit.frontend.restore.items import CONTAINERS, copy_items, has_items, list_items, merge_items, put_items_back
-from fxsplit.frontend.restore.owners import find_foreign, is_imported, is_namespace
+from fxsplit.frontend.restore.library_objects import find_foreign, is_imported, is_namespace
 from fxsplit.torch_internals.fake.snapshot import Snapshot
 from fxsplit.torch_internals.nn.objects import is_a
 from fxsplit.torch_internals.random.generators import keep_generators

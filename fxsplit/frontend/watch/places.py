@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxsplit.frontend.restore.items import CONTAINERS, copy_items, count_items, list_items, put_items_back
-from fxsplit.frontend.restore.owners import is_installed, is_library, is_namespace
+from fxsplit.frontend.restore.library_objects import is_installed, is_library, is_namespace
 from fxsplit.frontend.watch.found import ITEMS, VARIABLE, Finding, Label
 from fxsplit.frontend.watch.inside import list_inside, list_of_thread
 from fxsplit.frontend.watch.names import Names

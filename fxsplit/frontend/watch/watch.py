@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fxsplit.frontend.graph import Graph, is_inside, list_fetched
 from fxsplit.frontend.restore.asides import begin_aside, keep_notes
 from fxsplit.frontend.restore.items import Stays, merge_items, put_items_back
-from fxsplit.frontend.restore.owners import (
+from fxsplit.frontend.restore.library_objects import (
     TORCHS,
     find_foreign,
     holds_tensors,

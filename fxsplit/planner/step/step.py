@@ -35,7 +35,7 @@ from fxsplit.schedule.generators.synchronous import (
 )
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.search_plan import list_limits, list_short, search_for_plan, simulate_step, take_schedule
+from fxsplit.schedule.schedule_plan import list_limits, list_short, search_for_plan, simulate_step, take_schedule
 
 SIMULATED = 12
 """How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""

@@ -1,8 +1,8 @@
 """Render a story as one HTML file, with its pictures, tables, data, style and script inside.
 
-Story --+-- words.py: questions and answers -----+
-        +-- sections.py: pictures and tables ----+--> page.html, with page.css and page.js
-        +-- data.py: the nodes and actions ------+
+Story --+-- words.py: questions and answers --------+
+        +-- sections.py: pictures and tables -------+--> page.html, with page.css and page.js
+        +-- script_data.py: the nodes and actions --+
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fxsplit.report.drawing.svg import write_css
 from fxsplit.report.drawing.theme import DARK, LIGHT
-from fxsplit.report.page.data import count_spans, guard_script, write_data
+from fxsplit.report.page.script_data import count_spans, guard_script, write_data
 from fxsplit.report.page.sections import MOST_KEYED, TITLES, list_sections
 from fxsplit.report.page.story import Story
 from fxsplit.report.page.words import answer_all

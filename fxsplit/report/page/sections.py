@@ -8,7 +8,7 @@ from typing import Any
 
 from fxsplit.report.drawing.scene import Scene
 from fxsplit.report.drawing.svg import write_svg
-from fxsplit.report.page.data import count_spans
+from fxsplit.report.page.script_data import count_spans
 from fxsplit.report.page.story import Story
 from fxsplit.report.page.tables import HtmlTable, list_grid, list_tables
 from fxsplit.report.pictures.bars import draw_loads, draw_memory

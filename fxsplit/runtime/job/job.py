@@ -25,7 +25,7 @@ from fxsplit.errors import PlanError, locate_stage_error
 from fxsplit.runtime.job.channels import Channels, JobStopped, Message, make_inboxes
 from fxsplit.runtime.job.compress import compress, restore
 from fxsplit.runtime.job.forwards import Forwards
-from fxsplit.runtime.job.inputs import JobInputs
+from fxsplit.runtime.job.job_inputs import JobInputs
 from fxsplit.runtime.job.status import WorkerStatus
 from fxsplit.runtime.job.stopwatch import Stopwatch
 from fxsplit.runtime.loss.loss import describe_loss

@@ -27,7 +27,7 @@ from fxsplit.torch_internals.nn.batch_norm import note_nothing
 from fxsplit.torch_internals.scopes.undo import restore_after
 from fxsplit.torch_internals.tensors.accelerators import is_on_host
 from fxsplit.torch_internals.tensors.host_copies import PendingCopies
-from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import ThreadModes
 
 Surroundings = Callable[[frozenset[int]], AbstractContextManager[Any]]

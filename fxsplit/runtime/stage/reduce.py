@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxsplit.runtime.stage.streams import DeviceStream
 from fxsplit.torch_internals.autograd.sums import LEAST_BYTES, Sums
-from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes
 
 
 def add_replica(sums: Sums, part: Sums, leaf_of: Mapping[Tensor, Tensor], stream: DeviceStream) -> None:

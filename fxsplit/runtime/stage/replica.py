@@ -21,7 +21,7 @@ from fxsplit.schedule.action import Action
 from fxsplit.torch_internals.autograd.accumulate import is_plain
 from fxsplit.torch_internals.autograd.split import BranchFinder
 from fxsplit.torch_internals.autograd.sums import Share, Sums
-from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.constant_devices import move_constants
 from fxsplit.torch_internals.fx.interpret import count_writes
 from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.nn.recurrent import flatten_weights

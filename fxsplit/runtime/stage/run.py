@@ -33,10 +33,10 @@ from fxsplit.torch_internals.autograd.sums import (
     make_shares,
 )
 from fxsplit.torch_internals.autograd.zero_gradients import keep_zeros
+from fxsplit.torch_internals.error_texts import is_second_backward
 from fxsplit.torch_internals.fx.module_stack import find_module_path, find_user_line
-from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
-from fxsplit.torch_internals.words import is_second_backward
 
 KEPT = (
     "your own backward runs through a tensor that a hook (or an attribute of a module) has kept from a pipeline's "

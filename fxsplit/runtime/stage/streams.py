@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.torch_internals.tensors import accelerators
-from fxsplit.torch_internals.tensors.layouts import count_bytes
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes
 from fxsplit.torch_internals.thread_modes import NO_CONTEXT
 
 hand_over = accelerators.hand_over

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 
 class Snapshot:

@@ -18,7 +18,7 @@ from fxsplit.torch_internals.autograd.leaves import mute
 from fxsplit.torch_internals.fake.snapshot import keep_values
 from fxsplit.torch_internals.fake.values import is_fake
 from fxsplit.torch_internals.random.generators import keep_torch_generators
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 
 class Interpreter(fx.Interpreter):

@@ -15,14 +15,14 @@ from torch import Tensor, UntypedStorage, fx, nn
 from fxsplit.errors import FxsplitError, TraceError
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.autograd.leaves import find_leaves
+from fxsplit.torch_internals.error_texts import is_refusal_of_hooks
 from fxsplit.torch_internals.fake.runnable import make_runnable
 from fxsplit.torch_internals.fake.snapshot import Snapshot
-from fxsplit.torch_internals.fx.graph_devices import name_other_device
+from fxsplit.torch_internals.fx.constant_devices import name_other_device
 from fxsplit.torch_internals.fx.interpret import Interpreter, describe_tensor, find_target, get_storage_id, preserve
 from fxsplit.torch_internals.random.seeded_calls import can_draw, notice_draws
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 from fxsplit.torch_internals.thread_modes import enter_saved_hooks
-from fxsplit.torch_internals.words import is_refusal_of_hooks
 
 JOINS = ("CatBackward0", "StackBackward0")
 """The names of autograd nodes of concatenations. Their backward returns parts of one gradient."""

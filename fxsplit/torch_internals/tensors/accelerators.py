@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit.torch_internals.scopes.undo import restore_after
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 HOST = ("cpu", "meta")
 """Types of devices whose work is done when the call returns."""

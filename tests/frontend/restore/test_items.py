@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fxsplit.frontend.restore.items import copy_items, count_items, has_items, list_items, merge_items, put_items_back
-from fxsplit.frontend.restore.owners import is_namespace
+from fxsplit.frontend.restore.library_objects import is_namespace
 from fxsplit.ir.facts.capture.python_state import is_plain, same
 
 

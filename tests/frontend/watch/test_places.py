@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit.frontend.restore.owners import is_library
+from fxsplit.frontend.restore.library_objects import is_library
 from fxsplit.frontend.watch.found import Finding, Label
 from fxsplit.frontend.watch.names import Names
 from fxsplit.frontend.watch.places import MOST_ITEMS, list_globals, list_places

@@ -24,7 +24,7 @@ from fxsplit.planner.step import prices, step
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, read_times, restore_schedule
-from fxsplit.schedule.search_plan import schedule_plan
+from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.verify import verify
 from tests.planner.step.test_bound import machines

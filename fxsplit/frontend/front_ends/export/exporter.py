@@ -41,7 +41,7 @@ from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.leaves import watch_hooks
 from fxsplit.torch_internals.fake.real_shapes import ask_in_bfloat16
 from fxsplit.torch_internals.fake.values import is_fake
-from fxsplit.torch_internals.fx.graph_devices import move_constants
+from fxsplit.torch_internals.fx.constant_devices import move_constants
 from fxsplit.torch_internals.nn.containers import ForeignOutput, refuse_foreign_parts, to_plain_outputs
 from fxsplit.torch_internals.nn.recurrent import run_layers_apart
 from fxsplit.torch_internals.nn.torch_transformers import ask_no_values

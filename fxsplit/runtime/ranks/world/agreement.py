@@ -20,7 +20,7 @@ from fxsplit.runtime.ranks.world.world import World
 from fxsplit.torch_internals import pytree
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.tensors import accelerators
-from fxsplit.torch_internals.tensors.layouts import list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 THINGS = {
     "call": "calls {}",

@@ -10,7 +10,12 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import ChangedWeightError
-from fxsplit.torch_internals.words import is_changed_tensor, is_out_of_memory, is_refusal_of_hooks, is_second_backward
+from fxsplit.torch_internals.error_texts import (
+    is_changed_tensor,
+    is_out_of_memory,
+    is_refusal_of_hooks,
+    is_second_backward,
+)
 from tests.support.models import FAST
 
 KINDS = (is_second_backward, is_changed_tensor, is_refusal_of_hooks, is_out_of_memory)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxsplit.frontend.restore.owners import (
+from fxsplit.frontend.restore.library_objects import (
     find_foreign,
     holds_tensors,
     is_definition,

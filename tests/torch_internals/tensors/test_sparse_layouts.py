@@ -7,7 +7,7 @@ import torch
 
 from fxsplit.torch_internals.fake.snapshot import keep_values
 from fxsplit.torch_internals.fx.interpret import get_storage_id
-from fxsplit.torch_internals.tensors.layouts import count_bytes, list_parts
+from fxsplit.torch_internals.tensors.sparse_layouts import count_bytes, list_parts
 
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
-from fxsplit.torch_internals.fx.graph_devices import fix_constant_devices, move_constants, name_other_device
+from fxsplit.torch_internals.fx.constant_devices import fix_constant_devices, move_constants, name_other_device
 from tests.support.models import FAST
 
 

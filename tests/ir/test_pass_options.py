@@ -76,9 +76,11 @@ def test_forms() -> None:
     read = parse_chain('paint { text = a=b , names = [ a , "b,c" ],count=-2,maybe=none , either="3",}', KNOWN)[0]
     assert read == Paint("a=b", -2, maybe=None, either="3", names=("a", "b,c"))
     assert str(Chain((Paint(text="a b", either="3", share=float("inf")),))) == (
-        'tests.ir.test_options:Paint{text=a b,share=inf,either="3"}'
+        'tests.ir.test_pass_options:Paint{text=a b,share=inf,either="3"}'
     )
-    assert str(Chain((Paint(text="", names=("a,b", "c")),))) == 'tests.ir.test_options:Paint{text="",names=["a,b",c]}'
+    assert (
+        str(Chain((Paint(text="", names=("a,b", "c")),))) == 'tests.ir.test_pass_options:Paint{text="",names=["a,b",c]}'
+    )
 
 
 @pytest.mark.parametrize(

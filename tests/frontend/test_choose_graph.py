@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit.errors import TraceError
-from fxsplit.frontend import choose
+from fxsplit.frontend import choose_graph
 from fxsplit.frontend.graph import Graph
 from fxsplit.frontend.subject import Subject
 from fxsplit.ir.facts.capture.scope import Scope
@@ -36,12 +36,14 @@ class Fake:
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, symbolic: Fake, export: Fake, subject: Subject) -> Graph:
-    monkeypatch.setattr(choose, "SymbolicTrace", lambda: symbolic)
+    monkeypatch.setattr(choose_graph, "SymbolicTrace", lambda: symbolic)
     never = Fake("export for every length", None)
     monkeypatch.setattr(
-        choose, "TorchExport", lambda lengths_vary=False, rows_vary=True: export if rows_vary > lengths_vary else never
+        choose_graph,
+        "TorchExport",
+        lambda lengths_vary=False, rows_vary=True: export if rows_vary > lengths_vary else never,
     )
-    return choose.choose_graph(subject)[0]
+    return choose_graph.choose_graph(subject)[0]
 
 
 class Nested(nn.Sequential):
@@ -122,7 +124,7 @@ def test_a_model_that_refuses_one_row_keeps_its_bounds(monkeypatch: pytest.Monke
 
 
 def test_a_graph_module_is_taken_as_it_is() -> None:
-    graph, _ = choose.choose_graph(make_subject(trace(Scale())))
+    graph, _ = choose_graph.choose_graph(make_subject(trace(Scale())))
     assert graph.scope.front_end == "graph_module"
 
 

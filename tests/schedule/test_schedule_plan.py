@@ -21,7 +21,7 @@ from fxsplit.schedule import generate, simulate, verify
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
 from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import build_schedule, read_footprints, read_times
-from fxsplit.schedule.search_plan import schedule_plan, search_for_plan, take_schedule
+from fxsplit.schedule.schedule_plan import schedule_plan, search_for_plan, take_schedule
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
 from fxsplit.schedule.torch_csv import format_csv, parse_csv, write_csv
 from tests.cli.test_plan import chain
