@@ -15,8 +15,9 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import price_split
 from fxsplit.ir.facts.split import spread_split
 from fxsplit.ir.graph import IR
-from fxsplit.schedule.generators.catalogue import Scheduler
-from fxsplit.schedule.schedule_plan import take_schedule
+from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.of_plan import find_replicas
+from fxsplit.schedule.schedule_plan import order_replicas, take_schedule
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.user_lines import warn_user
 
@@ -100,6 +101,9 @@ def take_plan(ir: IR, plan: Plan, name: str) -> IR:
             f"{workload.schedule} with {workload.n_microbatches}, which is run: to run that of the plan, give "
             f"schedule={plan.schedule!r} and n_microbatches={plan.n_microbatches}"
         )
+        if workload.schedule == SEARCH and find_replicas(made) is not None:
+            planned, scheduled = order_replicas(made, ir[Costs], ir[Machine], workload)
+            return ir.learn(scheduled, planned)
         return ir.learn(made)
     schedule = parse_csv(plan.schedule_csv, plan.schedule)
     if schedule.n_stages != len(made.stages):
@@ -137,7 +141,9 @@ def price_again(ir: IR, plan: Plan, name: str) -> Plan:
         priced, costs, machine, workload, plan.model, lower_bound_ms=plan.lower_bound_ms, n_states=plan.n_states
     )
     same = [s.load_ms for s in priced] == [s.load_ms for s in plan.stages] and made.single_ms == plan.single_ms
-    # A bound for other costs is no bound for these.
-    if not same:
+    # A bound for other costs is no bound for these, and a bound of the step is for one number of microbatches.
+    order = (plan.schedule, plan.n_microbatches) == (workload.schedule, workload.n_microbatches)
+    if not same or (plan.minimised == "step" and not order):
         return replace(made, lower_bound_ms=0.0, n_states=0)
-    return replace(made, step_ms=plan.step_ms, step_lower_bound_ms=plan.step_lower_bound_ms).prove(plan.proof)
+    step_ms = plan.step_ms if order else None
+    return replace(made, step_ms=step_ms, step_lower_bound_ms=plan.step_lower_bound_ms).prove(plan.proof)

@@ -108,7 +108,8 @@ def compile(
         plans in the same way; the first call that needs gradients then plans again, for training. With True no call
         plans again, and step() is refused.
     best: choose stages, their replicas, the devices in use, the order of work and the number of microbatches together,
-        for the shortest step; the plan says how far from the shortest it may be. `schedule`, `n_microbatches` and
+        for the shortest step; the plan says how far it may be from the shortest for its number of microbatches. The
+        first batch, or the example, decides that number. `schedule`, `n_microbatches` and
         `recompute` stay as they are stated. With `costs`, the number of microbatches is the default. Devices must be
         equal. A batch of another size than the example's keeps the stages.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate if all microbatches
@@ -149,14 +150,14 @@ def compile(
         )
     model = inner
     machine, world = read_devices(devices, model)
-    name, fixed = find_schedule_of(plan) if schedule is None else read_schedule(schedule)
+    name, fixed, planned = find_schedule_of(plan) if schedule is None else (*read_schedule(schedule), None)
     options = CompileOptions(
         machine=machine,
         chain=state_in_chain(to_chain(passes, standard.PASSES), plan, pins or {}, together),
         schedule=name,
         fixed=fixed,
         stages_per_device=stages_per_device,
-        n_microbatches=AUTO if best is True and n_microbatches is None and costs is None else n_microbatches,
+        n_microbatches=_choose_count(n_microbatches, planned, tries=best is True and costs is None),
         loss_fn=loss_fn,
         recompute=recompute,
         deferred_batch_norm=deferred_batch_norm,
@@ -190,6 +191,13 @@ def compile(
         args, kwargs = parse_example_inputs(example_inputs)
         pipeline.compile_for(*args, **kwargs)
     return pipeline
+
+
+def _choose_count(
+    stated: int | Literal["auto"] | None, planned: int | None, *, tries: bool
+) -> int | Literal["auto"] | None:
+    """Return the number of microbatches: as stated, else by trying several if `tries`, else that of a stated plan."""
+    return stated if stated is not None else "auto" if tries else planned
 
 
 def list_rough(pipe: Pipeline) -> list[Pass]:

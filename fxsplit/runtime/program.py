@@ -243,16 +243,24 @@ class Program:
         return found
 
     def live_with(self, others: Sequence[Program]) -> Program:
-        """Return this program with its weights on the same stages as in other programs of the same model.
+        """Return this program with its weights on the same devices as in other programs of the same model.
 
-        If several of `others` have a weight, the first of them decides.
+        If several of `others` have a weight, the first of them decides. A weight stays with its stage if no stage of
+        this program begins on that device.
         """
         known: dict[int, int] = {}
         for program in others:
             for key, (_, stage) in program.list_owners().items():
-                known.setdefault(key, stage.index)
+                known.setdefault(key, program.homes[stage.index][0])
+        # Programs may have stages of other numbers on a device, since a stage may have several devices.
+        stage_on = {home[0]: stage for stage, home in reversed([*enumerate(self.homes)])}
         held = [(stage.index, *pair) for stage in self.stages.stages for pair in enumerate(list_weights(stage.module))]
-        living = {(stage, number): known[id(w)] for stage, number, w in held if known.get(id(w), stage) != stage}
+        wanted = [(stage, number, known.get(id(weight), self.homes[stage][0])) for stage, number, weight in held]
+        living = {
+            (stage, number): stage_on[device]
+            for stage, number, device in wanted
+            if device != self.homes[stage][0] and device in stage_on
+        }
         return replace(self, living=living) if living else self
 
     def list_placed(self) -> list[tuple[Tensor, torch.device]]:

@@ -93,7 +93,7 @@ def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -
     made = generate(plan.schedule, *numbers, times)
     rooms = [limit - stage.held_bytes for limit, stage in zip(limits, plan.stages, strict=True)]
     faster = simulate(made, times).step_ms < simulate(equal, times).step_ms
-    return made if faster and _fits(plan, made, rooms) else None
+    return made if faster and fits(plan, made, rooms) else None
 
 
 def search_for_plan(
@@ -140,7 +140,7 @@ def search_for_plan(
             time_limit_s=time_limit_s,
             seed=seed,
         )
-        if (memory is not None or made.step_ms <= planned) and _fits(plan, made.schedule, rooms):
+        if (memory is not None or made.step_ms <= planned) and fits(plan, made.schedule, rooms):
             return made
     if memory is not None:
         raise ScheduleError(f"{SEARCH}: no schedule with memory={show(memory)} is sure to fit the devices: give less")
@@ -166,6 +166,17 @@ def take_schedule(
     schedule = scheduler.fixed or build_schedule(again, scheduler, workload.n_microbatches, memory_bytes)
     step_ms, low = simulate_step(again, schedule), plan.step_lower_bound_ms
     return replace(again, step_ms=step_ms, step_lower_bound_ms=low).prove(plan.proof), made
+
+
+def order_replicas(plan: Plan, costs: Costs, machine: Machine, workload: Workload) -> tuple[Plan, Workload]:
+    """Return a plan with replicas, and its workload, with an order of work that is 1F1B's under the name "search".
+
+    No search is made for plans with replicas: their order is the one of the plan, for its own number of microbatches.
+    """
+    memory_bytes = [device.memory_bytes for device in machine.devices]
+    usual = replace(plan, schedule="1F1B", schedule_csv="")
+    made = build_schedule(usual, Scheduler("1F1B", len(machine)), workload.n_microbatches, memory_bytes)
+    return take_schedule(plan, Scheduler.of(replace(made, name=SEARCH)), costs, machine, workload)
 
 
 def state_step(plan: Plan) -> Plan:
@@ -200,7 +211,7 @@ def _find_kept(stage: StagePlan) -> float:
     return 1.0 if most <= 0 else stage.halfway_bytes / most
 
 
-def _fits(plan: Plan, schedule: Schedule, rooms: Sequence[float]) -> bool:
+def fits(plan: Plan, schedule: Schedule, rooms: Sequence[float]) -> bool:
     """Return whether each stage, with its sent messages, stays within its `rooms` bytes at all times of a schedule."""
     moments = list_moments(schedule)
     return all(

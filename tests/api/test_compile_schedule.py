@@ -20,6 +20,8 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.passes import Emit, Profile
 from fxsplit.schedule import Schedule, Times, generate, search, write_csv
+from fxsplit.schedule.of_plan import restore_schedule
+from fxsplit.schedule.schedule_plan import simulate_step
 from tests.support.models import ModeDependent
 
 FAST = "profile{repeats=1},augment,order,partition,emit"
@@ -265,13 +267,52 @@ def test_a_second_mode_with_another_graph_keeps_the_stages_of_the_weights() -> N
     whole = copy.deepcopy(model)
     x = torch.randn(12, 8, dtype=torch.float64)
     with fxsplit.compile(model, 3, example_inputs=x, passes=FAST, n_microbatches=2, best=True) as pipe:
-        places = pipe.compiler.list_placed()
+        places = list_places(pipe)
         pipe(x)["main"].sum().backward()
+        assert max(len(stage.devices) for stage in pipe.plan.stages) > 1
         pipe.eval()
         # Batch norm has seen the same two microbatches.
         [whole(part) for part in x.chunk(2)]
         torch.testing.assert_close(pipe(x), whole.eval()(x), rtol=1e-10, atol=1e-12)
-        assert pipe.compiler.list_placed() == places
+        assert list_places(pipe) == places
+        # Both modes have the same stages, and no mode compiles again.
+        assert len(pipe.compiler.list_programs()) == 2
+        assert len({tuple(s.devices for s in program.plan.stages) for program in pipe.compiler.list_programs()}) == 1
+        pipe.train()
+        pipe(x)
+        assert len(pipe.compiler.list_programs()) == 2
+
+
+def list_places(pipe: fxsplit.Pipeline) -> list[set[int]]:
+    """Return for each weight of the model the devices on which the programs have it, by number."""
+    programs = pipe.compiler.list_programs()
+    owners = [(program, program.list_owners()) for program in programs]
+    return [
+        {program.homes[owned[id(w)][1].index][0] for program, owned in owners if id(w) in owned}
+        for w in pipe.model.state_dict(keep_vars=True).values()
+    ]
+
+
+def test_a_saved_best_plan_replays_and_claims_nothing_for_other_numbers(tmp_path: Path) -> None:
+    pipe, _ = train(None, best=True, n_microbatches=3)
+    plan = pipe.plan
+    assert max(len(stage.devices) for stage in plan.stages) > 1
+    save_plan(plan, tmp_path / "plan.json")
+    again, model = train(None, plan=tmp_path / "plan.json", costs=pipe.costs, n_microbatches=None)
+    assert_trained(model)
+    found = again.plan
+    assert (found.schedule_csv, found.step_ms, found.n_microbatches) == (plan.schedule_csv, plan.step_ms, 3)
+    assert (found.step_lower_bound_ms, found.proof) == (plan.step_lower_bound_ms, plan.proof)
+    # Another number of microbatches has another step, and no proof.
+    with pytest.warns(UserWarning, match="states the order of work of search with 3 microbatches"):
+        other, model = train(None, plan=tmp_path / "plan.json", n_microbatches=6)
+    assert_trained(model)
+    assert (other.plan.step_lower_bound_ms, other.plan.proof) == (None, None)
+    assert other.plan.step_ms == simulate_step(other.plan, restore_schedule(other.plan))
+    with pytest.warns(UserWarning, match="states the order of work of search"):
+        named, model = train("ZB-H1", plan=tmp_path / "plan.json", n_microbatches=3)
+    assert_trained(model)
+    assert named.plan.step_lower_bound_ms is None
 
 
 def test_the_best_plan_stays_in_memory() -> None:

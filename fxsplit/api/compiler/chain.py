@@ -54,17 +54,21 @@ def state_in_chain(
     return Chain((*(Pin(name, device) for name, device in pins.items()), *chain.passes))
 
 
-def find_schedule_of(plan: Plan | Split | str | os.PathLike[str] | None) -> tuple[str | None, Schedule | None]:
-    """Return the name of the schedule that a stated plan was made for, and its actions if the name does not give them.
+def find_schedule_of(
+    plan: Plan | Split | str | os.PathLike[str] | None,
+) -> tuple[str | None, Schedule | None, int | None]:
+    """Return the schedule that a stated plan was made for: its name, its actions, and its number of microbatches.
 
-    (None, None) without a plan, and for plans that state none: a split by hand, and a plan for inference. Raises
+    The actions are None if the name gives them. The number is None if the schedule is for any number.
+    (None, None, None) without a plan, and for plans that state none: a split by hand, and a plan for inference. Raises
     PlanError for a file without a plan, ScheduleError for a damaged schedule.
     """
     made = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
     if not isinstance(made, Plan) or made.schedule == INFERENCE:
-        return None, None
+        return None, None, None
     named = made.schedule in (*SCHEDULES, SEARCHED) or not made.schedule_csv
-    return made.schedule, None if named else parse_csv(made.schedule_csv, made.schedule)
+    actions = None if named else parse_csv(made.schedule_csv, made.schedule)
+    return made.schedule, actions, made.n_microbatches if made.schedule_csv else None
 
 
 def _choose_pass(plan: Plan | Split | str | os.PathLike[str]) -> Pass:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from fxsplit import passes as standard
+from fxsplit.api.compiler.chain import state_in_chain
 from fxsplit.api.compiler.compile_group import describe_graph, describe_program
 from fxsplit.api.compiler.options import Candidate, CompileOptions
 from fxsplit.api.compiler.row_dims import find_row_dims
@@ -99,9 +100,10 @@ def lower(
 
     Raises PlanError if no plan fits, MissingFact for a chain that learns no Plan.
     """
-    if others:
-        # The weights stay on their stages, so little is left to choose: take the stages with the smallest bottleneck.
-        options = replace(options, best=False)
+    if others and options.best:
+        # The weights stay where they are, so there is nothing to choose: take the same stages.
+        chain = state_in_chain(options.chain, others[0].plan, {}, ())
+        options = replace(options, best=False, schedule=options.planned_schedule, chain=chain)
     keep = KeepCosts()
     # These facts describe the run, and outlive every rewrite of the graph.
     facts = list_facts(options, captured, candidate, known, others)

@@ -20,7 +20,7 @@ from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.report.page.story import NextBest, Trial
 from fxsplit.schedule.choose_schedule import NAMES
-from fxsplit.schedule.generators.catalogue import SCHEDULES, Scheduler
+from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import read_footprints, read_times, restore_schedule
 from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.simulation.memory import find_peak, trace_memory
@@ -79,8 +79,11 @@ class Trials:
         """The options that the plan shows: the cost model, recomputation, and whether devices are idle."""
         assert self.plan.machine is not None
         again = [stage.recompute for stage in self.plan.stages]
+        by_step = self.plan.minimised == "step"
         return Options(
-            use_all=len({d for stage in self.plan.stages for d in stage.devices}) == len(self.plan.machine),
+            objective=self.plan.minimised,
+            use_all=not by_step
+            and len({d for stage in self.plan.stages for d in stage.devices}) == len(self.plan.machine),
             optimizer_factor=self.plan.model.optimizer_factor,
             model=self.plan.model.name,
             traffic=self.plan.model.traffic,
@@ -100,7 +103,8 @@ class Trials:
             raise OutOfPatience
         where = self.machine if machine is None else machine
         # A schedule that is stated action by action is for these devices only: try the one that plans are made for.
-        name = self.plan.schedule if self.plan.schedule in SCHEDULES else "1F1B"
+        known = (*SCHEDULES, SEARCH) if self.plan.minimised == "step" else SCHEDULES
+        name = self.plan.schedule if self.plan.schedule in known else "1F1B"
         each = self.stages_per_device if self.stages_per_device > 1 else None
         laid_out, workload = Scheduler(name, len(where), each).lay_out(
             where, n_microbatches or self.plan.n_microbatches

@@ -35,7 +35,7 @@ from fxsplit.schedule.generators.synchronous import (
 )
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.schedule_plan import list_limits, list_short, search_for_plan, simulate_step, take_schedule
+from fxsplit.schedule.schedule_plan import fits, list_limits, list_short, search_for_plan, simulate_step, take_schedule
 
 SIMULATED = 12
 """How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""
@@ -156,7 +156,9 @@ def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
     made = build_schedule(replace(plan, schedule=name), scheduler, plan.n_microbatches, memory)
     if plan.schedule != SEARCH:
         found = replace(plan, step_ms=simulate_step(plan, made))
-        return [] if list_short(found, task.machine) else [found]
+        # Replicas hold other numbers of microbatches than the workload says.
+        rooms = [limit - s.held_bytes for limit, s in zip(list_limits(plan, task.machine), plan.stages, strict=True)]
+        return [found] if not list_short(found, task.machine) and fits(plan, made, rooms) else []
     homes = tuple(stage.devices for stage in plan.stages)
     held = count_in_flight(homes)
     fewer = range(max(held)) if isfinite(memory[0]) else ()

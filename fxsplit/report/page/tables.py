@@ -107,6 +107,7 @@ SHORT = {
     "stage": "waits for a stage",
     "transfer": "waits for a message",
     "launch": "waits for its host",
+    "replica": "waits for a replica",
     "drain": "empties",
 }
 """Causes of idle time as heads of columns."""

@@ -55,7 +55,9 @@ def _say_stages(story: Story) -> list[str]:
     plan = story.plan
     model = story.model or "The model"
     count = format_count(len(plan.stages), "stage")
-    kind = "pieces that run one after another, each on its own device"
+    several = any(len(stage.devices) > 1 for stage in plan.stages)
+    where = "devices of its own, which share its microbatches" if several else "its own device"
+    kind = f"pieces that run one after another, each on {where}"
     found = [f"{model} is cut into {count}: {kind}."]
     for number, stage in enumerate(plan.stages[:MOST_LISTED]):
         runs = f"runs {stage.place.replace(' .. ', ' to ')}" if stage.nodes else "only passes values on"

@@ -9,16 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fxsplit.schedule.action import Action
+from fxsplit.schedule.action import REDUCE, Action
 from fxsplit.schedule.flow import drop_version, find_waits
 from fxsplit.schedule.simulation.simulate import Simulation, Trip
 
-Cause: TypeAlias = Literal["fill", "stage", "transfer", "launch", "drain"]
+Cause: TypeAlias = Literal["fill", "stage", "transfer", "launch", "replica", "drain"]
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline fills (nothing has arrived yet)",
     "stage": "another stage has not made its input yet",
     "transfer": "a message is still on its way",
     "launch": "its host has not launched the work yet",
+    "replica": "another replica of its stage has not made its gradients yet",
     "drain": "the pipeline empties (its own work is done)",
 }
 """The causes of idle time, in words that can follow "because"."""
@@ -112,7 +113,7 @@ def _explain_wait(
     ]
     last = max(waits, key=lambda trip: trip.arrive_ms, default=None)
     if last is None or last.arrive_ms <= begin + SLACK_MS:
-        return [Idle(begin, end, "launch", action)]
+        return [Idle(begin, end, "replica" if action.op == REDUCE else "launch", action)]
     departs, arrives = min(max(last.begin_ms, begin), end), min(last.arrive_ms, end)
     parts: tuple[tuple[float, float, Cause], ...] = (
         (begin, departs, "stage"),

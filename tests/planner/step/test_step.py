@@ -16,6 +16,7 @@ from fxsplit.errors import FxsplitError, NoFit, PlanError
 from fxsplit.formats.plan_json import parse_plan, plan_to_dict
 from fxsplit.ir.facts.costs.costs import Costs, InputCost
 from fxsplit.ir.facts.given.machine import Device, Machine
+from fxsplit.ir.facts.memory.moments import count_moving
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.text.write import render
 from fxsplit.planner import Options
@@ -23,6 +24,7 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.step import prices, step
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
+from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import build_schedule, read_times, restore_schedule
 from fxsplit.schedule.schedule_plan import schedule_plan
 from fxsplit.schedule.simulation.simulate import simulate
@@ -215,6 +217,24 @@ def test_ample_memory_changes_no_plan() -> None:
         free.step_lower_bound_ms,
         free.proof,
     )
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "GPipe"])
+def test_replicas_under_a_named_schedule_stay_in_memory(schedule: str) -> None:
+    """Replicas hold other numbers of microbatches than the stages of a pipeline without replicas."""
+    costs = chain(11.0, 1.0, 1.0, 1.0, 1.0, kept_bytes=3000.0, parameter_bytes=500.0)
+    roomy = solve(costs, Machine.planned(3, 1e12), 4, schedule=schedule)
+    most, replicated = max(stage.memory_bytes for stage in roomy.stages), 0
+    for limit in (most * (0.5 + 0.05 * i) for i in range(14)):
+        try:
+            plan = solve(costs, Machine.planned(3, 1e12, memory_bytes=limit), 4, schedule=schedule)
+        except NoFit:
+            continue
+        replicated += any(len(stage.devices) > 1 for stage in plan.stages)
+        moments = list_moments(build_schedule(plan, Scheduler(schedule, 3), 4, [limit] * 3))
+        for stage, own in zip(plan.stages, moments, strict=True):
+            assert stage.held_bytes + max(count_moving(stage, moment) for moment in own) <= limit
+    assert replicated
 
 
 def test_memory_that_holds_only_parts_of_the_model_needs_a_pipeline() -> None:

@@ -48,6 +48,40 @@ def test_ranks_run_one_schedule(name: str, n: int) -> None:
     assert len(texts) == 1 and texts.pop()
 
 
+class DropsOut(nn.Module):
+    """Has another graph in evaluation, without its dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x)), 0.1, self.training)
+        return x
+
+
+def change_modes(rank: int, n: int) -> list[float]:
+    """Train, evaluate and train over ranks and over threads; return the differences of losses and outputs."""
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+    found = []
+    for devices in ("world", n):
+        with fxsplit.compile(DropsOut(), devices, passes=FAST, n_microbatches=4, **make_options("best")) as pipe:
+            values = []
+            for trains in (True, False, True):
+                pipe.train(trains)
+                torch.manual_seed(3)
+                values.append(pipe.step(x, target=x) if trains else pipe(x).sum().detach())
+            found.append(values)
+    return [float((a - b).abs()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("n", [3])
+def test_modes_of_the_best_plan_keep_the_weights_where_they_are(n: int) -> None:
+    assert ranks(n, change_modes) == [[0.0] * 3] * n
+
+
 def run_other(rank: int, n: int) -> str:
     schedule: Schedule = generate(("1F1B", "ZB-H1")[rank], n, 4)
     try:
