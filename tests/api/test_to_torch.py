@@ -104,7 +104,8 @@ ONE, TWO = ["GPipe", "1F1B", "ZB-H1"], ["LoopedBFS", "Interleaved1F1B", *THERE_A
     ("n", "name", "schedules"),
     [
         (2, "sizes", ONE),
-        (3, "mlp", [*ONE, *TWO]),
+        (3, "mlp", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]),
+        pytest.param(3, "mlp", [*ONE, *TWO], marks=pytest.mark.long),
         (2, "mlp", TWO),
         (2, "residual", [*ONE, "ZBVZeroBubble"]),
         (2, "inputs", ["1F1B", "ZB-H1"]),

@@ -12,10 +12,10 @@ from torch import Tensor
 from fxsplit.runtime.autograd_node import LeafNode
 from fxsplit.runtime.stage.streams import DeviceStream, make_stream
 from tests.support.accelerator import REUSED, use_accelerator
-from tests.support.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, start
+from tests.support.accelerator.cases import BACKWARD, MIXED, Case, Net, examine, examine_together, start
 from tests.support.accelerator.engine import MISMATCH, note_accumulations
 from tests.support.accelerator.kernels import watches
-from tests.support.accelerator.matrix import FEW, list_cases
+from tests.support.accelerator.matrix import FEW, group_cases, list_cases
 from tests.support.accelerator.mutants import NO_ORDER, list_mutants, list_survivors, mutate
 
 
@@ -62,11 +62,15 @@ def test_gradients_are_made_on_the_streams_that_they_are_added_on() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", list_cases(), ids=str)
-def test_no_race_in_any_schedule_and_loop(case: Case) -> None:
-    outcome = examine(case)
-    outcome.record.check()
-    assert outcome.difference < 1e-10
+@pytest.mark.parametrize("cases", group_cases(), ids=lambda cases: f"{cases[0]}, {len(cases)} loops")
+def test_no_race_in_any_schedule_and_loop(cases: list[Case]) -> None:
+    for case, difference in examine_together(cases):
+        assert difference < 1e-10, case
+
+
+def test_every_case_is_in_one_group() -> None:
+    grouped = [case.name for cases in group_cases() for case in cases]
+    assert sorted(grouped) == sorted(case.name for case in list_cases()) and len(grouped) == len(set(grouped)) > 300
 
 
 @pytest.mark.parametrize("function", ["AcceleratorStream.send", "AcceleratorStream.receive"])

@@ -147,6 +147,14 @@ class Run:
         unsplit: Any = Unsplit(self.model, case.n_microbatches)
         self.pipe = self._compile(devices) if devices else unsplit
         self.last: torch.device = self.pipe.stages[-1].torch_device if devices else self.first
+        self._begun = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.begin(case)
+
+    def begin(self, case: Case) -> None:
+        """Begin the loop of a case from the first weights and the first batch; only its loop may be another one."""
+        self.case = case
+        self.model.load_state_dict(self._begun)
+        self.model.zero_grad()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.results: list[Tensor] = []
         self._generator = torch.Generator().manual_seed(1)
@@ -349,6 +357,27 @@ def examine(case: Case) -> Outcome:
             run.train()
     found = run.read()
     return Outcome(record, find_difference(found, expected))
+
+
+def examine_together(cases: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+    """Compile once for cases that differ in their loop; yield each with its largest difference to the unsplit model.
+
+    Raises AssertionError, with the name of the case in a note, for mistakes in the order of work on streams.
+    """
+    expected = [train_unsplit(case, BATCHES) for case in cases]
+    with use_accelerator() as record, start(cases[0]) as run:
+        for case, its in zip(cases, expected, strict=True):
+            run.begin(case)
+            record.settle()
+            for _ in range(BATCHES):
+                run.train()
+            try:
+                record.check()
+            except AssertionError as error:
+                error.add_note(f"in {case}")
+                raise
+            record.settle()
+            yield case, find_difference(run.read(), its)
 
 
 def find_difference(found: list[Tensor], expected: list[Tensor]) -> float:

@@ -69,6 +69,27 @@ def list_cases() -> list[Case]:
     return [*_list_schedules(), *_list_kinds(), *_list_replicas(), *_list_mixed()]
 
 
+def group_cases() -> list[list[Case]]:
+    """Return all cases, those together that one compiled pipeline can run.
+
+    Every loop is the first one of a new pipeline in some groups.
+    """
+
+    def find_key(case: Case) -> tuple[Any, ...]:
+        # A model in evaluation mode is compiled anew.
+        compiled = case.devices, case.schedule, case.make_model, case.n_microbatches, case.options
+        return *compiled, case.loop == EVALUATION
+
+    found: list[list[Case]] = []
+    for case in list_cases():
+        group = next((group for group in found if find_key(group[0]) == find_key(case)), None)
+        if group is None:
+            found.append([case])
+        else:
+            group.append(case)
+    return [group[i % len(group) :] + group[: i % len(group)] for i, group in enumerate(found)]
+
+
 def _name(place: str, what: str, loop: str) -> str:
     return f"{what}: {loop}, {place}"
 
@@ -99,9 +120,10 @@ def _list_replicas() -> Iterator[Case]:
     """Yield stages on several devices, one of which may also hold the other stage."""
     for place, devices in {"other devices": PLACES["three devices"], "one device": ("toy:0",) * 3}.items():
         for counts in ((2, 1), (1, 2)):
+            options = {"passes": deal(counts)}
             for loop in (*LOOPS, STREAM):
                 name = _name(place, f"replicas {counts}", loop)
-                yield Case(name, devices, loop=loop, make_model=Tied, options={"passes": deal(counts)})
+                yield Case(name, devices, loop=loop, make_model=Tied, options=options)
 
 
 def _list_mixed() -> Iterator[Case]:
