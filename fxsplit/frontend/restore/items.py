@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -39,6 +40,12 @@ def find_kind(container: Any) -> Any:
     return next((kind for kind in KINDS if isinstance(container, kind)), own)
 
 
+def _has_keys(kind: Any) -> bool:
+    """Return whether containers of a class, a result of `find_kind`, have keys."""
+    # To ask an abstract class takes longer than to copy a short dict, and each module of a model has a dozen dicts.
+    return kind is dict or kind is OrderedDict or issubclass(kind, Mapping)
+
+
 def count_items(container: Any) -> int:
     """Return the number of items in a container."""
     return int(find_kind(container).__len__(container))
@@ -47,14 +54,14 @@ def count_items(container: Any) -> int:
 def list_items(container: Any) -> tuple[Any, ...]:
     """Return the items of a container in their order: pairs of keys and values for a Mapping."""
     kind = find_kind(container)
-    return tuple(kind.items(container) if issubclass(kind, Mapping) else kind.__iter__(container))
+    return tuple(kind.items(container) if _has_keys(kind) else kind.__iter__(container))
 
 
 def copy_items(container: Any) -> tuple[Any, ...]:
     """Return the contents of a container, in its order."""
-    items = list_items(container)
-    if isinstance(container, Mapping):
-        there = find_kind(container).__contains__(container, OF_PYTHON)
+    kind, items = find_kind(container), list_items(container)
+    if items and _has_keys(kind):
+        there = kind.__contains__(container, OF_PYTHON)
         return tuple(item for item in items if item[0] != OF_PYTHON) if there else items
     # The order of a set depends on the addresses of its items.
     return (frozenset(items),) if isinstance(container, set) else items
@@ -62,11 +69,12 @@ def copy_items(container: Any) -> tuple[Any, ...]:
 
 def has_items(container: Any, before: tuple[Any, ...]) -> bool:
     """Return whether a container holds the same objects as when `copy_items` returned `before`, in the same order."""
-    if isinstance(container, dict):
-        return count_items(container) == len(before) and all(
-            a is b and v is w for (a, v), (b, w) in zip(list_items(container), before, strict=True)
-        )
+    if not before:
+        return count_items(container) == 0
     now = list_items(container)
+    if isinstance(container, dict):
+        # The pairs themselves are new tuples.
+        return len(now) == len(before) and all(map(is_, chain.from_iterable(now), chain.from_iterable(before)))
     if isinstance(container, set):
         return set(map(id, now)) == set(map(id, before[0]))
     return len(now) == len(before) and all(map(is_, now, before))
