@@ -17,7 +17,7 @@ from tests.support.accelerator.devices import NAME, find_device, toys
 from tests.support.accelerator.engine import find_stream
 from tests.support.accelerator.record import Access, Record
 from tests.support.accelerator.streams import Driver, Stream
-from tests.support.accelerator.tensors import Toy, find_storage, share_storage, unwrap
+from tests.support.accelerator.tensors import Toy, find_storage, map_tensors, share_storage, unwrap
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         share_storage(made, base)
         return made
 
-    return pytree.tree_map_only(Tensor, wrap, out)
+    return map_tensors(Tensor, wrap, out)
 
 
 def run_foreach(
@@ -100,7 +100,10 @@ def sort_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         info = argument.alias_info
         into = writes if (info is not None and info.is_write) or i in hidden else reads
-        into.extend(t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            into.extend(t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
     return reads, writes
 
 

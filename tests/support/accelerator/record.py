@@ -197,10 +197,12 @@ class Record:
 
 def find_place(deepest: int) -> str:
     """Return the innermost lines of fxsplit in the calling thread's stack, or else of its tests."""
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
-    frames = [f for f in frames if not f.filename.startswith(f"{ROOT}/tests/support/accelerator/")]
-    own = [f for f in frames if f.filename.startswith(f"{ROOT}/fxsplit/")] or frames
-    lines = [f"{f.filename[len(str(ROOT)) + 1 :]}:{f.lineno} {f.name}" for f in reversed(own[-deepest:])]
+    # From the innermost one on. Only names are read: to read the lines' source would take most of a wait's time.
+    places = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(None)]
+    places = [place for place in places if place[0].startswith(f"{ROOT}/")]
+    places = [place for place in places if not place[0].startswith(f"{ROOT}/tests/support/accelerator/")]
+    own = [place for place in places if place[0].startswith(f"{ROOT}/fxsplit/")] or places
+    lines = [f"{file[len(str(ROOT)) + 1 :]}:{line} {name}" for file, line, name in own[:deepest]]
     return " <- ".join(lines) or "no line of fxsplit"
 
 
