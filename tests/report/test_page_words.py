@@ -73,6 +73,16 @@ def test_the_next_best_cut(best: NextBest, said: str) -> None:
     assert said in answer(replace(make_story(), next_best=(best,)))["why"]
 
 
+def test_the_places_next_to_a_cut() -> None:
+    best = NextBest(1, 18.7, 18.7, 19.5, 21.0)
+    said = answer(replace(make_story(), next_best=(best,)))["why"]
+    assert (
+        "The slowest stage takes 17.0 ms with the cut here, and 19.5 ms with the cut one operation earlier or " in said
+    )
+    assert "21.0 ms with the cut one operation later. With no cut here" in said
+    assert "with the cut here" not in answer(replace(make_story(), next_best=(NextBest(1, 18.7),)))["why"]
+
+
 def test_a_gap_and_too_little_memory() -> None:
     story = make_story()
     plan = replace(story.plan, lower_bound_ms=16.0).prove("bound")

@@ -15,7 +15,9 @@ from fxsplit.errors import FxsplitError, ScheduleError
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
 from fxsplit.ir.facts.costs.text import sum_by_module
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine
+from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import price_split
 from fxsplit.planner import Options
 from fxsplit.planner.planner import Planner
 from fxsplit.report.page.story import NextBest, Trial
@@ -101,17 +103,19 @@ class Trials:
         left = self.end_s - time.perf_counter()
         if left <= 0:
             raise OutOfPatience
+        laid_out, workload = self._lay_out(machine, n_microbatches)
+        limited = replace(options or self.options, time_limit=left)
+        plan = (planner or self.planner).plan(laid_out, workload, limited)
+        return schedule_plan(plan, (planner or self.planner).costs, laid_out, workload)[0]
+
+    def _lay_out(self, machine: Machine | None = None, n_microbatches: int | None = None) -> tuple[Machine, Workload]:
+        """Return the machine, with a device for each stage, and the workload under the plan's schedule."""
         where = self.machine if machine is None else machine
         # A schedule that is stated action by action is for these devices only: try the one that plans are made for.
         known = (*SCHEDULES, SEARCH) if self.plan.minimised == "step" else SCHEDULES
         name = self.plan.schedule if self.plan.schedule in known else "1F1B"
         each = self.stages_per_device if self.stages_per_device > 1 else None
-        laid_out, workload = Scheduler(name, len(where), each).lay_out(
-            where, n_microbatches or self.plan.n_microbatches
-        )
-        limited = replace(options or self.options, time_limit=left)
-        plan = (planner or self.planner).plan(laid_out, workload, limited)
-        return schedule_plan(plan, (planner or self.planner).costs, laid_out, workload)[0]
+        return Scheduler(name, len(where), each).lay_out(where, n_microbatches or self.plan.n_microbatches)
 
     def try_change(
         self,
@@ -222,17 +226,41 @@ class Trials:
                 yield self.try_change(Trial("grid", f"{row}, {column}", place=(row, column)), other)
 
     def find_next_best(self) -> Iterator[NextBest]:
-        """Yield the best plan without each cut, in order. Raises OutOfPatience once the time is over."""
+        """Yield what other places for each cut bring, in order. Raises OutOfPatience once the time is over.
+
+        Yields nothing for a plan with the shortest step, whose stages are not judged by the slowest one.
+        """
+        if self.plan.minimised == "step":
+            return
         before: set[str] = set()
         for number, stage in enumerate(self.plan.stages[:-1], 1):
             before |= set(stage.nodes)
             never = replace(self.planner, never=(frozenset(before),))
+            earlier, later = self.shift_cut(number, later=False), self.shift_cut(number, later=True)
             try:
                 plan = self.make_plan(planner=never)
             except FxsplitError:
-                yield NextBest(number, None)
+                yield NextBest(number, None, 0.0, earlier, later)
                 continue
-            yield NextBest(number, plan.bottleneck_ms, plan.lower_bound_ms)
+            yield NextBest(number, plan.bottleneck_ms, plan.lower_bound_ms, earlier, later)
+
+    def shift_cut(self, number: int, *, later: bool) -> float | None:
+        """Return the load of the slowest stage in ms with the cut before stage `number` one operation later or earlier.
+
+        Nodes without time move with the operation. None if a stage would then compute nothing.
+        """
+        parts = [list(stage.nodes) for stage in self.plan.stages]
+        # In the order of the graph, a stage can end after any of its nodes.
+        joined, nodes = parts[number - 1] + parts[number], self.costs.by_name
+        timed = [i for i, name in enumerate(joined) if nodes[name].forward_ms + nodes[name].backward_ms > 0]
+        first = sum(i < len(parts[number - 1]) for i in timed)  # of the stage after the cut
+        kept = first + 1 if later else first - 1
+        if not 0 < kept < len(timed):
+            return None
+        end = timed[kept - 1] + 1 if later else timed[kept]
+        parts[number - 1], parts[number] = joined[:end], joined[end:]
+        split = [(names, s.devices, s.recompute) for names, s in zip(parts, self.plan.stages, strict=True)]
+        return max(stage.load_ms for stage in price_split(self.costs, *self._lay_out(), split, self.plan.model))
 
 
 def has_limited_links(machine: Machine) -> bool:

@@ -35,14 +35,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class NextBest:
-    """The best plan without cut `number`: the load of its slowest stage and its lower bound, in ms.
+    """Other places for cut `number`, by the load of the slowest stage in ms.
 
-    `bottleneck_ms` is None if there is no such plan.
+    - `bottleneck_ms` and `lower_bound_ms` are those of the best plan with no cut at this place; None if there is none
+    - `earlier_ms` and `later_ms` are for this plan with the cut one operation earlier or later; None if a stage would
+      then compute nothing
     """
 
     number: int
     bottleneck_ms: float | None
     lower_bound_ms: float = 0.0
+    earlier_ms: float | None = None
+    later_ms: float | None = None
 
 
 @dataclass(frozen=True)

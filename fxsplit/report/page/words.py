@@ -120,7 +120,7 @@ def _say_cuts(story: Story) -> list[str]:
     why = "work is shared, and few bytes cross" if any(cut.transfer_ms for cut in cuts) else TIME_ONLY
     found = [f"The cuts together are those with which {aim}: {why}."]
     for cut in cuts[:MOST_LISTED]:
-        found.append(f"{describe_cut(cut)} {describe_next_best(story, cut.number)}")
+        found.append(f"{describe_cut(cut)} {describe_shifts(story, cut.number)}{describe_next_best(story, cut.number)}")
     if len(cuts) > MOST_LISTED:
         found.append(f"The table of cuts lists the other {len(cuts) - MOST_LISTED} too.")
     return found
@@ -142,6 +142,15 @@ def describe_cut(cut: Cut) -> str:
         f"Cut {cut.number}, between stages {cut.number - 1} and {cut.number}: for each microbatch {there} go "
         f"forward{of} and {back} of gradients come back{time}."
     )
+
+
+def describe_shifts(story: Story, number: int) -> str:
+    """Return a sentence on the places next to a cut, with a space after it; "" if they are not known."""
+    known = next((best for best in story.next_best if best.number == number), None)
+    shifts = {} if known is None else {"earlier": known.earlier_ms, "later": known.later_ms}
+    said = [f"{format_ms(ms)} with the cut one operation {where}" for where, ms in shifts.items() if ms is not None]
+    here = format_ms(story.plan.bottleneck_ms)
+    return f"The slowest stage takes {here} with the cut here, and {' or '.join(said)}. " if said else ""
 
 
 def describe_next_best(story: Story, number: int) -> str:

@@ -77,6 +77,30 @@ def test_the_next_best_is_what_explain_finds() -> None:
     assert best.number == 1 and best.bottleneck_ms == pytest.approx(min(found))
 
 
+def test_the_places_next_to_a_cut_are_priced_as_plans() -> None:
+    (best,) = make_trials().find_next_best()
+    names = [n.name for n in COSTS.nodes]
+    assert all(n.forward_ms > 0 for n in COSTS.nodes)
+    for kept, found in ((3, best.earlier_ms), (5, best.later_ms)):
+        pins = {name: int(i >= kept) for i, name in enumerate(names)}
+        assert found == pytest.approx(fxsplit.plan(COSTS, MACHINE, n_microbatches=4, pins=pins).bottleneck_ms)
+    assert make_trials().shift_cut(1, later=False) == best.earlier_ms
+    # A stage of one operation would compute nothing without it.
+    pins = {name: int(i >= 1) for i, name in enumerate(names)}
+    alone = make_trials(fxsplit.plan(COSTS, MACHINE, n_microbatches=4, pins=pins))
+    assert alone.shift_cut(1, later=False) is None
+    assert alone.shift_cut(1, later=True) is not None
+
+
+def test_a_plan_for_the_shortest_step_is_compared_with_others_of_its_kind() -> None:
+    plan = fxsplit.plan(COSTS, MACHINE, n_microbatches=4, best=True)
+    trials = make_trials(plan)
+    assert [*trials.find_next_best()] == []
+    base = next(trials.list_all())
+    assert base.change == "nothing changed"
+    assert base.step_ms == pytest.approx(plan.step_ms)
+
+
 def test_machines_grow_and_shrink() -> None:
     machine = Machine(
         (Device("a", memory_bytes=5.0), Device("b", speed=2.0, bytes_per_s=8.0)), (3.0,), latencies_ms=(0.5,)
