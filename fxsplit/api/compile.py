@@ -131,7 +131,8 @@ def compile(
     bucket_bytes: over ranks, how many bytes of gradients are added at a time (default: 25e6).
     dump: a folder for the IR's text before the first and after every pass (also FXSPLIT_DUMP).
     plan: the stages, in place of a search: a Plan, the path of one from `fxsplit plan --json`, or a split by hand, as
-        `Plan.of` takes it, such as `fxsplit.cut_before("layer3")`. Its figures are those of the costs measured here.
+        `Plan.of` takes it, such as `fxsplit.cut_before("layer3")`. Its figures are those of the costs measured here. A
+        plan with an order of work of its own also states the schedule and the number of microbatches.
     pins: submodule or node -> number of its device.
     together: sets of submodules or nodes that no cut may separate.
     observers: they are told of each pass (see fxsplit.Observer).
