@@ -33,6 +33,9 @@ from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR, name_pass
 from fxsplit.ir.text.write import render_graph
+from fxsplit.runtime.backends.backend import Backend
+from fxsplit.runtime.backends.threads import ThreadBackend
+from fxsplit.runtime.ranks.backend import RankBackend
 from fxsplit.runtime.ranks.gradients.reduction import GradientReduction, check_bucket_bytes
 from fxsplit.runtime.ranks.weight_placement import WeightPlacement, list_named
 from fxsplit.runtime.ranks.world.agreement import ALIKE, Agreement, hash_text, sum_values
@@ -325,3 +328,10 @@ def make_machine(world: World) -> Machine:
     devices = tuple(Device(f"rank{i}", world.device, memory_bytes) for i, memory_bytes in enumerate(least_bytes))
     links = (inf if world.device.type == "cpu" else GPU_LINK_BYTES_PER_S for _ in least_bytes[1:])
     return Machine(devices, tuple(links))
+
+
+def make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:
+    """Return the backend to run on: a thread for each device of a machine, or this process as one rank of its group."""
+    if compile_group is not None:
+        return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
+    return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])

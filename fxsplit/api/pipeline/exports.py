@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fxsplit.api.to_torch import TorchStages
-    from fxsplit.runtime.job.stopwatch import Timing
-    from fxsplit.runtime.program import Program
 
 
 class WithExports(WithWeights):
     """Base of Pipeline: gives the compiled stages to another runtime, and figures to a tracker."""
 
-    _tracker: Tracker | None = None
+    tracker: Tracker | None = None
+    """The tracker that `track` has set."""
 
     def track(self, to: Any, *, every: int = 1) -> None:
         """Report the figures of every N-th training batch: the time of the step, idle share, stage times, memory.
@@ -35,18 +34,9 @@ class WithExports(WithWeights):
         call of the pipeline, and at `track(None)` and `close()`. An error of `to` is a warning, and training goes on.
         Each call replaces the tracker before. Raises InputError for another `to` or `every`.
         """
-        before, self._tracker = self._tracker, None if to is None else Tracker(to, every)
+        before, self.tracker = self.tracker, None if to is None else Tracker(to, every)
         if before is not None:
             before.deliver()
-
-    def deliver_figures(self) -> None:
-        """Let the tracker, if there is one, report the batches that have ended."""
-        if self._tracker is not None:
-            self._tracker.deliver()
-
-    def track_batch(self, program: Program) -> Timing | None:
-        """Return the timing of a training batch that begins; None without a tracker."""
-        return None if self._tracker is None else self._tracker.begin(program)
 
     @property
     def gradient_traffic(self) -> BytesSent | None:

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn, overload
+from functools import wraps
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxsplit.api.compiler.compile_group import CompileGroup
+from fxsplit.api.compiler.compile_group import make_backend
 from fxsplit.api.compiler.compiled import Compiled
 from fxsplit.api.compiler.compiler import Compiler, get_mode
 from fxsplit.api.generation.generate import generate, takes_generate
 from fxsplit.api.generation.programs import Programs
-from fxsplit.api.pipeline.act_together import act_together
 from fxsplit.api.pipeline.exports import WithExports
 from fxsplit.api.pipeline.from_ir import compile_ir
 from fxsplit.api.pipeline.loss_meanings import LossMeanings
@@ -38,19 +38,15 @@ from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan, format_spread
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
-from fxsplit.runtime.backends.backend import Backend
-from fxsplit.runtime.backends.threads import ThreadBackend
 from fxsplit.runtime.engine import Engine
 from fxsplit.runtime.job.status import Status
 from fxsplit.runtime.job.stopwatch import Stopwatch
 from fxsplit.runtime.loss.loss import BatchLoss, LossFn, find_weights, take_model_loss
 from fxsplit.runtime.microbatches import Targets, split_target
 from fxsplit.runtime.program import Batch, Program
-from fxsplit.runtime.ranks.backend import RankBackend
 from fxsplit.runtime.stage.weight_versions import Stepper, make_stepper
 from fxsplit.schedule import simulate
 from fxsplit.schedule.of_plan import name_places, read_footprints, read_times
@@ -58,6 +54,7 @@ from fxsplit.schedule.simulation.memory import trace_memory
 from fxsplit.schedule.simulation.timeline import Timeline
 from fxsplit.system.figures import check_flag, show
 from fxsplit.system.interrupts import lose_no_interrupt
+from fxsplit.system.logs import emit
 from fxsplit.system.shown import Parts, Shown
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.autograd.accumulate import CommitRecord
@@ -67,6 +64,30 @@ from fxsplit.torch_internals.nn.copies import copy_module
 from fxsplit.torch_internals.scopes.undo import CallerLock, restores_all
 from fxsplit.torch_internals.thread_modes import disable_gradients, refuse_foreign_modes
 from fxsplit.torch_internals.torch_compile.runs_uncompiled import leave_uncompiled
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def act_together(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of a pipeline: an interrupt always ends it, and all ranks raise the first error of any rank."""
+
+    @wraps(method)
+    def acting(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipeline: Any = args[0]
+        group = pipeline.compiler.compile_group
+        # The time limit of a step includes all waiting for other ranks.
+        timeout_s: Any = kwargs.get("timeout_s")
+        try:
+            with nullcontext() if group is None else group.world.watch(timeout_s, firm=timeout_s is not None):
+                return method(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, InputError):
+                what = method.__name__.strip("_")
+                emit("faults", f"{what}_failed", f"{what} of {pipeline!r} has failed", error=error)
+            raise
+
+    return lose_no_interrupt(acting)
 
 
 class Pipeline(Shown, WithExports):
@@ -202,13 +223,14 @@ class Pipeline(Shown, WithExports):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, computed microbatch by microbatch; differentiable."""
         batch, engine = self._prepare_forward(Call(tuple(args), dict(kwargs)))
-        self.deliver_figures()
+        if self.tracker is not None:
+            self.tracker.deliver()
         program = batch.program
         never = program.detached is not None or self.compiler.options.inference
         if never:
             self._warn_of_no_gradients(program.detached)
         trains = torch.is_grad_enabled() and not never
-        timing = self.track_batch(program) if trains else None
+        timing = self.tracker.begin(program) if trains and self.tracker is not None else None
         with disable_gradients() if never else nullcontext():
             return program.build_result(engine.forward(batch, timing))
 
@@ -318,7 +340,8 @@ class Pipeline(Shown, WithExports):
         try:
             found = self._step(args, kwargs, target, optimizer, commit, keep_outputs=return_outputs, losses=losses,
                                timeout_s=timeout_s)  # fmt: skip
-            self.deliver_figures()
+            if self.tracker is not None:
+                self.tracker.deliver()
             return found
         except BaseException as error:
             commit.note_on(error)
@@ -372,7 +395,7 @@ class Pipeline(Shown, WithExports):
         if keep_outputs:
             batch.program.check_joinable(len(batch.rows))
         engine = self._engine or self._start_engine(batch.program)
-        timing = self.track_batch(batch.program)
+        timing = None if self.tracker is None else self.tracker.begin(batch.program)
         watch = None if timing is None else timing.start(batch.program.schedule(len(batch.rows)))
         found = engine.step(
             batch, loss, keep_outputs=keep_outputs, stepper=stepper, watch=watch, commit=commit, timeout_s=timeout_s
@@ -480,7 +503,7 @@ class Pipeline(Shown, WithExports):
         """
         self._closed = True
         try:
-            self.deliver_figures()
+            self.track(None)
         finally:
             self.finish_saving()
             if self._engine is not None:
@@ -538,7 +561,7 @@ class Pipeline(Shown, WithExports):
         # Threads start only now: a pipeline that is only planned and printed needs none.
         with self._starting.take():
             if self._engine is None:
-                engine = Engine(_make_backend(program.machine, self.compiler.compile_group))
+                engine = Engine(make_backend(program.machine, self.compiler.compile_group))
                 self.compiler.pause = engine.pause
                 # Last, since a pipeline that has an engine does not come here again.
                 self._engine = engine
@@ -567,10 +590,3 @@ def _check_step_options(*, return_outputs: object, losses: object, timeout_s: An
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not (timeout_s is None or (is_number and timeout_s > 0)):
         raise InputError(f"timeout_s={show(timeout_s)} is no time: give seconds, such as 60.0, or None for no limit")
-
-
-def _make_backend(machine: Machine, compile_group: CompileGroup | None) -> Backend:
-    """Return the backend to run on: a thread for each device of a machine, or this process as one rank of its group."""
-    if compile_group is not None:
-        return RankBackend(compile_group.world, compile_group.label, compile_group.placement, compile_group.reduction)
-    return ThreadBackend(machine.torch_devices(), machine.intraop_threads(), [d.name for d in machine.devices])
