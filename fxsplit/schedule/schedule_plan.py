@@ -91,9 +91,8 @@ def generate_from_times(plan: Plan, machine: Machine, limits: Sequence[float]) -
     equal = generate(plan.schedule, *numbers)
     times = read_times(plan, equal)
     made = generate(plan.schedule, *numbers, times)
-    rooms = [limit - stage.held_bytes for limit, stage in zip(limits, plan.stages, strict=True)]
     faster = simulate(made, times).step_ms < simulate(equal, times).step_ms
-    return made if faster and fits(plan, made, rooms) else None
+    return made if faster and fits(plan, made, limits) else None
 
 
 def search_for_plan(
@@ -140,7 +139,7 @@ def search_for_plan(
             time_limit_s=time_limit_s,
             seed=seed,
         )
-        if (memory is not None or made.step_ms <= planned) and fits(plan, made.schedule, rooms):
+        if (memory is not None or made.step_ms <= planned) and fits(plan, made.schedule, bytes_):
             return made
     if memory is not None:
         raise ScheduleError(f"{SEARCH}: no schedule with memory={show(memory)} is sure to fit the devices: give less")
@@ -211,10 +210,10 @@ def _find_kept(stage: StagePlan) -> float:
     return 1.0 if most <= 0 else stage.halfway_bytes / most
 
 
-def fits(plan: Plan, schedule: Schedule, rooms: Sequence[float]) -> bool:
-    """Return whether each stage, with its sent messages, stays within its `rooms` bytes at all times of a schedule."""
+def fits(plan: Plan, schedule: Schedule, limits: Sequence[float]) -> bool:
+    """Return whether each stage, with its sent messages, stays within its limit in bytes at all times of a schedule."""
     moments = list_moments(schedule)
     return all(
-        max(count_moving(stage, moment) for moment in own) <= room
-        for stage, own, room in zip(plan.stages, moments, rooms, strict=True)
+        max(count_moving(stage, moment) for moment in own) <= limit - stage.held_bytes
+        for stage, own, limit in zip(plan.stages, moments, limits, strict=True)
     )

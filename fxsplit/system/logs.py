@@ -62,22 +62,20 @@ def emit(
     level = level or (logging.INFO if error is None else logging.ERROR)
     try:
         logger = logging.getLogger(LOGGERS[kind])
-        chosen = _settings.find_level(kind) <= level
-        if not (chosen or logger.isEnabledFor(level)):
-            return
+        fields["event"] = event
         if error is not None:
-            message = f"{message}: {describe_error(error)}"
-        if chosen:
-            _settings.show(logger.name, level, message, {**fields, "event": event})
+            message = f"{message}: {format_error(error)}"
+        if _settings.find_level(kind) <= level:
+            _settings.show(logger.name, level, message, fields)
         if logger.isEnabledFor(level):
-            logger.log(level, "%s", message, extra={"fxsplit": {**fields, "event": event}}, stacklevel=2)
+            logger.log(level, "%s", message, extra={"fxsplit": fields}, stacklevel=2)
     except Exception:
         # As logging itself does. Standard error may be closed.
         with suppress(Exception):
             traceback.print_exc()
 
 
-def describe_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the type and the text of an error, also if its text cannot be made."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -112,14 +110,7 @@ class Settings:
 
     def __init__(self, levels: Mapping[str, int], folder: str | os.PathLike[str] | None = None) -> None:
         self._prints = bool(levels)
-        chosen = {LOGGERS[name]: level for name, level in (levels or ({"all": logging.INFO} if folder else {})).items()}
-        # The most exact name decides: fxsplit.planner.plan, then fxsplit.planner, then fxsplit.
-        lines = {kind: name.split(".") for kind, name in LOGGERS.items()}
-        names = {kind: [".".join(parts[:n]) for n in range(len(parts), 0, -1)] for kind, parts in lines.items()}
-        never = logging.CRITICAL + 1
-        self._levels = {
-            kind: next((chosen[name] for name in own if name in chosen), never) for kind, own in names.items()
-        }
+        self._levels = levels or ({"all": logging.INFO} if folder else {})
         self._folder = None if folder is None else Path(folder).absolute()  # the current folder may change
         self._broken = False
         if self._folder is not None:
@@ -129,8 +120,10 @@ class Settings:
                 raise explain_unwritable(f"cannot write to {str(self._folder)!r}", denied)
 
     def find_level(self, kind: Kind) -> int:
-        """Return the level from which on records of a kind are shown."""
-        return self._levels[kind]
+        """Return the level from which on records of a kind are shown. The most exact of the chosen names decides it."""
+        loggers = {LOGGERS[name]: level for name, level in self._levels.items()}
+        own = [name for name in loggers if f"{LOGGERS[kind]}.".startswith(f"{name}.")]
+        return loggers[max(own, key=len)] if own else logging.CRITICAL + 1
 
     def show(self, logger: str, level: int, message: str, fields: Mapping[str, Any]) -> None:
         """Print a record on standard error, and write it to the folder."""

@@ -22,7 +22,7 @@ from fxsplit.schedule import Schedule
 from fxsplit.schedule.action import COMPUTES
 from fxsplit.schedule.schedule_plan import simulate_step
 from fxsplit.system.figures import is_count, show
-from fxsplit.system.logs import describe_error
+from fxsplit.system.logs import format_error
 from fxsplit.system.user_lines import warn_user
 
 GB = 1e9
@@ -71,7 +71,7 @@ class Tracker:
                     self._report(self._measure(program, watches), number)
                 except Exception as error:
                     # Without the number, so that Python shows an error that repeats only once.
-                    warn_user(f"the figures of a batch were not tracked ({describe_error(error)})")
+                    warn_user(f"the figures of a batch were not tracked ({format_error(error)})")
         finally:
             self._delivering.release()
 

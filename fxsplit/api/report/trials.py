@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -237,12 +238,11 @@ class Trials:
             before |= set(stage.nodes)
             never = replace(self.planner, never=(frozenset(before),))
             earlier, later = self.shift_cut(number, later=False), self.shift_cut(number, later=True)
-            try:
+            found = NextBest(number, None, earlier_ms=earlier, later_ms=later)
+            with suppress(FxsplitError):
                 plan = self.make_plan(planner=never)
-            except FxsplitError:
-                yield NextBest(number, None, 0.0, earlier, later)
-                continue
-            yield NextBest(number, plan.bottleneck_ms, plan.lower_bound_ms, earlier, later)
+                found = replace(found, bottleneck_ms=plan.bottleneck_ms, lower_bound_ms=plan.lower_bound_ms)
+            yield found
 
     def shift_cut(self, number: int, *, later: bool) -> float | None:
         """Return the load of the slowest stage in ms with the cut before stage `number` one operation later or earlier.

@@ -157,8 +157,8 @@ def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
     if plan.schedule != SEARCH:
         found = replace(plan, step_ms=simulate_step(plan, made))
         # Replicas hold other numbers of microbatches than the workload says.
-        rooms = [limit - s.held_bytes for limit, s in zip(list_limits(plan, task.machine), plan.stages, strict=True)]
-        return [found] if not list_short(found, task.machine) and fits(plan, made, rooms) else []
+        limits = list_limits(plan, task.machine)
+        return [found] if not list_short(found, task.machine) and fits(plan, made, limits) else []
     homes = tuple(stage.devices for stage in plan.stages)
     held = count_in_flight(homes)
     fewer = range(max(held)) if isfinite(memory[0]) else ()
