@@ -167,3 +167,26 @@ def test_every_place_states_the_versions_of_the_table(rows: list[tuple[str, str]
     )
     stated = only(r"needs (torch .*?)\.\s", read("docs/devices.md"))
     assert stated == f"torch {oldest} to {newest}, and Python {pythons[0]} to {pythons[-1]}"
+
+
+def test_mypy_needs_no_library_of_another_extra() -> None:
+    """`make types` installs the extra `dev`, so mypy is told which other libraries may be missing."""
+    settings = tomllib.loads(read("pyproject.toml"))
+    extras = settings["project"]["optional-dependencies"]
+    of_dev = {"dev", *only(r"fxsplit\[(.+)\]", " ".join(extras["dev"])).split(",")}
+    others = {only(r"^[\w-]+", one).replace("-", "_") for extra in extras.keys() - of_dev for one in extras[extra]} - {
+        "fxsplit"
+    }
+    may_be_missing = {
+        name.removesuffix(".*")
+        for rule in settings["tool"]["mypy"]["overrides"]
+        if rule.get("ignore_missing_imports")
+        for name in rule["module"]
+    }
+    imported = {
+        name.partition(".")[0]
+        for folder in settings["tool"]["mypy"]["files"]
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"(?m)^\s*(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"))
+    }
+    assert {"lightning", "transformers"} <= imported & others <= may_be_missing
