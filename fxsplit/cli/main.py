@@ -65,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import explain, opt, passes, plan, simulate, verify
+    from fxsplit.cli import explain, opt, passes, plan, profile, simulate, verify
     from fxsplit.cli.report import report
     from fxsplit.cli.words import Parser
 
@@ -81,6 +81,7 @@ def make_parser() -> Parser:
     add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
     listed = "list the passes, their options and the default chain, or show one pass"
     passes.add_arguments(add("passes", passes.main, listed))
+    profile.add_arguments(add("profile", profile.main, "measure a model, and write the profile to plan it from"))
     plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
     plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
     report.add_arguments(add("report", report.main, "one HTML page about a plan: why it is so, and what would help"))

@@ -24,6 +24,7 @@ OPTIONS = {
     "schedule": "--schedule",
     "n_microbatches": "--n-microbatches",
     "devices": "--devices",
+    "repeats": "--repeats",
 }
 """The command's option for each Python argument, or field of the passes partition and augment."""
 
@@ -229,7 +230,7 @@ def read_bandwidth(text: str | None) -> float | None:
 
 
 _FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")
-_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|time_limit)=('?)([^\s:;,']*)\2")
+_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|repeats|time_limit)=('?)([^\s:;,']*)\2")
 
 
 def speak_command(text: str) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         raise explain_unwritable(f"cannot write {os.fspath(path)!r}", error) from error
+
+
+def check_can_write(path: str | os.PathLike[str]) -> None:
+    """Raise the FileError of `write_whole`, before long work, for a file that cannot be written. Nothing is changed."""
+    name = os.fspath(path)
+    try:
+        if _is_stream(name):
+            return
+        target = os.path.realpath(name)
+        with suppress(FileNotFoundError):
+            os.lstat(target)
+            with open(target, "ab"):
+                pass
+        with tempfile.TemporaryFile(dir=os.path.dirname(target)):
+            pass
+    except (OSError, ValueError) as error:
+        raise explain_unwritable(f"cannot write {name!r}", error) from error
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fxsplit.errors import FileError, FxsplitError
-from fxsplit.system.files import make_folder, write_whole
+from fxsplit.system.files import check_can_write, make_folder, write_whole
 from tests.support.refusals import full_disk, refused
 
 
@@ -106,8 +106,20 @@ def test_paths_that_cannot_be_written_are_named(case: Callable[[Path], tuple[str
     with pytest.raises(FileError) as caught:
         write_whole(path, "x")
     assert repr(path) in str(caught.value) and step in str(caught.value)
-    assert sorted(os.listdir(tmp_path)) == before
     assert isinstance(caught.value, (OSError, FxsplitError))
+    # A device that is full says so only when it is written.
+    if case is not full_device:
+        with pytest.raises(FileError) as early:
+            check_can_write(path)
+        assert str(early.value) == str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_file_that_can_be_written_stays_unchanged_until_then(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    for path in (tmp_path / "file", tmp_path / "new", "/dev/stdout"):
+        check_can_write(path)
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
 def test_folders_that_cannot_be_made_are_named(tmp_path: Path) -> None:
