@@ -57,7 +57,7 @@ class State(NamedTuple):
     before: Ints
 
 
-class Tail(NamedTuple):
+class Suffix(NamedTuple):
     """The part of an order after a moment: only this part changes, and runs again.
 
     - `start`: the state at that moment
@@ -70,7 +70,7 @@ class Tail(NamedTuple):
     weight: int
 
 
-class Walk(NamedTuple):
+class Candidates(NamedTuple):
     """The orders and rules of an annealing, [devices, entries]: the current ones, those on trial, and the best so far.
 
     `figures` has two entries in ms: the cost of the current orders, and the step of the best ones.
@@ -359,9 +359,9 @@ def _shift(row: Ints, start: int, kind: int, done: int, first: int, last: int, d
         i -= step
 
 
-def _return_to(tail: Tail, state: State) -> None:
-    """Set a state back to the beginning of the tail."""
-    start = tail.start
+def _return_to(suffix: Suffix, state: State) -> None:
+    """Set a state back to the beginning of the suffix."""
+    start = suffix.start
     state.free[:] = start.free
     state.at[:] = start.at
     state.counts[:] = start.counts
@@ -369,9 +369,9 @@ def _return_to(tail: Tail, state: State) -> None:
     state.made[:] = start.made
     state.done[:] = start.done
     state.links[:] = start.links
-    state.values[:, tail.microbatch :] = start.values[:, tail.microbatch :]
-    state.gradients[:, tail.microbatch :] = start.gradients[:, tail.microbatch :]
-    state.queue[:, tail.weight :] = start.queue[:, tail.weight :]
+    state.values[:, suffix.microbatch :] = start.values[:, suffix.microbatch :]
+    state.gradients[:, suffix.microbatch :] = start.gradients[:, suffix.microbatch :]
+    state.queue[:, suffix.weight :] = start.queue[:, suffix.weight :]
 
 
 def _count_up(chance: float) -> int:
@@ -407,31 +407,31 @@ def _change_rules(rules: Floats, start: Ints, by_gap: bool, mixed: bool) -> tupl
     return r, last
 
 
-def _change_orders(orders: Ints, tail: Tail, n: int) -> tuple[int, int]:
+def _change_orders(orders: Ints, suffix: Suffix, n: int) -> tuple[int, int]:
     """Move random entries of one kind on neighbouring devices; return the first and the last of these devices."""
     p = orders.shape[0]
     r = np.random.randint(p)
     last = r
     if np.random.random() < 0.6:
         last = min(p - 1, r + np.random.randint(p))
-    kind = np.random.randint(tail.start.counts.shape[1])
-    m = tail.microbatch + np.random.randint(n - tail.microbatch)
+    kind = np.random.randint(suffix.start.counts.shape[1])
+    m = suffix.microbatch + np.random.randint(n - suffix.microbatch)
     m_last = m
     if np.random.random() < 0.3:
-        m_last = min(n - 1, m + np.random.randint(n - tail.microbatch))
+        m_last = min(n - 1, m + np.random.randint(n - suffix.microbatch))
     distance = _count_up(0.4)
     if np.random.random() < 0.5:
         distance = -distance
     for d in range(r, last + 1):
-        _shift(orders[d], tail.start.at[d], kind, tail.start.counts[d, kind], m, m_last, distance)
+        _shift(orders[d], suffix.start.at[d], kind, suffix.start.counts[d, kind], m, m_last, distance)
     return r, last
 
 
-def _run_tail(
-    one: Instance, orders: Ints, rules: Floats, tail: Tail, state: State, stop: Ints, cooling: Cooling
+def _run_suffix(
+    one: Instance, orders: Ints, rules: Floats, suffix: Suffix, state: State, stop: Ints, cooling: Cooling
 ) -> tuple[float, float]:
-    """Run the tail of orders, and return the step and its cost (see Cooling) in ms, or NEVER for both."""
-    _return_to(tail, state)
+    """Run the suffix of orders, and return the step and its cost (see Cooling) in ms, or NEVER for both."""
+    _return_to(suffix, state)
     step = run(one, orders, rules, state, stop)
     if step >= NEVER:
         return NEVER, NEVER
@@ -439,7 +439,14 @@ def _run_tail(
 
 
 def anneal(
-    one: Instance, walk: Walk, tail: Tail, state: State, stop: Ints, cooling: Cooling, first: int, last: int
+    one: Instance,
+    tried: Candidates,
+    suffix: Suffix,
+    state: State,
+    stop: Ints,
+    cooling: Cooling,
+    first: int,
+    last: int,
 ) -> bool:
     """Do the steps `first` to `last` - 1 of an annealing; return whether it has reached its goal.
 
@@ -447,27 +454,27 @@ def anneal(
     The temperature is proportional to the square of the number of steps that are left.
     """
     for i in range(first, last):
-        if walk.figures[1] <= cooling.goal:
+        if tried.figures[1] <= cooling.goal:
             return True
         temperature = cooling.temperature * (1 - i / cooling.steps) ** 2 + 1e-12
         if np.random.random() < (0.25 if cooling.by_gap else 0.05):
-            r, r_last = _change_rules(walk.trial_rules, tail.start.at, cooling.by_gap, cooling.mixed)
+            r, r_last = _change_rules(tried.trial_rules, suffix.start.at, cooling.by_gap, cooling.mixed)
         else:
-            r, r_last = _change_orders(walk.trial_orders, tail, one.n_microbatches)
-        step, cost = _run_tail(one, walk.trial_orders, walk.trial_rules, tail, state, stop, cooling)
-        now = walk.figures[0]
+            r, r_last = _change_orders(tried.trial_orders, suffix, one.n_microbatches)
+        step, cost = _run_suffix(one, tried.trial_orders, tried.trial_rules, suffix, state, stop, cooling)
+        now = tried.figures[0]
         if step < NEVER and (cost <= now or np.random.random() < np.exp((now - cost) / temperature)):
-            walk.figures[0] = cost
-            walk.orders[r : r_last + 1] = walk.trial_orders[r : r_last + 1]
-            walk.rules[r : r_last + 1] = walk.trial_rules[r : r_last + 1]
-            if step < walk.figures[1] - TINY:
-                walk.figures[1] = step
-                walk.best_orders[:] = walk.trial_orders
-                walk.best_rules[:] = walk.trial_rules
+            tried.figures[0] = cost
+            tried.orders[r : r_last + 1] = tried.trial_orders[r : r_last + 1]
+            tried.rules[r : r_last + 1] = tried.trial_rules[r : r_last + 1]
+            if step < tried.figures[1] - TINY:
+                tried.figures[1] = step
+                tried.best_orders[:] = tried.trial_orders
+                tried.best_rules[:] = tried.trial_rules
         else:
-            walk.trial_orders[r : r_last + 1] = walk.orders[r : r_last + 1]
-            walk.trial_rules[r : r_last + 1] = walk.rules[r : r_last + 1]
-    return bool(walk.figures[1] <= cooling.goal)
+            tried.trial_orders[r : r_last + 1] = tried.orders[r : r_last + 1]
+            tried.trial_rules[r : r_last + 1] = tried.rules[r : r_last + 1]
+    return bool(tried.figures[1] <= cooling.goal)
 
 
 def seed_random(seed: int) -> None:
@@ -484,7 +491,7 @@ KERNELS = [
     _count_up,
     _change_rules,
     _change_orders,
-    _run_tail,
+    _run_suffix,
     anneal,
     seed_random,
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from fxsplit.schedule.generators.fill import evaluate
 from fxsplit.schedule.kernels import orders
 from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
-from fxsplit.schedule.kernels.orders import NEVER, Cooling, Tail, Walk
+from fxsplit.schedule.kernels.orders import NEVER, Candidates, Cooling, Suffix
 from fxsplit.schedule.solver.windows import share_weights
 
 SLICE = 3_000_000
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     """The settings of an annealing in units that fit any instance; `side` and `by_gap` are those of Cooling.
 
     - `warmth`: the temperature at the beginning. The unit is 1/46 of the time that a microbatch takes on a device
-    - `window`: how long a part at the end of the orders changes. The unit is the time that a microbatch takes on all
+    - `suffix`: how long a part at the end of the orders changes. The unit is the time that a microbatch takes on all
       devices, one after another. 0 means that the whole order changes
     - `length`: about how many entries of orders run, 15 ns each, in the first annealing with this setting
     - `fewest`: the least number of annealing steps, even if they run more entries than `length`
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     warmth: float
     side: float
     by_gap: bool
-    window: float = 0.0
+    suffix: float = 0.0
     length: int = 20_000_000
     fewest: int = 8_000
 
@@ -54,7 +54,7 @@ ROUGH = Setting(0.1, 0.5, by_gap=False, length=10_000_000)
 """Change the whole order, and the rules of whole devices. kernels/orders.py defines rules and gaps."""
 FINE = [Setting(0.3, 0.5, by_gap=True), Setting(0.1, 0.2, by_gap=True), Setting(1.0, 0.5, by_gap=True)]
 """Change the whole order, and the rule of each gap."""
-ENDING = Setting(0.3, 3.0, by_gap=False, window=0.7)
+ENDING = Setting(0.3, 3.0, by_gap=False, suffix=0.7)
 """Change the end of the order, and the rules of whole devices. The earlier part of a start is good enough, and a change
 to it would cost a run of the whole order."""
 ENDINGS = [ENDING, ENDING._replace(warmth=0.15), ENDING._replace(warmth=0.1)]
@@ -110,17 +110,17 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
     # How long a microbatch takes on a device.
     each = one.work.sum() / one.n_devices / one.n_microbatches
     stop = np.zeros(one.n_devices, np.int64)
-    if setting.window:
-        since = max(0.3, 1 - setting.window * one.n_devices * each / step) * step
+    if setting.suffix:
+        since = max(0.3, 1 - setting.suffix * one.n_devices * each / step) * step
         stop = (state.begins < since).sum(axis=1)
-    tail = _cut(one, start, stop)
-    entries = STEP + int(start.orders.size - tail.start.at.sum())
+    suffix = _cut(one, start, stop)
+    entries = STEP + int(start.orders.size - suffix.start.at.sum())
     steps = max(setting.fewest, setting.length // entries)
     cooling = Cooling(
         steps,
         setting.warmth * each / 46,
         setting.side,
-        goal if setting.window else 0.0,
+        goal if setting.suffix else 0.0,
         setting.by_gap,
         # If the W of all chunks are alike, their order changes nothing.
         not all(share_weights(one, r) for r in range(one.n_devices)),
@@ -128,26 +128,26 @@ def improve(one: Instance, start: Candidate, goal: float, setting: Setting, seed
     )
     cost = step + cooling.side * float(np.maximum(state.free, cooling.least).mean())
     first, rules = start.orders, start.rules
-    walk = Walk(
+    tried = Candidates(
         first.copy(), rules.copy(), first.copy(), rules.copy(), first.copy(), rules.copy(), np.array([cost, step])
     )
     whole = np.full(one.n_devices, start.orders.shape[1])
     orders.seed_random(seed)
     slice_ = max(1, SLICE // entries)
     for at in range(0, steps, slice_):
-        if orders.anneal(one, walk, tail, state, whole, cooling, at, min(steps, at + slice_)):
+        if orders.anneal(one, tried, suffix, state, whole, cooling, at, min(steps, at + slice_)):
             break
         if time.monotonic() > deadline:
             break
-    return Candidate(float(walk.figures[1]), walk.best_orders, walk.best_rules)
+    return Candidate(float(tried.figures[1]), tried.best_orders, tried.best_rules)
 
 
-def _cut(one: Instance, start: Candidate, stop: Ints) -> Tail:
+def _cut(one: Instance, start: Candidate, stop: Ints) -> Suffix:
     """Return the part of a candidate after the first `stop` entries of each device."""
     cut = orders.begin(one)
     orders.run(one, start.orders, start.rules, cut, stop)
-    # If only W are left, no microbatch can change, but the tail needs a valid one: take the last.
-    return Tail(cut, min(int(cut.counts.min()), one.n_microbatches - 1), int(cut.done.min()))
+    # If only W are left, no microbatch can change, but the suffix needs a valid one: take the last.
+    return Suffix(cut, min(int(cut.counts.min()), one.n_microbatches - 1), int(cut.done.min()))
 
 
 def find_best(

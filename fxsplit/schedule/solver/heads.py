@@ -20,7 +20,7 @@ import numpy as np
 from fxsplit.schedule.kernels.instance import Floats, Instance
 
 
-class Windowed(NamedTuple):
+class HeadsAndTails(NamedTuple):
     """Heads and tails in ms.
 
     - `head` and `tail`: [F or I, stages, microbatches]
@@ -48,7 +48,7 @@ def _send(made: Floats, hop: float, latency: float) -> Floats:
     return _run_in_turn(made, hop) + hop + latency
 
 
-def find_heads(one: Instance) -> Windowed:
+def find_heads(one: Instance) -> HeadsAndTails:
     """Return the heads and tails.
 
     They follow from three facts: a microbatch goes its way, a stage does the microbatches in order, and a link takes
@@ -84,17 +84,17 @@ def find_heads(one: Instance) -> Windowed:
             received = tail[0, s + 1] + one.forward[s + 1] + one.latency[s + 1]
             after = _run_in_turn(received[::-1], one.forward_hop[s + 1])[::-1] + one.forward_hop[s + 1]
         tail[0, s] = _run_in_turn(after[::-1], one.forward[s])[::-1]
-    return Windowed(head, tail, weight_head, weight_tail)
+    return HeadsAndTails(head, tail, weight_head, weight_tail)
 
 
-def bound_by_ways(one: Instance, windowed: Windowed) -> float:
+def bound_by_ways(one: Instance, heads: HeadsAndTails) -> float:
     """Return the bound from the ways of microbatches, in ms: the largest sum of an action's head, time and tail."""
     times = np.stack([one.forward, one.input])[:, :, None]
-    ways = (windowed.head + times + windowed.tail).max()
-    return float(max(ways, (windowed.weight_head + one.weight[:, None] + windowed.weight_tail).max()))
+    ways = (heads.head + times + heads.tail).max()
+    return float(max(ways, (heads.weight_head + one.weight[:, None] + heads.weight_tail).max()))
 
 
-def bound_by_work(one: Instance, windowed: Windowed) -> float:
+def bound_by_work(one: Instance, heads: HeadsAndTails) -> float:
     """Return the bound from the work of each device, in ms: the largest of the devices' bounds.
 
     A device does all its actions one at a time, each after its head and before its tail. Its bound is the least time
@@ -105,12 +105,12 @@ def bound_by_work(one: Instance, windowed: Windowed) -> float:
     for own in one.stages:
         jobs = []
         for s in own:
-            for heads, each, tails in (
-                (windowed.head[0, s], one.forward[s], windowed.tail[0, s]),
-                (windowed.head[1, s], one.input[s], windowed.tail[1, s]),
-                (windowed.weight_head[s], one.weight[s], windowed.weight_tail[s]),
+            for firsts, each, lasts in (
+                (heads.head[0, s], one.forward[s], heads.tail[0, s]),
+                (heads.head[1, s], one.input[s], heads.tail[1, s]),
+                (heads.weight_head[s], one.weight[s], heads.weight_tail[s]),
             ):
-                jobs += [(head, float(each), tail) for head, tail in zip(heads.tolist(), tails.tolist(), strict=True)]
+                jobs += [(head, float(each), tail) for head, tail in zip(firsts.tolist(), lasts.tolist(), strict=True)]
         best = max(best, _run_interrupted(sorted(jobs)))
     return best
 
@@ -139,7 +139,7 @@ def _run_interrupted(jobs: list[tuple[float, float, float]]) -> float:
     return best
 
 
-def bound_by_memory(one: Instance, windowed: Windowed) -> float:
+def bound_by_memory(one: Instance, heads: HeadsAndTails) -> float:
     """Return the bound from memory, in ms: the largest sum of a device's work and the time for which it must idle.
 
     A device whose memory does not hold all its forwards idles twice, here with memory for 3 of 9 microbatches:
@@ -157,10 +157,10 @@ def bound_by_memory(one: Instance, windowed: Windowed) -> float:
     for r, own in enumerate(one.stages):
         if n * one.held[own].sum() <= one.memory[r] + 1e-9:
             continue
-        first = min(windowed.head[1, s, 0] for s in own)
-        before = max(windowed.head[0, own[0], 0], first - _find_most_forwards(one, r))
+        first = min(heads.head[1, s, 0] for s in own)
+        before = max(heads.head[0, own[0], 0], first - _find_most_forwards(one, r))
         # The last F of a device is that of the last microbatch on the last of its stages.
-        after = max(0.0, windowed.tail[0, own[-1], n - 1] - _find_most_left(one, r))
+        after = max(0.0, heads.tail[0, own[-1], n - 1] - _find_most_left(one, r))
         best = max(best, float(before + one.work[r] + after))
     return best
 

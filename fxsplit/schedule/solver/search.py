@@ -36,7 +36,7 @@ from fxsplit.schedule.solver.annealing import (
     lengthen,
     list_settings,
 )
-from fxsplit.schedule.solver.heads import Windowed, bound_by_memory, bound_by_ways, bound_by_work, find_heads
+from fxsplit.schedule.solver.heads import HeadsAndTails, bound_by_memory, bound_by_ways, bound_by_work, find_heads
 from fxsplit.schedule.solver.starts import list_low_memory_starts, list_repeating_starts, list_starts
 from fxsplit.schedule.solver.windows import WindowBound, prove_bound
 from fxsplit.system.figures import show
@@ -255,14 +255,14 @@ def _search(
     one: Instance, named: list[Schedule], homes: Homes, seed: int, deadline: float
 ) -> tuple[Schedule | None, float]:
     """Return the best schedule found, or None if there is none, and the bound of a step in ms."""
-    windowed = find_heads(one)
-    low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
-    starts = _list_bests(one, named, homes, windowed, low * (1 + CLOSE), deadline)
+    heads = find_heads(one)
+    low = max(bound_by_ways(one, heads), bound_by_work(one, heads), bound_by_memory(one, heads))
+    starts = _list_bests(one, named, homes, heads, low * (1 + CLOSE), deadline)
     if not starts:
         return None, low
     best = min(starts, key=lambda candidate: candidate.step)
     if best.step > low * (1 + CLOSE):
-        proofs = WindowBound(one, windowed, MANY_STATES)
+        proofs = WindowBound(one, heads, MANY_STATES)
         # Windows with many states take seconds, and annealing often meets the other bounds before.
         first = 0 if proofs.size <= FEW_STATES else FIRST_TURNS
         rivals = [start for start in starts if start.step <= RIVAL * best.step]
@@ -284,7 +284,7 @@ def _search(
 
 
 def _list_bests(
-    one: Instance, named: list[Schedule], homes: Homes, windowed: Windowed, goal: float, deadline: float
+    one: Instance, named: list[Schedule], homes: Homes, heads: HeadsAndTails, goal: float, deadline: float
 ) -> list[Candidate]:
     """Return the starts of a search: the best of each list of starts, or only one if its step reaches the goal."""
 
@@ -296,7 +296,7 @@ def _list_bests(
 
     lists = [list_all()]
     if one.stages.shape[1] == 2 and one.memory.min() < one.n_devices:
-        lists.append(list_repeating_starts(one, windowed.head))
+        lists.append(list_repeating_starts(one, heads.head))
     bests: list[Candidate] = []
     for found in lists:
         best = find_best(one, found, list(list_rules(one, RULES)), goal, deadline)

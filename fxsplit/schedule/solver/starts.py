@@ -75,7 +75,7 @@ def list_repeating_starts(one: Instance, head: Floats) -> Iterator[Ints]:
 
     A microbatch passes the line of devices four times: with F0, F1, I1 and I0. Each pass has a *lag*, the time for
     which the microbatch waits on each next device while other microbatches go first. Many of the orders do not fit the
-    memory. `head` is that of Windowed.
+    memory. `head` is that of HeadsAndTails.
     """
     p, n = one.n_devices, one.n_microbatches
     each = one.work.max() / n

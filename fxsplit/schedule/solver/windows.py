@@ -33,7 +33,7 @@ import numpy as np
 
 from fxsplit.schedule.kernels import walks
 from fxsplit.schedule.kernels.instance import Floats, Instance, Ints
-from fxsplit.schedule.solver.heads import Windowed
+from fxsplit.schedule.solver.heads import HeadsAndTails
 
 PRECISE = 2e-7
 """The bisection ends within this share of the largest step that windows refute."""
@@ -147,15 +147,15 @@ def _link(rows: Ints, v: int, alike: bool) -> States:
 class WindowBound:
     """Proofs by windows for one instance.
 
-    - `windowed`: its heads and tails
+    - `heads`: its heads and tails
     - `limit`: the most states of a device. In `limit` and `size`, a state counts once for each number of I0 done
     - `states`: the states of each device, up to the first device that has too many
     - `complete`: whether `states` has all devices. Only then call `refutes`
     - `size`: the number of states in all
     """
 
-    def __init__(self, one: Instance, windowed: Windowed, limit: int):
-        self.one, self.windowed = one, windowed
+    def __init__(self, one: Instance, heads: HeadsAndTails, limit: int):
+        self.one, self.heads = one, heads
         self.states: list[States] = []
         known: dict[tuple[float, ...], States | None] = {}
         for r, own in enumerate(one.stages):
@@ -176,8 +176,8 @@ class WindowBound:
         """
         one = self.one
         tiny = 1e-9 * step
-        head = self.windowed.head.copy()
-        last = step - self.windowed.tail
+        head = self.heads.head.copy()
+        last = step - self.heads.tail
         times = np.stack([one.forward, one.input])[:, :, None]
         changed = np.ones(one.n_devices, np.bool_)
         for turn in range(ROUNDS):

@@ -291,15 +291,17 @@ def test_shifts_move_entries_past_other_kinds(
     assert row.tolist() == expected
 
 
-def make_walk(kinds: Ints, rules: Floats, step: float) -> orders.Walk:
-    """Return a walk that begins at these orders, with a high cost."""
+def make_candidates(kinds: Ints, rules: Floats, step: float) -> orders.Candidates:
+    """Return candidates that begin at these orders, with a high cost."""
     figures = np.array([2 * step, step])
-    return orders.Walk(kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), figures)
+    return orders.Candidates(
+        kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), kinds.copy(), rules.copy(), figures
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 3, 7])
 def test_an_annealing_keeps_the_best_and_the_beginning(kernels: None, cut: int) -> None:
-    """The best order has the step that is claimed, and nothing before the tail has changed."""
+    """The best order has the step that is claimed, and nothing before the suffix has changed."""
     for seed in (1, 4, 2):
         random = Random(seed)
         x = draw(random, ("line", "v", "loop")[seed % 3])
@@ -309,24 +311,24 @@ def test_an_annealing_keeps_the_best_and_the_beginning(kernels: None, cut: int) 
         stop = np.full(x.p, min(cut, kinds.shape[1] - 2))
         start = orders.begin(one)
         orders.run(one, kinds, rules, start, stop)
-        tail = orders.Tail(start, min(int(start.counts.min()), x.n - 1), int(start.done.min()))
+        suffix = orders.Suffix(start, min(int(start.counts.min()), x.n - 1), int(start.done.min()))
         step, state = evaluate(one, kinds, rules)
-        walk = make_walk(kinds, rules, step)
+        tried = make_candidates(kinds, rules, step)
         orders.seed_random(seed)
         for by_gap in (False, True):
             cooling = orders.Cooling(300, step / 50, 0.2, 0.0, by_gap, True, 0.0)
-            reached = orders.anneal(one, walk, tail, state, np.full(x.p, kinds.shape[1]), cooling, 0, 300)
+            reached = orders.anneal(one, tried, suffix, state, np.full(x.p, kinds.shape[1]), cooling, 0, 300)
             assert not reached
-        assert walk.figures[1] <= step
-        assert evaluate(one, walk.best_orders, walk.best_rules)[0] == pytest.approx(walk.figures[1], rel=1e-12)
-        assert (np.sort(walk.best_orders, axis=1) == np.sort(kinds, axis=1)).all()
+        assert tried.figures[1] <= step
+        assert evaluate(one, tried.best_orders, tried.best_rules)[0] == pytest.approx(tried.figures[1], rel=1e-12)
+        assert (np.sort(tried.best_orders, axis=1) == np.sort(kinds, axis=1)).all()
         for r, at in enumerate(start.at):
-            assert (walk.best_orders[r, :at] == kinds[r, :at]).all() and not walk.best_rules[r, :at].any()
+            assert (tried.best_orders[r, :at] == kinds[r, :at]).all() and not tried.best_rules[r, :at].any()
         # What is current has the cost that is claimed.
-        now, after = evaluate(one, walk.orders, walk.rules)
-        assert walk.figures[0] == pytest.approx(now + 0.2 * after.free.mean(), rel=1e-9)
+        now, after = evaluate(one, tried.orders, tried.rules)
+        assert tried.figures[0] == pytest.approx(now + 0.2 * after.free.mean(), rel=1e-9)
         goal = orders.Cooling(300, step / 50, 0.2, 0.0, True, True, 2 * step)
-        assert orders.anneal(one, walk, tail, state, np.full(x.p, kinds.shape[1]), goal, 0, 300)
+        assert orders.anneal(one, tried, suffix, state, np.full(x.p, kinds.shape[1]), goal, 0, 300)
 
 
 def test_changes_of_rules_are_drawn_as_stated(kernels: None) -> None:
@@ -371,8 +373,8 @@ def test_an_annealing_finds_the_optimum() -> None:
         rules = np.ones(kinds.shape)
         step, state = evaluate(one, kinds, rules)
         optimum = find_optimum(replace(x, memory=(inf,) * x.p), step)
-        walk = make_walk(kinds, rules, step)
-        tail = orders.Tail(orders.begin(one), 0, 0)
+        tried = make_candidates(kinds, rules, step)
+        suffix = orders.Suffix(orders.begin(one), 0, 0)
         orders.seed_random(0)
         cooling = orders.Cooling(50_000, step / 20, 0.2, 0.0, True, False, optimum * (1 + 1e-6))
-        assert orders.anneal(one, walk, tail, state, np.full(x.p, kinds.shape[1]), cooling, 0, 50_000)
+        assert orders.anneal(one, tried, suffix, state, np.full(x.p, kinds.shape[1]), cooling, 0, 50_000)

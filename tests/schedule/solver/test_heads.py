@@ -53,9 +53,9 @@ def test_the_longest_way_counts_weights() -> None:
 
 def test_work_without_gaps_is_a_bound() -> None:
     one = make_instance(line(3), 8, Times.unit(3))
-    windowed = find_heads(one)
+    heads = find_heads(one)
     # The last device waits for 2 ms, works for 24, and its last I (or W, then one more) goes back for 2.
-    assert bound_by_work(one, windowed) == 26
+    assert bound_by_work(one, heads) == 26
     best = search(Times.unit(3), n_devices=3, n_microbatches=8)
     assert best.bound_ms == best.step_ms == 26
 
@@ -80,8 +80,8 @@ def test_no_bound_is_above_the_optimum(placement: str) -> None:
     for seed in range(12):
         x = draw(Random(f"heads {placement}{seed}"), placement, 2)
         one = make_arrays(x)
-        windowed = find_heads(one)
-        low = max(bound_by_ways(one, windowed), bound_by_work(one, windowed), bound_by_memory(one, windowed))
+        heads = find_heads(one)
+        low = max(bound_by_ways(one, heads), bound_by_work(one, heads), bound_by_memory(one, heads))
         # The referee looks below 1.5 times the bound: then there is a schedule or its step is larger.
         optimum = find_optimum(x, 1.3 * low)
         assert low <= optimum * (1 + 1e-9)
@@ -96,13 +96,13 @@ def test_named_schedules_keep_to_heads_and_tails(memory: float | None) -> None:
     for name, homes in (("ZBVZeroBubble", go_there_and_back(2)), ("ZB-H1", line(4)), ("ZB-H2", line(4))):
         schedule = generate(name, 1 + max(h[0] for h in homes), 6, None, times)
         found = simulate(schedule, times)
-        windowed = find_heads(make_instance(homes, 6, times, memory))
+        heads = find_heads(make_instance(homes, 6, times, memory))
         for row, spans in zip(schedule.actions, found.spans, strict=True):
             for action, (begin, end) in zip(row, spans, strict=True):
                 s, m = action.stage, action.microbatch
-                heads, tails = (
-                    (windowed.weight_head[s, m], windowed.weight_tail[s, m])
+                head, tail = (
+                    (heads.weight_head[s, m], heads.weight_tail[s, m])
                     if action.op == "W"
-                    else (windowed.head["FI".index(action.op), s, m], windowed.tail["FI".index(action.op), s, m])
+                    else (heads.head["FI".index(action.op), s, m], heads.tail["FI".index(action.op), s, m])
                 )
-                assert begin >= heads - 1e-9 and end + tails <= found.step_ms + 1e-9
+                assert begin >= head - 1e-9 and end + tail <= found.step_ms + 1e-9
