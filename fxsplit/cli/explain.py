@@ -9,8 +9,10 @@ from math import inf, sqrt
 from typing import Any
 
 from fxsplit.api.plan import build_machine, lay_out
+from fxsplit.cli import plan as plan_command
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.plan import PlanArguments, draw_picture
+from fxsplit.cli.words import add_examples
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.text import sum_by_module
@@ -28,6 +30,16 @@ MOST_TIMES, PATIENCE_S, CLOSE = 1024.0, 2.0, 1.01
 
 The bandwidth is doubled up to MOST_TIMES, for at most PATIENCE_S seconds, and then found up to a factor of CLOSE.
 """
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments and examples of `explain`."""
+    plan_command.add_arguments(parser)
+    add_examples(
+        parser,
+        ("why the best plan for three devices cuts there", "fxsplit explain net.json --devices 3"),
+        ("how links of 1 GB/s would change it", "fxsplit explain net.json --devices 3 --bandwidth 1GB/s"),
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

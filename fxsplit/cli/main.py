@@ -65,12 +65,19 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import explain, opt, passes, plan, profile, simulate, verify
+    from fxsplit.cli import completion, explain, opt, passes, plan, profile, simulate, verify
+    from fxsplit.cli.doctor import doctor
     from fxsplit.cli.report import report
-    from fxsplit.cli.words import Parser
+    from fxsplit.cli.words import Parser, add_examples
 
     parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")
     parser.add_argument("--version", action="version", version=f"fxsplit {metadata.version('fxsplit')}")
+    add_examples(
+        parser,
+        ("a first look: train ResNet-18 on two CPU devices", "fxsplit demo"),
+        ("the best plan of a saved profile", "fxsplit plan net.json --devices 4"),
+        ("the options and examples of a command", "fxsplit plan --help"),
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -78,21 +85,30 @@ def make_parser() -> Parser:
         command.set_defaults(run=run)
         return command
 
-    add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices")
+    _add_demo(add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices"))
     listed = "list the passes, their options and the default chain, or show one pass"
     passes.add_arguments(add("passes", passes.main, listed))
     profile.add_arguments(add("profile", profile.main, "measure a model, and write the profile to plan it from"))
     plan.add_plan_arguments(add("plan", plan.main, "the best plan of a profile for a machine"))
-    plan.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
+    explain.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
     report.add_arguments(add("report", report.main, "one HTML page about a plan: why it is so, and what would help"))
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     opt.add_arguments(add("opt", opt.main, "run passes on an IR in a file, and print the IR that they make"))
+    doctor.add_arguments(add("doctor", doctor.main, "what a bug report needs: versions, devices, links, threads"))
+    completion.add_arguments(add("completion", completion.main, "complete the command by the Tab key"), parser)
     # The parser of all commands reports unknown options, so it needs their names for suggestions.
     for title, command in commands.choices.items():
         for name in command.option_names:
             parser.known.setdefault(name, []).append(title)
     return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the examples of `demo`. The demo itself imports torch."""
+    from fxsplit.cli.words import add_examples
+
+    add_examples(parser, ("train, prove and time a pipeline", "fxsplit demo"))
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.cli.output import print_error, to_json
-from fxsplit.cli.words import add_json, add_reproducer, take_text
+from fxsplit.cli.words import add_examples, add_json, add_reproducer, take_text
 from fxsplit.errors import ChainError, InputError, NoFit, suggest
 from fxsplit.ir.chain import Chain, parse_chain, pass_text
 from fxsplit.ir.graph import IR, name_pass
@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--emit-json", choices=("plan", "costs"), help="print a fact instead of the IR (default: the IR)"
     )
     add_json(parser)
+    add_examples(
+        parser,
+        ("what a pass changes in an IR", "fxsplit opt ir/03-order.ir -p partition{recompute=auto} --diff"),
+        ("a plan without model or torch", "fxsplit opt ir/03-order.ir -p partition --emit-json plan > plan.json"),
+        ("the graph of make_net() in models.py", "fxsplit opt models:make_net -o net.ir"),
+        ("a failure that fxsplit has kept, again", "fxsplit opt fxsplit-repro.ir"),
+    )
 
 
 def _add_observers(parser: argparse.ArgumentParser) -> None:

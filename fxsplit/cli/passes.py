@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 
 from fxsplit.cli.output import print_error, print_json, print_parts
-from fxsplit.cli.words import add_json, take_text
+from fxsplit.cli.words import add_examples, add_json, take_text
 from fxsplit.errors import ChainError, InputError, suggest
 from fxsplit.system.shown import Parts, Table
 
@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `passes`."""
     parser.add_argument("name", metavar="NAME", nargs="?", type=take_text, help="a pass to show (default: list all)")
     add_json(parser)
+    add_examples(
+        parser,
+        ("all passes, and the default chain", "fxsplit passes"),
+        ("the options of one pass", "fxsplit passes partition"),
+        ("a pass of yours, in mypasses.py", "fxsplit passes mypasses:Fuse"),
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

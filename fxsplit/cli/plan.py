@@ -24,6 +24,7 @@ from fxsplit.api.to_titan import CONFIG, SCHEDULE, check_forward, emit_titan
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import (
     add_constraints,
+    add_examples,
     add_json,
     add_machine,
     add_picture,
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `explain`, and the additional ones of `plan`."""
+    """Add the arguments and examples of `plan`; `explain` has fewer arguments."""
     add_arguments(parser)
     parser.add_argument(
         "--emit",
@@ -136,6 +137,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="choose stages, replicas, devices and order of work together, for the shortest step",
     )
     parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
+    add_examples(
+        parser,
+        ("the best plan for four equal devices", "fxsplit plan net.json --devices 4 --bandwidth 12GB/s"),
+        ("the speed-up of 1 to 16 devices", "fxsplit plan net.json --devices 1..16"),
+        ("a plan for the machine in a file", "fxsplit plan net.json --machine cluster.toml --n-microbatches 16"),
+        ("the plan with the shortest step", "fxsplit plan net.json --devices 4 --best"),
+        ("a file for compile(plan=)", "fxsplit plan net.json --devices 4 --json > plan.json"),
+    )
 
 
 class PlanArguments:

@@ -10,6 +10,7 @@ from fxsplit.api.plan import check_can_run, choose_passes, lay_out
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.plan import choose_machine
 from fxsplit.cli.words import (
+    add_examples,
     add_json,
     add_machine,
     add_picture,
@@ -85,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_picture(parser, "the timeline and the memory of devices")
     parser.add_argument(
         "--to-csv", type=take_text, metavar="FILE", help="write the schedule for torch.distributed.pipelining"
+    )
+    add_examples(
+        parser,
+        ("the idle time of a schedule, drawn", "fxsplit simulate --schedule ZB-H1 --devices 4"),
+        ("a step of a model's best plan, for Perfetto", "fxsplit simulate net.json --devices 4 --trace step.json"),
+        ("another schedule for a saved plan", "fxsplit simulate --plan plan.json --schedule GPipe"),
     )
 
 

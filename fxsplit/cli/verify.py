@@ -13,6 +13,7 @@ from fxsplit.cli.model_factory import FactoryResult, call_factory, describe_erro
 from fxsplit.cli.output import print_json, print_parts
 from fxsplit.cli.words import (
     add_constraints,
+    add_examples,
     add_json,
     add_reproducer,
     add_schedule,
@@ -78,6 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_options_of_compile(parser)
     add_json(parser)
+    add_examples(
+        parser,
+        ("whether the pipeline of make_net() in models.py equals the model", "fxsplit verify models:make_net"),
+        (
+            "the same with a loss, on four devices",
+            "fxsplit verify models:make_net --loss-fn torch.nn.functional:cross_entropy --devices 4",
+        ),
+        ("the same on two ranks", "torchrun --nproc-per-node=2 -m fxsplit verify models:make_net"),
+    )
 
 
 def _add_options_of_compile(parser: argparse.ArgumentParser) -> None:

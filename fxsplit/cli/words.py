@@ -29,6 +29,8 @@ OPTIONS = {
 """The command's option for each Python argument, or field of the passes partition and augment."""
 
 
+EXAMPLES = "examples:"
+"""The first line of a command's examples in --help."""
 MOST_SEED = 1_000_000
 """Seeds of a search are below this."""
 
@@ -67,7 +69,10 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows the default of every option that takes a value, unless its help mentions it."""
+    """Shows the default of every option that takes a value, unless its help mentions it, and examples line by line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -75,6 +80,11 @@ class _Help(argparse.HelpFormatter):
         if not takes_value or "default" in text:
             return text
         return f"{text} (default: none)" if action.default in (None, []) else f"{text} (default: %(default)s)"
+
+
+def add_examples(parser: argparse.ArgumentParser, *examples: tuple[str, str]) -> None:
+    """Show examples at the end of --help: pairs of a purpose, and the command line that serves it."""
+    parser.epilog = "\n".join([EXAMPLES, *(f"  {purpose}:\n    {line}" for purpose, line in examples)])
 
 
 def add_planned_file(parser: argparse.ArgumentParser, *, optional: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,9 +112,33 @@ def test_an_option_of_another_command_is_named_with_it(capsys: pytest.CaptureFix
     assert "x.csv; --to-csv is an option of fxsplit simulate" in " ".join(capsys.readouterr().err.split())
 
 
+def list_commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    return next(a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+
+
+def list_examples(parser: argparse.ArgumentParser) -> list[list[str]]:
+    """Return the command lines that --help shows, as words, without pipes and redirections."""
+    lines = [
+        line for line in parser.format_help().partition("\nexamples:\n")[2].splitlines() if line.startswith("    ")
+    ]
+    return [shlex.split(re.split(r" [>|] ", line)[0]) for line in lines]
+
+
+def test_the_examples_of_every_help_are_read_by_the_parser() -> None:
+    whole, commands = cli.make_parser(), list_commands()
+    for name, parser in {"": whole, **commands}.items():
+        examples = list_examples(parser)
+        assert examples, f"fxsplit {name} --help has no examples: see add_examples()"
+        for words in examples:
+            own = words[words.index("fxsplit") + 1 :]
+            assert not name or own[0] == name, words
+            if "--help" not in own:
+                assert callable(whole.parse_args(own).run), words
+
+
 def list_options() -> dict[str, dict[str, argparse.Action]]:
     """Return the options of each command that take a value."""
-    commands = next(a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
     return {
         command: {
             name: action
@@ -121,7 +146,7 @@ def list_options() -> dict[str, dict[str, argparse.Action]]:
             for name in action.option_strings[-1:]  # -p is short for --passes
             if action.nargs is None and action.help is not argparse.SUPPRESS
         }
-        for command, parser in commands.items()
+        for command, parser in list_commands().items()
     }
 
 
@@ -129,7 +154,7 @@ def test_help_tells_the_default_of_every_option_with_a_value(capsys: pytest.Capt
     for command, options in list_options().items():
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
-        told = " ".join(capsys.readouterr().out.split("options:")[1].split())
+        told = " ".join(capsys.readouterr().out.split("options:")[1].partition("\nexamples:")[0].split())
         for name in options:
             # Helps may name other options, but not with the word for their value.
             own = re.split(r" --[\w-]+ [A-Z{]", told.split(f" {name} ")[1])[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fxsplit.cli.words import take_text
+from fxsplit.cli.words import add_examples, take_text
 from fxsplit.errors import InputError
 
 SECONDS, MOST_SECONDS = 20.0, 3600.0
@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SECONDS,
         metavar="S",
         help="time for plans with other devices, bandwidths, microbatches and layers",
+    )
+    add_examples(
+        parser,
+        ("a page about a saved plan", "fxsplit report plan.json --profile net.json -o plan.html"),
+        ("a page about a compile, from its dump", "fxsplit report ir -o plan.html"),
     )
 
 

@@ -91,12 +91,8 @@ def _tell_folder(arguments: argparse.Namespace, folder: Path) -> Story:
     for name in ("profile", "machine", "bandwidth"):
         if getattr(arguments, name) is not None:
             raise InputError(f"--{name} is for PLAN.json: a dump folder has all of it")
-    mark = read_mark(folder)
-    files = sorted(folder.glob("[0-9][0-9]*.ir"))
-    if mark is None or not files:
-        raise InputError(f"{str(folder)!r} is no dump folder: compile(dump={str(folder)!r}) writes one ({MARK}, *.ir)")
-    texts = {path: read_text(path) for path in files if not path.name.endswith(".failed.ir")}
-    plan = _find_plan(texts, folder)
+    mark, texts = read_dump(folder)
+    plan = find_plan(texts, folder)
     return gather_story(
         plan,
         model=str(mark.get("model", "")),
@@ -108,6 +104,18 @@ def _tell_folder(arguments: argparse.Namespace, folder: Path) -> Story:
     )
 
 
+def read_dump(folder: Path) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Return the mark of a dump folder, and the text of the IR after each pass; raises InputError for another folder.
+
+    An IR in which a check has found an error is left out.
+    """
+    mark = read_mark(folder)
+    files = sorted(folder.glob("[0-9][0-9]*.ir"))
+    if mark is None or not files:
+        raise InputError(f"{str(folder)!r} is no dump folder: compile(dump={str(folder)!r}) writes one ({MARK}, *.ir)")
+    return mark, {path: read_text(path) for path in files if not path.name.endswith(".failed.ir")}
+
+
 def _save_from(folder: Path, paths: list[Path]) -> list[str]:
     """Return the commands that save the plan and the profile of a dump folder."""
     made = next((path for path in paths if "partition" in path.name), None)
@@ -116,7 +124,7 @@ def _save_from(folder: Path, paths: list[Path]) -> list[str]:
     return [f"fxsplit opt {made} --emit-json costs > profile.json", f"fxsplit opt {made} --emit-json plan > plan.json"]
 
 
-def _find_plan(texts: dict[Path, str], folder: Path) -> Plan:
+def find_plan(texts: dict[Path, str], folder: Path) -> Plan:
     """Return the last plan in an IR that also has its costs, or else the last plan."""
     found: Plan | None = None
     for path, text in reversed(texts.items()):
