@@ -23,12 +23,19 @@ help:
 	@echo "make dist       wheel and sdist in dist/"
 	@echo "make clean      remove .venv, .newest and what was built"
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev]'
+INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable
+
+# The demo needs less than the tests, so .venv has it first.
+.venv/demo: pyproject.toml constraints.txt
+	@echo "environment: .venv gets torch, torchvision and scikit-learn, once; 1.4 GB with the CPU build of torch"
+	@begin=$$(date +%s) && $(PYTHON) -m venv .venv && $(BIN)/$(INSTALL) '.[demo]' && touch $@ && \
+		printf '%-50s%6d.0 s\n' environment $$(($$(date +%s) - begin))
+
+.venv/ready: .venv/demo
+	$(BIN)/$(INSTALL) '.[dev]'
 	touch $@
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/fxsplit demo
 
 # Every test is in one of the two: sweeps and whole trainings carry the marker `long`, all else is run at every change.
@@ -36,7 +43,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m "not long" --durations 25
 
 .venv/long: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev,long]'
+	$(BIN)/$(INSTALL) '.[dev,long]'
 	touch $@
 
 test-long: .venv/long

@@ -66,6 +66,7 @@ def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
     from fxsplit.cli import completion, explain, opt, passes, plan, profile, simulate, verify
+    from fxsplit.cli.demo import demo
     from fxsplit.cli.doctor import doctor
     from fxsplit.cli.report import report
     from fxsplit.cli.words import Parser, add_examples
@@ -85,7 +86,7 @@ def make_parser() -> Parser:
         command.set_defaults(run=run)
         return command
 
-    _add_demo(add("demo", _run_demo, "train ResNet-18 as a pipeline on real images, on two CPU devices"))
+    demo.add_arguments(add("demo", demo.main, "train ResNet-18 as a pipeline on real images, on two CPU devices"))
     listed = "list the passes, their options and the default chain, or show one pass"
     passes.add_arguments(add("passes", passes.main, listed))
     profile.add_arguments(add("profile", profile.main, "measure a model, and write the profile to plan it from"))
@@ -102,24 +103,6 @@ def make_parser() -> Parser:
         for name in command.option_names:
             parser.known.setdefault(name, []).append(title)
     return parser
-
-
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    """Add the examples of `demo`. The demo itself imports torch."""
-    from fxsplit.cli.words import add_examples
-
-    add_examples(parser, ("train, prove and time a pipeline", "fxsplit demo"))
-
-
-def _run_demo(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from fxsplit.system.progress_bar import show_phase
-
-    with show_phase("loading torch"):
-        from fxsplit.cli import demo
-
-    return demo.main(Console())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 from fxsplit.api.companions import TRIED
 from fxsplit.cli import main as cli
-from fxsplit.cli.demo import Digits
+from fxsplit.cli.demo.digits import Digits
 
 ROOT = Path(__file__).parents[2]
 
