@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Tests start many hundred processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-newest quick room lint types docs outputs golden check bench dist clean
+.PHONY: help demo test test-long test-newest quick room lint types docs outputs golden check bench bench-compare dist clean
 
 help:
 	@echo "make demo       train ResNet-18 as a pipeline on real images"
@@ -20,6 +20,7 @@ help:
 	@echo "make golden     rewrite what the golden files of passes demand"
 	@echo "make check      all that CI runs"
 	@echo "make bench      the tables of bench/README.md"
+	@echo "make bench-compare  benchmarks of ratios; fails if one is 20 % worse than in bench/README.md"
 	@echo "make dist       wheel and sdist in dist/"
 	@echo "make clean      remove .venv, .newest and what was built"
 
@@ -88,6 +89,12 @@ bench: .venv/ready
 	mkdir -p .benchmarks
 	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only --benchmark-json=.benchmarks/latest.json
 	$(BIN)/python -m bench.lib.report .benchmarks/latest.json
+
+# By hand, on a machine at rest, and never in CI.
+bench-compare: .venv/ready
+	mkdir -p .benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench/bench_runtime.py bench/bench_planner.py --benchmark-only --benchmark-json=.benchmarks/compare.json
+	$(BIN)/python -m bench.compare .benchmarks/compare.json
 
 dist: .venv/ready
 	$(BIN)/python -m build
