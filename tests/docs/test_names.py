@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from fxsplit import errors
 from tests.docs import names
 from tests.docs.markdown import PAGES, ROOT, list_anchors, read_blocks, read_inline_code, read_links
 
@@ -36,11 +37,23 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in list_anchors(to), f"{where}: {path} has no heading {anchor}"
 
 
-def test_every_page_is_reached_from_the_readme_and_the_index() -> None:
-    for start, folder in ((ROOT / "README.md", "docs/"), (ROOT / "docs" / "index.md", "")):
-        reached = {target for _, target in read_links(start)}
-        for page in (ROOT / "docs").glob("*.md"):
-            assert page.name == "index.md" or f"{folder}{page.name}" in reached, f"{start.name} leads not to {page}"
+def test_every_page_is_reached_from_the_index_and_in_two_steps_from_the_readme() -> None:
+    docs = ROOT / "docs"
+    listed = {target.partition("#")[0] for _, target in read_links(docs / "index.md")}
+    first = {(ROOT / target.partition("#")[0]).resolve() for _, target in read_links(ROOT / "README.md")}
+    pages = [page for page in first if page.suffix == ".md"]
+    reached = {(page.parent / target.partition("#")[0]).resolve() for page in pages for _, target in read_links(page)}
+    for page in docs.glob("*.md"):
+        assert page.name in ("index.md", *listed), f"docs/index.md leads not to {page}"
+        assert page in first | reached | {docs / "index.md"}, f"README.md and its pages lead not to {page}"
+
+
+def test_every_error_has_its_cause_and_cure() -> None:
+    """A row of a table for each class of fxsplit.errors, and none for another class."""
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert classes == set(rows) and sorted(rows) == sorted([*classes, "FxsplitWarning"])
 
 
 def test_every_page_on_extending_is_reached_from_its_index_and_from_contributing() -> None:
