@@ -7,6 +7,11 @@ loss = criterion(pipe(x), y); loss.backward(); optimizer.step()
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each is imported when it is first used: planning from a profile needs no torch
+    from fxsplit.allocation.allocate import Allocation as Allocation
+    from fxsplit.allocation.job import Job as Job
+    from fxsplit.allocation.replay import Replay as Replay
+    from fxsplit.api.allocate import allocate as allocate
+    from fxsplit.api.allocate import replay as replay
     from fxsplit.api.checkpoint.checkpoint import Restored as Restored
     from fxsplit.api.checkpoint.checkpoint import latest_checkpoint as latest_checkpoint
     from fxsplit.api.checkpoint.checkpoint import load_checkpoint as load_checkpoint
@@ -45,6 +50,8 @@ _HOME = {
     "compile": "api.compile",
     "plan": "api.plan",
     "profile": "api.profile",
+    "allocate": "api.allocate",
+    "replay": "api.allocate",
     "verify": "api.verify.verify",
     "capture": "api.toolkit.capture",
     "load_ir": "api.toolkit.load_ir",
@@ -67,6 +74,9 @@ _HOME = {
     "Pins": "ir.facts.given.pins",
     "Costs": "ir.facts.costs.costs",
     "Plan": "ir.facts.plan",
+    "Job": "allocation.job",
+    "Allocation": "allocation.allocate",
+    "Replay": "allocation.replay",
     "Stages": "ir.facts.stages",
     "cut_before": "ir.facts.split",
     "Saving": "api.pipeline.saving",

@@ -65,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import completion, explain, opt, passes, plan, profile, simulate, verify
+    from fxsplit.cli import allocate, completion, explain, opt, passes, plan, profile, simulate, verify
     from fxsplit.cli.demo import demo
     from fxsplit.cli.doctor import doctor
     from fxsplit.cli.report import report
@@ -94,6 +94,9 @@ def make_parser() -> Parser:
     explain.add_arguments(add("explain", explain.main, "explain the stages and cuts of the best plan"))
     report.add_arguments(add("report", report.main, "one HTML page about a plan: why it is so, and what would help"))
     simulate.add_arguments(add("simulate", simulate.main, "the time of a schedule, and the memory of its devices"))
+    allocate.add_arguments(
+        add("allocate", allocate.main, "share devices among jobs, or replay devices that come and go")
+    )
     verify.add_arguments(add("verify", verify.main, "prove that a model's pipeline is the model"))
     opt.add_arguments(add("opt", opt.main, "run passes on an IR in a file, and print the IR that they make"))
     doctor.add_arguments(add("doctor", doctor.main, "what a bug report needs: versions, devices, links, threads"))

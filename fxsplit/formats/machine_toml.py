@@ -21,18 +21,16 @@ host = true                     # uses the host times of the profile
 from __future__ import annotations
 
 import os
-import tomllib
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError, suggest
+from fxsplit.formats.toml_tables import check_keys, load_tables, take_number
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, TRANSFER_KINDS, Device, Machine, TransferKind
-from fxsplit.system.figures import AMOUNT, TOO_LARGE, is_amount, parse_bytes, show
-from fxsplit.system.files import explain_unreadable
+from fxsplit.system.figures import AMOUNT, is_amount, show
 
 KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "link_latency_us", "bytes_per_s", "host"}
-TOP_KEYS = ("devices", "bytes_per_s", "latency_us", "transfers")
+TOP_KEYS = ("bytes_per_s", "latency_us", "transfers")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
@@ -41,22 +39,9 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     Raises InputError, with file, place and value, for an invalid file.
     The order of devices in the file is the order of stages in a pipeline.
     """
-    name = str(path)
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    # ValueError: the file is not TOML or not text, or the path is invalid.
-    except (OSError, ValueError, RecursionError) as error:
-        what = explain_unreadable(error)
-        raise InputError(f"cannot read a machine from {name!r}: {what}; give [[devices]] tables in TOML") from error
-    entries = data.get("devices")
-    # Refuse unknown keys: a misspelt key would be ignored silently.
-    odd = sorted(data.keys() - set(TOP_KEYS))
-    if odd or not isinstance(entries, list) or not entries:
-        what = f"has {odd[0]!r}" if odd else "has no [[devices]]"
-        hint = suggest(odd[0], TOP_KEYS) if odd else ""
-        raise InputError(f"{name!r} {what}: give {', '.join(TOP_KEYS[1:])} and at least one [[devices]] table{hint}")
+    name, data, entries = load_tables(path, "a machine", "devices", TOP_KEYS)
     transfers = _read_transfers(data, name)
-    between = _number(data, "bytes_per_s", inf, name), _read_latency(data, "latency_us", name)
+    between = take_number(data, "bytes_per_s", inf, name), _read_latency(data, "latency_us", name)
     devices: list[Device] = []
     links: list[tuple[float, float]] = []
     for i, entry in enumerate(entries):
@@ -65,14 +50,14 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         for k in range(count):
             # A link joins a device to the device before it, in this entry or the previous one.
             if devices:
-                own = _number(entry, "link_bytes_per_s", inf, where), _read_latency(entry, "link_latency_us", where)
+                own = take_number(entry, "link_bytes_per_s", inf, where), _read_latency(entry, "link_latency_us", where)
                 links.append(own if k else between)
             devices.append(
                 Device(
                     name=f"{label}.{k}" if count > 1 else label,
-                    memory_bytes=_number(entry, "memory_bytes", inf, where),
-                    speed=_number(entry, "speed", 1.0, where),
-                    bytes_per_s=_number(entry, "bytes_per_s", inf, where),
+                    memory_bytes=take_number(entry, "memory_bytes", inf, where),
+                    speed=take_number(entry, "speed", 1.0, where),
+                    bytes_per_s=take_number(entry, "bytes_per_s", inf, where),
                     host=host,
                 )
             )
@@ -82,9 +67,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 def _check_entry(entry: Any, where: str, so_far: int, default: str) -> tuple[int, str, bool]:
     """Return the number of devices of an entry, their name, and whether they are hosts; raises InputError."""
-    odd = sorted(entry.keys() - KEYS) if isinstance(entry, dict) else ["?"]
-    if odd:
-        raise InputError(f"{where} has {odd[0]!r}: known are {', '.join(sorted(KEYS))}{suggest(odd[0], KEYS)}")
+    check_keys(entry, KEYS, where)
     count = entry.get("count", 1)  # compare the type, since isinstance(True, int) holds
     if type(count) is not int or count < 1:
         raise InputError(f"{where} has count={show(count)}: give a whole number of devices, at least 1")
@@ -115,20 +98,3 @@ def _read_transfers(data: Any, where: str) -> TransferKind:
             f"{where} has transfers={show(stated)}: give {' or '.join(TRANSFER_KINDS)}{suggest(stated, TRANSFER_KINDS)}"
         )
     return found
-
-
-def _number(table: Any, key: str, default: float, where: str) -> float:
-    """Return a positive number from a table, or the default if the key is absent.
-
-    Raises InputError for another value.
-    """
-    value = table.get(key, default)
-    if isinstance(value, str) and "bytes" in key:
-        try:
-            value = parse_bytes(value, rate=key.endswith("per_s"))
-        except ValueError as error:
-            raise InputError(f"{where} has {key}={show(value)}: {error}") from error
-    # TOML has true, inf and nan. true is a number in Python; nan is not greater than 0.
-    if not (is_amount(value) or value == inf) or not value > 0:
-        raise InputError(f"{where} has {key}={show(value)}: give a positive number less than {TOO_LARGE:g}")
-    return float(value)

@@ -1,16 +1,18 @@
-"""Pictures as files and for notebooks: of a plan, of timelines, and of plans for several numbers of devices."""
+"""Pictures as files and for notebooks: of plans, of timelines, and of replays of devices that come and go."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
+from fxsplit.allocation.replay import Replay
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.report.drawing.files import save_scene
 from fxsplit.report.drawing.svg import embed_svg
 from fxsplit.report.pictures.curves import draw_devices
 from fxsplit.report.pictures.plan import draw_plan
 from fxsplit.report.pictures.timeline import draw_timelines
+from fxsplit.report.pictures.utilisation import draw_utilisation
 from fxsplit.schedule.simulation.timeline import Timeline
 
 
@@ -41,6 +43,11 @@ def save_devices_picture(
 ) -> None:
     """Draw the speed-up of plans over their numbers of devices; errors as `save_picture`."""
     save_scene(draw_devices(plans), path, dark=dark)
+
+
+def save_replay_picture(replay: Replay, path: str | os.PathLike[str], *, dark: bool = False) -> None:
+    """Draw the utilisation of each policy of a replay over time; errors as `save_picture`."""
+    save_scene(draw_utilisation(replay), path, dark=dark)
 
 
 def embed_plan(plan: Plan) -> str:

@@ -16,7 +16,7 @@ ROWS: list[set[str]] = [
     {"errors"},
     {"system"},
     {"torch_internals"},
-    {"ir"},
+    {"allocation", "ir"},
     {"schedule", "formats", "frontend"},
     {"planner"},
     {"passes", "runtime", "report"},
@@ -27,12 +27,13 @@ ROWS: list[set[str]] = [
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}
 # The only rooms that a room may import, if they are fewer than all lower rows.
 MAY_IMPORT = {
+    "allocation": {"errors", "system"},
     "schedule": {"errors", "system", "ir"},
-    "formats": {"errors", "system", "ir", "torch_internals"},
+    "formats": {"errors", "system", "allocation", "ir", "torch_internals"},
     "planner": {"errors", "system", "ir", "schedule"},
     "passes": {"errors", "system", "torch_internals", "ir", "schedule", "formats", "planner"},
     "runtime": {"errors", "system", "torch_internals", "ir", "schedule"},
-    "report": {"errors", "system", "ir", "schedule"},
+    "report": {"errors", "system", "allocation", "ir", "schedule"},
 }
 LOOSE = {"", "__main__", "errors"}  # the only files at the top of fxsplit/
 # Inside of a room: its folders and files by row, lowest first. None imports a neighbour of its own row.
@@ -48,6 +49,7 @@ INNER: dict[str, list[set[str]]] = {
         {"nn", "probes", "torch_pipelining", "tracing"},
         {"contents"},
     ],
+    "allocation": [{"job"}, {"allocate"}, {"policies"}, {"replay"}],
     "ir.text": [{"tokens"}, {"values"}, {"graph", "records"}, {"fx_graph"}, {"write"}, {"read"}],
     "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "split", "stages"}, {"plan"}],
     "schedule": [
@@ -63,7 +65,10 @@ INNER: dict[str, list[set[str]]] = {
         {"schedule_plan"},
         {"choose_schedule"},
     ],
-    "formats": [{"machine_toml", "plan_json", "profiles", "weights"}, {"read"}],
+    "formats": [
+        {"plan_json", "profiles", "toml_tables", "weights"},
+        {"jobs_toml", "machine_toml", "read"},
+    ],
     "frontend": [
         {"layer_drop", "restore", "stop_point"},
         {"subject"},
@@ -80,7 +85,7 @@ INNER: dict[str, list[set[str]]] = {
         {"page", "picture"},
     ],
     "report.page": [{"story"}, {"script_data", "words"}, {"tables"}, {"sections"}, {"page"}],
-    "report.pictures": [{"bars", "graph", "places", "timeline"}, {"curves", "plan"}],
+    "report.pictures": [{"bars", "graph", "places", "timeline"}, {"curves", "plan", "utilisation"}],
     "planner": [
         {"clock", "kernels"},
         {"lattice"},
@@ -114,7 +119,7 @@ INNER: dict[str, list[set[str]]] = {
         {"generation", "profile", "report", "to_titan", "to_torch"},
         {"pipeline"},
         {"checkpoint", "compile", "plan"},
-        {"toolkit", "verify"},
+        {"allocate", "toolkit", "verify"},
     ],
 }
 MAX_LOOSE = 13  # files in a folder at most, so that its names are read at a glance
