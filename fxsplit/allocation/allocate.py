@@ -80,6 +80,9 @@ def allocate(
     now = _check_current(jobs, n_devices, current or {})
     if not is_amount(horizon_s) or not horizon_s:
         raise InputError(f"horizon_s={show(horizon_s)}: give seconds, more than 0 and less than {TOO_LARGE:g}")
+    if not callable(objective) and objective not in OBJECTIVES:
+        hint = suggest(objective, OBJECTIVES) if isinstance(objective, str) else ""
+        raise InputError(f"objective={show(objective)}: give throughput, share, or a function of job and count{hint}")
     gains = [job.gains(count, horizon_s) for job, count in zip(jobs, now, strict=True)]
     if objective == "throughput":
         terms = values = gains
@@ -87,11 +90,8 @@ def allocate(
         terms = [_find_shares(job, count, horizon_s, n_devices) for job, count in zip(jobs, now, strict=True)]
         worst = _find_worst_share(terms, n_devices)
         values = [np.where(share >= worst, gain, -inf) for share, gain in zip(terms, gains, strict=True)]
-    elif callable(objective):
-        terms = values = [_call_objective(objective, job) for job in jobs]
     else:
-        hint = suggest(objective, OBJECTIVES) if isinstance(objective, str) else ""
-        raise InputError(f"objective={show(objective)}: give throughput, share, or a function of job and count{hint}")
+        terms = values = [_call_objective(objective, job) for job in jobs]
     counts = choose_counts(values, n_devices)
     if counts is None:
         raise InputError(f"objective={show(objective)}: it is -inf for every allocation: allow some counts")

@@ -87,14 +87,16 @@ def _take_jobs(jobs: Jobs, device: Device | None, horizon_s: Horizon | None) -> 
     file = JobsFile((), Device("device"), None)
     if isinstance(jobs, (str, os.PathLike)):
         file = read_jobs(jobs)
-        jobs = file.jobs
+        known: Sequence[Job] = file.jobs
+    else:
+        known = jobs
     horizon = file.horizon_s if horizon_s is None else horizon_s
     if horizon is None:
         raise InputError("there is no horizon: state horizon_s, for how many seconds devices are expected to stay")
-    if isinstance(jobs, Sequence) and any(isinstance(job, Job) and job.profile is not None for job in jobs):
+    if isinstance(known, Sequence) and any(isinstance(job, Job) and job.profile is not None for job in known):
         with show_progress():
-            jobs = [plan_curve(job, device or file.device) for job in track(jobs, "curves of jobs")]
-    return jobs, horizon
+            known = [plan_curve(job, device or file.device) for job in track(known, "curves of jobs")]
+    return known, horizon
 
 
 def plan_curve(job: Job, device: Device) -> Job:

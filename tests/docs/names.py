@@ -63,6 +63,8 @@ def list_keywords() -> set[str]:
         fxsplit.plan,
         fxsplit.profile,
         fxsplit.verify,
+        fxsplit.allocate,
+        fxsplit.replay,
         fxsplit.Machine.of,
         fxsplit.Machine,
     ]

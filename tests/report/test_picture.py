@@ -96,6 +96,16 @@ def test_the_speed_up_over_devices_has_its_knee(tmp_path: Path) -> None:
     assert "knee: 2 devices" in read_texts(tmp_path / "devices.svg")
 
 
+def test_the_utilisation_of_a_replay_has_a_line_for_each_policy_and_the_devices(tmp_path: Path) -> None:
+    jobs = [fxsplit.Job("a", [1.0, 2.0, 2.5], up_s=50.0), fxsplit.Job("b", [1.0, 1.5])]
+    played = fxsplit.replay(jobs, [(0.0, 4), (3600.0, 2), (7200.0, 4), (10800.0, 4)], horizon_s=600.0)
+    played.picture(tmp_path / "u.svg")
+    texts = read_texts(tmp_path / "u.svg")
+    shares = {name: f"{name} {100 * one.utilisation:.1f} %" for name, one in played.outcomes.items()}
+    assert {*shares.values(), "idle devices", "hours", "3", "100 %"} <= set(texts)
+    assert shares["exact"].replace("exact ", "exact: ") + " of 3.3 dedicated devices" in texts
+
+
 def test_a_plan_without_costs_shows_the_ends_of_its_stages(tmp_path: Path) -> None:
     save_plan_picture(replace(make_plan(), costs=None, machine=None), tmp_path / "plan.svg")
     texts = read_texts(tmp_path / "plan.svg")
