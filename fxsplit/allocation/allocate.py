@@ -196,10 +196,10 @@ def _find_shares(job: Job, current: int, horizon_s: float, n_devices: int) -> Va
 
     A job that cannot work on so many devices has share 1, so that the other jobs decide.
     """
-    alone = float((job.rates[: len(job.allowed)] + job.allowed)[: n_devices + 1].max())
-    if not alone:
+    best = float((job.rates[: len(job.allowed)] + job.allowed)[: n_devices + 1].max())
+    if not best:
         return job.allowed + 1.0
-    return replace(job, weight=1.0).gains(current, horizon_s) / (alone * horizon_s)
+    return replace(job, weight=1.0).gains(current, horizon_s) / (best * horizon_s)
 
 
 def _find_worst_share(shares: Sequence[Values], n_devices: int) -> float:

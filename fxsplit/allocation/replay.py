@@ -200,7 +200,11 @@ class _Run:
         return self.worked - self.rescaling - self.preemption
 
     def judge(self, samples: tuple[float, ...], followed: float, dedicated: float) -> Outcome:
-        """Return the outcome, beside the samples of the best counts at each moment and those of dedicated devices."""
+        """Return the outcome of the run.
+
+        - `followed`: the weighted samples of the best counts at each moment
+        - `dedicated`: the weighted samples of dedicated devices
+        """
         lost = (self.preemption, self.rescaling, followed - self.worked, dedicated - followed)
         return Outcome(
             utilisation=samples[-1] / dedicated,

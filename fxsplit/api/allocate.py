@@ -100,10 +100,11 @@ def _take_jobs(jobs: Jobs, device: Device | None, horizon_s: Horizon | None) -> 
 
 
 def plan_curve(job: Job, device: Device) -> Job:
-    """Return a job with the curve of its best plans for 1 to `most` devices, from its profile; others as they are.
+    """Return a job with the curve of its best plans for 1 to `most` devices, from its profile.
 
-    Each plan is that of `plan(best=True)` for a batch of the job's microbatches. A number of devices without a plan
-    that fits in memory has rate 0, and a larger number is at least as fast as a smaller one, whose plan it can run.
+    A job with a curve is returned unchanged. `plan(best=True)` makes the plans, for a batch of the job's microbatches.
+    A number of devices has rate 0 if no plan fits in memory. A larger number is at least as fast as a smaller one,
+    since it can run the same plan.
     Raises InputError without `most`.
     """
     if job.profile is None:
