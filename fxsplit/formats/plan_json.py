@@ -16,6 +16,7 @@ from typing import Any
 
 from fxsplit.errors import InputError, PlanError
 from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Device, Machine, TransferKind
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.stage import spread_activations
@@ -85,6 +86,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "fixed_rows": list(plan.fixed_rows),
         "spread": plan.spread,
         "measured_on": plan.measured_on,
+        "estimated": None if plan.estimated is None else plan.estimated.to_json(),
         "compress": plan.compress or None,
         "shared": plan.shared_ms,
         "busiest": plan.busiest_ms,
@@ -164,6 +166,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             # Missing in files of earlier versions, and in plans from profiles of other tools.
             spread=_find_number(data.get("spread"), "spread"),
             measured_on=str(data.get("measured_on", "")),
+            estimated=Estimated.parse(data.get("estimated")),
             shared_ms=_number(data.get("shared", 0.0), "shared"),
             busiest_ms=_number(data.get("busiest", 0.0), "busiest"),
             compress=_read_compress(data.get("compress")),

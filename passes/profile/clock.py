@@ -14,12 +14,14 @@ time for each node. The wall clock around the launches gives the host's time.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from fxsplit.torch_internals.tensors import accelerators
+from fxsplit.torch_internals.tensors.allocations import Allocations, count_allocations
 
 PORTION = 64
 """How many nodes are queued at once. A GPU queues about 1,024 launches, including events; then the host must wait."""
@@ -81,6 +83,10 @@ class Clock:
     def end_sweep(self) -> bool:
         """Complete the times of a sweep, which is one run of the graph. Return whether they can be trusted."""
         return True
+
+    def count_allocations(self) -> AbstractContextManager[Allocations]:
+        """Count the memory that operators allocate in a block."""
+        return count_allocations()
 
 
 class AcceleratorClock(Clock):

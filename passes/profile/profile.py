@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import ChainError, ProfileError, suggest
+from fxsplit.formats.device_kinds import find_device_kind
 from fxsplit.ir.facts.capture.effects import Effects, observe_effects
 from fxsplit.ir.facts.capture.example import Example
 from fxsplit.ir.facts.capture.scope import Scope
@@ -25,6 +26,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
+from fxsplit.passes.profile.estimate.estimate import Estimator
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import (
@@ -52,6 +54,8 @@ R = TypeVar("R")
 TIED = ("replicated", "together")
 """What to do about a parameter with several users: copy it to several stages, or keep all users in one stage."""
 
+ESTIMATED_KIND = "cuda"
+"""What torch calls the devices of the table."""
 
 NOTHING = Measured(0.0, 0.0, 0.0, None, forward_peak_bytes=0.0)
 """The measurements of a node that only fetches an attribute."""
@@ -66,6 +70,9 @@ class Profile:
       memory.
     - tied: "replicated" lets a parameter with several users be in several stages, which share it or sum the gradients
       of copies; "together" keeps its users in one stage
+    - on: estimate times for this kind of device, such as "h100", and measure nothing. Also the path of a TOML file
+    - tf32: the estimated device multiplies matrices of float32 in tf32, if it can
+    - compiled: estimate as if torch.compile fused operators, which is a guess
 
     For inference only forwards are measured. Buffers, random generators and gradients are restored afterwards. Raises
     ChainError for other options.
@@ -73,6 +80,9 @@ class Profile:
 
     repeats: int = 5
     tied: str = "replicated"
+    on: str = ""
+    tf32: bool = False
+    compiled: bool = False
 
     name: ClassVar[str] = "profile"
     ignores_mode: ClassVar[bool] = True
@@ -95,7 +105,8 @@ class Profile:
         calls: dict[str, TimedCall] = {}
         workload = ir.get(Workload)
         trains = workload is None or not workload.inference
-        one_by_one = example.from_shapes or _is_too_big(ir.gm, machine, trains=trains)
+        estimator = self._make_estimator(ir)
+        one_by_one = estimator is not None or example.from_shapes or _is_too_big(ir.gm, machine, trains=trains)
 
         def visit(node: fx.Node, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             signatures[node.name] = describe_operator(call, str(node.target), args, kwargs)
@@ -118,8 +129,11 @@ class Profile:
         first = {key: name for name, key in reversed(signatures.items()) if key not in times}
         device = machine.torch_devices()[0]
         if known is not None:
-            _check_known(known, first, device.type, trains=trains)
-        if first:
+            _check_known(known, first, ESTIMATED_KIND if estimator else device.type, trains=trains)
+        if first and estimator is not None:
+            once = {key: _tell_effects(calls[name], effects.nodes[name]) for key, name in first.items()}
+            times |= estimator.estimate(once, trains=trains)
+        elif first:
             measured, launches = self._time(ir, effects, first.values(), calls if one_by_one else None, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
             if launches is not None:
@@ -127,7 +141,7 @@ class Profile:
         # If nothing is measured, the figures come from the accelerator of the known costs.
         found = known.costs.environment if known and not first else accelerators.describe(device)
         hardware = {key: found[key] for key in HARDWARE if key in found}
-        costs = _build_costs(ir, effects, signatures, times, self.tied, hardware)
+        costs = _mark_estimated(_build_costs(ir, effects, signatures, times, self.tied, hardware), estimator, known)
         if chosen:
             # Use the chosen costs for prices too. All ranks then get the same plan, even if their masks select
             # different entries.
@@ -138,6 +152,13 @@ class Profile:
             costs = replace(costs, loss=weighed)
         learnt = ir.learn(costs if trains else keep_forwards(costs), effects)
         return learnt.note(operators=len(signatures), measured=len(first))
+
+    def _make_estimator(self, ir: IR) -> Estimator | None:
+        """Return what estimates the times, or None if they are to be measured. Raises InputError (see Estimator)."""
+        if not self.on:
+            return None
+        weights = list_weights(ir.gm) or ir[Example].tensors
+        return Estimator(find_device_kind(self.on), weights, tf32=self.tf32, compiled=self.compiled)
 
     def _time(
         self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool
@@ -155,6 +176,14 @@ class Profile:
         inputs = ir[Example].tensors
         steps = partial(time_nodes, ir.gm, effects.nodes, set(names), inputs, device, self.repeats, trains=trains)
         return _measure(ir.gm, machine, len(list_turns(self.repeats, trains=trains)), steps, trains=trains)
+
+
+def _mark_estimated(costs: Costs, estimator: Estimator | None, known: KnownCosts | None) -> Costs:
+    """Return the costs with what their times, or some of the known times, were estimated for."""
+    if estimator is None:
+        return replace(costs, estimated=known.costs.estimated) if known is not None else costs
+    environment = {"torch": torch.__version__}
+    return replace(costs, estimated=estimator.describe(), device_kind=ESTIMATED_KIND, environment=environment)
 
 
 def _list_observed(ir: IR, effects: Effects, signatures: Mapping[str, str]) -> Iterator[Observed]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs.known import Measured
-from fxsplit.passes.profile.clock import WorkTime, make_clock
+from fxsplit.passes.profile.clock import Clock, WorkTime, make_clock
 from fxsplit.passes.profile.thread import check_stop
 from fxsplit.passes.profile.time_in_step import (
+    WARM_UP,
     Halves,
     NodeTimes,
     ignore_missing_backward,
@@ -57,18 +58,20 @@ def time_alone(
     tick: Callable[[], object],
     *,
     trains: bool = True,
+    clock: Clock | None = None,
 ) -> NodeTimes:
     """Time each call by itself. Return the median times, by the node's name.
 
     tick: called once for each call, to report progress.
     trains: measure backwards too; with gradients off there are none.
+    clock: times the calls (default: a clock of the device for each call).
     Raises ProfileError, with the node, for a call that fails on made-up values.
     """
     times = {}
     for name, call in calls.items():
         tick()
         try:
-            times[name] = _time(call, device, list_turns(repeats, trains=trains), repeats)
+            times[name] = _time(call, device, clock or make_clock(device), list_turns(repeats, trains=trains))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ProfileError(
                 f"node {name!r} cannot be timed on made-up values of its shapes ({error}): give the model its weights, "
@@ -77,13 +80,12 @@ def time_alone(
     return times
 
 
-def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats: int) -> Measured:
+def _time(call: TimedCall, device: torch.device, clock: Clock, turns: Sequence[bool]) -> Measured:
     """Return the median times of one call.
 
     Each of the `turns` runs the call; if the turn is True, with a halved backward.
     """
     target, args, kwargs, leaves = _make_up_call(call, device)
-    clock = make_clock(device)
     forward: list[WorkTime] = []
     backward: list[WorkTime] = []
     halves: list[Halves] = []
@@ -123,8 +125,8 @@ def _time(call: TimedCall, device: torch.device, turns: Sequence[bool], repeats:
     backward.clear()
     for halved in turns:
         run(halved)
-    times = take_medians(forward, backward, halves, repeats)
-    memory = OperatorMemory(is_turned=call.turned, is_joined=call.joined)
+    times = take_medians(forward, backward, halves, turns.count(False) - WARM_UP)
+    memory = OperatorMemory(is_turned=call.turned, is_joined=call.joined, count=clock.count_allocations)
     run(memory=memory)
     while memory.is_unfinished:
         run(memory=memory)

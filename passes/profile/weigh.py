@@ -5,8 +5,8 @@ An operator allocates more than it returns: gradients, copies in other layouts, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import InitVar, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from fxsplit.ir.facts.costs.known import Measured
 from fxsplit.torch_internals.autograd.split import Branch, collect_weight_backwards, find_branch_nodes
-from fxsplit.torch_internals.tensors.allocations import count_allocations
+from fxsplit.torch_internals.tensors.allocations import Allocations, count_allocations
 from fxsplit.torch_internals.tensors.sparse_layouts import list_parts
 
 Tensors = Sequence[Tensor]
+Count = Callable[[], AbstractContextManager[Allocations]]
+"""Counts the allocations inside a block."""
 REVERSED, CHANNELS_LAST, PART = "reversed", "channels last", "part"
 Layout = torch.memory_format | str
 """The memory layout in which a gradient arrives.
@@ -32,7 +34,7 @@ class OperatorMemory:
     """The memory that one operator allocates, in bytes. NodeCost explains the fields of the same names.
 
     is_turned: the gradient of the result may arrive in another memory order. is_joined: it may be a part of a larger
-    tensor. The backward is then measured for such gradients too.
+    tensor. The backward is then measured for such gradients too. count: how allocations are counted.
     """
 
     forward_peak_bytes: float | None = None
@@ -43,8 +45,10 @@ class OperatorMemory:
     lent_bytes: float | None = None
     is_turned: InitVar[bool] = False
     is_joined: InitVar[bool] = False
+    count: InitVar[Count] = count_allocations
 
-    def __post_init__(self, is_turned: bool, is_joined: bool) -> None:
+    def __post_init__(self, is_turned: bool, is_joined: bool, count: Count) -> None:
+        self._count = count
         # The gradient arrives in another memory order than the value's, for example from a reader that transposes.
         self._is_turned = is_turned
         # The gradient arrives as a part of a larger one, for example from a concatenation.
@@ -60,7 +64,7 @@ class OperatorMemory:
     @contextmanager
     def note_forward(self) -> Iterator[None]:
         """Record the memory that is allocated in the block, in which the caller runs the operator forward."""
-        with count_allocations() as found:
+        with self._count() as found:
             yield
         self.forward_peak_bytes = found.peak_bytes
 
@@ -97,7 +101,7 @@ class OperatorMemory:
         The backward may return memory that it was given, instead of new memory: a view of the arriving gradient. Also
         record these bytes; over several layouts of the gradient, the smallest number counts.
         """
-        made = count_backward(outputs, leaves, layout)
+        made = count_backward(outputs, leaves, layout, self._count)
         self.backward_peak_bytes = max(self.backward_peak_bytes, made.peak_bytes)
         if len(outputs) == 1:
             given = {part.untyped_storage()._cdata for seed in made.seeds for part in list_parts(seed)}
@@ -130,10 +134,10 @@ class OperatorMemory:
         late = {id(weight) for branch in nodes.values() for weight in branch.weights}
         first = [leaf for leaf in leaves if id(leaf) not in late]
         edges = [edge for branch in nodes.values() for edge in branch.edges]
-        made = count_backward(outputs, [*first, *edges], layout)
+        made = count_backward(outputs, [*first, *edges], layout, self._count)
         self._note_early(made, made.gradients[: len(first)], layout)
         for left in collect_weight_backwards(dict(nodes), made.gradients[len(first) :]):
-            with torch.no_grad(), count_allocations() as later:
+            with torch.no_grad(), self._count() as later:
                 # Keep the activations, as in the first half, so that no older memory is freed during the count. torch's
                 # profiler would warn about such a block of unknown size.
                 gradients = left.run(retain_graph=True)
@@ -162,7 +166,9 @@ class BackwardMemory(NamedTuple):
     seeds: Tensors
 
 
-def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> BackwardMemory:
+def count_backward(
+    outputs: Tensors, ends: Sequence[Any], layout: Layout, count: Count = count_allocations
+) -> BackwardMemory:
     """Run a backward from `outputs` to `ends` and count its allocations. Activations stay in memory.
 
     With several outputs, the gradients that the backward starts from count too: in a step, no gradient may arrive for
@@ -170,7 +176,7 @@ def count_backward(outputs: Tensors, ends: Sequence[Any], layout: Layout) -> Bac
     """
     # A single output's gradient exists before the backward, and counts elsewhere.
     seeds = [_make_seed(t, layout) for t in outputs] if len(outputs) == 1 else None
-    with count_allocations() as found:
+    with count() as found:
         seeds = seeds or [_make_seed(t, layout) for t in outputs]
         made = torch.autograd.grad(outputs, ends, seeds, retain_graph=True, allow_unused=True)
     return BackwardMemory(found.peak_bytes or 0, made, seeds)

@@ -66,6 +66,7 @@ INNER: dict[str, list[set[str]]] = {
         {"choose_schedule"},
     ],
     "formats": [
+        {"device_kinds"},
         {"plan_json", "profiles", "toml_tables", "weights"},
         {"jobs_toml", "machine_toml", "read"},
     ],
@@ -97,6 +98,15 @@ INNER: dict[str, list[set[str]]] = {
         {"planner"},
     ],
     "planner.step": [{"kernels"}, {"bound", "prices"}, {"search"}, {"step"}],
+    "passes.profile": [
+        {"clock", "thread"},
+        {"weigh"},
+        {"time_in_step", "weigh_loss"},
+        {"time_alone"},
+        {"estimate"},
+        {"profile"},
+    ],
+    "passes.profile.estimate": [{"kernels"}, {"clock"}, {"estimate"}],
     "runtime": [
         {"stage"},
         {"autograd_node", "program"},

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact, FxsplitError, PlanError
 from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Machine, TransferKind
 from fxsplit.ir.facts.given.pins import Pins
 from fxsplit.ir.facts.given.workload import Workload
@@ -62,6 +63,7 @@ class Plan(Shown, Fact):
     - `n_states` is the number of searched states, `rows` the size of a microbatch, `model` the cost model
     - `spread` is the relative spread of the measured times (see Costs), and so of all predicted times
     - `measured_on` is the accelerator of the measurement, empty for a CPU or an unknown one
+    - `estimated` says what the times were estimated for; None if they were measured
     - `shared_ms` is the work of one microbatch on the busiest accelerator that several devices share, zero if no
       devices share one. Loads assume that devices share nothing
     - `busiest_ms` is the time in which a microbatch keeps the busiest device busy, with all of its stages together;
@@ -103,6 +105,7 @@ class Plan(Shown, Fact):
     machine: Machine | None = None
     step_ms: float | None = None
     step_lower_bound_ms: float | None = None
+    estimated: Estimated | None = None
     proof: Proof | None = field(default=None, init=False)
 
     derives_from: ClassVar[tuple[type, ...]] = (Costs, Machine, Workload, Pins)
@@ -181,6 +184,7 @@ class Plan(Shown, Fact):
             workload.schedule_csv,
             costs=costs,
             machine=machine,
+            estimated=costs.estimated,
         )
 
     def prove(self, proof: Proof | None) -> Plan:
@@ -254,9 +258,9 @@ class Plan(Shown, Fact):
 
     @property
     def standing(self) -> str:
-        """The proof in words: "optimal", "gap 3.10 %", or "not proven"."""
+        """The proof in words: "optimal", "optimal for estimated times", "gap 3.10 %", or "not proven"."""
         if self.optimal:
-            return "optimal"
+            return "optimal for estimated times" if self.estimated else "optimal"
         known = self.proof is not None and isfinite(self._proven_gap)
         return f"gap {100 * self._proven_gap:.2f} %" if known else "not proven"
 
@@ -363,6 +367,7 @@ class Plan(Shown, Fact):
         else:
             values |= list_values(self, leave_out=("stages", "compared", "costs", "machine", *values))
             stages = order_columns(StagePlan, self.stages)
+            values |= {"estimated": [list_values(self.estimated)]} if self.estimated else {}
         if self.compared:
             values |= {"compared": order_columns(ComparedSchedule, self.compared)}
         return Record("Plan", {**values, "stages": stages}, [*str(self).splitlines(), *self._describe_cuts(ir)])
@@ -394,6 +399,8 @@ class Plan(Shown, Fact):
         """
         values, rows = dict(record.values), record.take_rows("stages")
         values["compared"] = record.read_rows(ComparedSchedule, "compared")
+        estimated = record.read_rows(Estimated, "estimated")
+        values |= {"estimated": estimated[0]} if estimated else {}
         if not rows:
             record.fail("there are no stages: give a table with devices and nodes", "stages")
         values.pop("stages")
@@ -460,6 +467,8 @@ class Plan(Shown, Fact):
             )
         if self.measured_on:
             yield f"measured on: {self.measured_on}"
+        if self.estimated:
+            yield self.estimated.details
         if self.compress:
             yield f"cuts are compressed ({self.compress}): {self._describe_sent()}"
         own = next((choice for choice in self.compared if choice.schedule == self.schedule), None)

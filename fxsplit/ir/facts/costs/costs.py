@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fxsplit.errors import BrokenFact, ProfileError
 from fxsplit.ir.facts.costs.check import check_costs
 from fxsplit.ir.facts.costs.compress import count_sent_bytes
+from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.costs.loss import LossCost
 from fxsplit.ir.facts.costs.text import list_parts
 from fxsplit.ir.graph import IR, Fact
@@ -76,6 +77,8 @@ class NodeCost:
     - `written_bytes` is the size of the buffers that the node writes, such as the running statistics of a batch norm
     - `made` is the dtype and shape of the output, such as `float32[8, 64]`, or the name of another type; empty if
       unknown
+    - `kind` is the class of operators that takes most of the node's time, such as `matmul`, if the time was estimated.
+      `spread_ms` is then the error of most estimates for this class
     """
 
     name: str
@@ -110,6 +113,7 @@ class NodeCost:
     kept_for_bytes: float = 0.0
     lies_in: str = ""
     made: str = ""
+    kind: str = ""
 
     @property
     def owner(self) -> str:
@@ -184,6 +188,7 @@ class Costs(Shown, Fact):
     - `tied` are parameters that several nodes use
     - `loss` is the memory of the loss function of the measurement, or None if no loss was measured
     - `fixed_rows` are the sizes of microbatches that the graph is for, if forward() makes its number of rows a constant
+    - `estimated` says what the times were estimated for; None if they were measured
     """
 
     nodes: tuple[NodeCost, ...]
@@ -200,6 +205,7 @@ class Costs(Shown, Fact):
     tied: tuple[TiedParameter, ...] = ()
     loss: LossCost | None = None
     fixed_rows: tuple[int, ...] = ()
+    estimated: Estimated | None = None
 
     made_by: ClassVar[str] = "profile"
 
@@ -243,7 +249,7 @@ class Costs(Shown, Fact):
     @property
     def noise(self) -> str | None:
         """A warning if the times were measured on a busy machine. None if they are steady, or if this is unknown."""
-        if self.spread is None or self.spread < UNSTEADY or self.total_ms < LEAST_MS:
+        if self.estimated or self.spread is None or self.spread < UNSTEADY or self.total_ms < LEAST_MS:
             return None
         return (
             f"the measured times vary by ±{100 * self.spread:.0f} % from repeat to repeat: another program ran, "
@@ -362,6 +368,7 @@ class Costs(Shown, Fact):
         head |= {"inference": True} if self.inference else {}
         head |= {"loss": asdict(self.loss)} if self.loss else {}
         head |= {"fixed_rows": self.fixed_rows} if self.fixed_rows else {}
+        head |= {"estimated": self.estimated.to_json()} if self.estimated else {}
         lists = {"inputs": [asdict(i) for i in self.inputs], "nodes": [_to_record(n) for n in self.nodes]}
         lists |= {"exchanges": [asdict(e) for e in self.exchanges]} if self.exchanges else {}
         lists |= {"tied": [asdict(t) for t in self.tied]} if self.tied else {}
@@ -409,6 +416,7 @@ class Costs(Shown, Fact):
                 inference=bool(data.get("inference", False)),
                 loss=LossCost(**data["loss"]) if data.get("loss") else None,
                 fixed_rows=as_list(data.get("fixed_rows", [])),
+                estimated=Estimated.parse(data.get("estimated")),
                 tied=tuple(
                     TiedParameter(t["parameter_bytes"], t["buffer_bytes"], as_list(t["nodes"]))
                     for t in data.get("tied", ())
@@ -426,15 +434,17 @@ class Costs(Shown, Fact):
     def to_record(self, ir: IR) -> Record:
         """Return the costs as they are stored in an IR's text: a table of the nodes, and the other fields."""
         tables = {name: order_columns(cls, getattr(self, name)) for name, cls in _TABLES.items() if getattr(self, name)}
-        loss = {"loss": [list_values(self.loss)]} if self.loss else {}
-        return Record("Costs", {**list_values(self), **tables, **loss})
+        rows = {"loss": self.loss, "estimated": self.estimated}
+        single = {name: [list_values(row)] for name, row in rows.items() if row is not None}
+        return Record("Costs", {**list_values(self), **tables, **single})
 
     @classmethod
     def from_record(cls, record: Record, ir: IR) -> Costs:
         """Return the costs of a record; raises IRSyntaxError."""
         tables: Row = {name: record.read_rows(kind, name) for name, kind in _TABLES.items()}
-        loss = record.read_rows(LossCost, "loss")
-        costs = record.make(cls, tables | {"loss": loss[0] if loss else None})
+        loss, estimated = record.read_rows(LossCost, "loss"), record.read_rows(Estimated, "estimated")
+        single = {"loss": loss[0] if loss else None, "estimated": estimated[0] if estimated else None}
+        costs = record.make(cls, tables | single)
         try:
             costs.check()
         except (ProfileError, TypeError) as error:
@@ -457,7 +467,8 @@ class Costs(Shown, Fact):
 
 
 _TABLES: dict[str, Any] = {"nodes": NodeCost, "inputs": InputCost, "exchanges": Exchange, "tied": TiedParameter}
-_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in", "made")
+_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in")
+_SELDOM += ("made", "kind")
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:

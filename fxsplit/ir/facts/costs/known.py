@@ -27,6 +27,7 @@ class Measured(NamedTuple):
     late_peak_bytes: float = 0.0
     waiting_bytes: float = 0.0
     lent_bytes: float = 0.0
+    kind: str = ""
 
 
 _SIZES = re.compile(r"\[[\d, ]*\]")
@@ -84,6 +85,7 @@ class KnownCosts(GivenFact):
                 n.late_peak_bytes,
                 n.waiting_bytes,
                 n.lent_bytes,
+                n.kind,
             )
             for n in self.costs.nodes
         }

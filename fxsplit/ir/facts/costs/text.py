@@ -43,9 +43,12 @@ def list_parts(costs: Any, *, whole: bool) -> Parts:
     calls = [n.signature for n in costs.nodes if n.signature and not n.op.startswith("get_attr")]
     # Layers repeat, and the same operator takes the same time on the same shapes and dtypes.
     if len(set(calls)) < len(calls):
-        yield f"measured: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike"
+        how = "estimated" if costs.estimated else "measured"
+        yield f"{how}: {len(set(calls))} operators, for {len(calls)} nodes that call one of them alike"
     if costs.hardware:
         yield f"measured on: {costs.hardware}"
+    if costs.estimated:
+        yield costs.estimated.details
 
 
 def sum_by_module(nodes: Sequence[Any], most: int) -> dict[str, list[Any]]:

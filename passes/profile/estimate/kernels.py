@@ -1,0 +1,181 @@
+"""Describe an operator of torch as a kernel: its class, its FLOPs, and the bytes that it moves.
+
+A kernel takes as long as its FLOPs or its bytes take, whichever is longer (the roofline model of S. Williams, A.
+Waterman and D. Patterson, 2009). Shapes are enough for both, so the operator may run on the meta device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from fxsplit.torch_internals import pytree
+
+MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
+POINTWISE, NORMALIZATION, SOFTMAX, GATHER, OTHER, UNKNOWN = (
+    "pointwise",
+    "normalization",
+    "softmax",
+    "gather",
+    "other",
+    "unknown",
+)
+CLASSES = (MATMUL, CONVOLUTION, ATTENTION, POINTWISE, NORMALIZATION, SOFTMAX, GATHER, OTHER, UNKNOWN)
+"""The classes of operators. The first three compute; the others move bytes.
+
+OTHER are operators that surely move bytes only, such as copies and sums. UNKNOWN are all operators that may do more.
+"""
+_KINDS = (
+    (re.compile("attention"), ATTENTION),
+    (re.compile("conv"), CONVOLUTION),
+    (re.compile("norm"), NORMALIZATION),
+    (re.compile("softmax|nll_loss|logsumexp"), SOFTMAX),
+    (re.compile("embedding|index|gather|scatter|take"), GATHER),
+)
+_HARD = re.compile("fft|linalg|cholesky|^_?lu|triangular|geqrf|ormqr|lstsq|sort|topk|unique|_rnn|lstm|gru|ctc|histc")
+"""Operators of ATen that read their arguments several times, or compute without a formula for their FLOPs."""
+_FREE = re.compile(
+    r"(new_)?empty\w*|detach|alias|lift\w*|view\w*|_unsafe_view|_reshape_alias|set|resize|_local_scalar_dense"
+)
+"""Operators that launch no kernel."""
+_FILLS = re.compile(
+    r"(new_)?(zeros|ones|full|fill|zero|arange|scalar_tensor|bernoulli|rand\w*|normal\w*|uniform)(_like)?"
+)
+"""Operators that read none of their tensors."""
+
+
+class Kernel(NamedTuple):
+    """One kernel: its class, FLOPs, bytes moved, the dtype that it computes in, and the name of its operator."""
+
+    kind: str
+    flops: float
+    bytes: float
+    dtype: torch.dtype
+    operator: str
+
+
+def describe_kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Kernel | None:
+    """Return the kernel that an operator launches for these arguments and result; None if it launches none."""
+    name = func._schema.name.rpartition("::")[2].rstrip("_")
+    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not outputs or func.is_view or _FREE.fullmatch(name):
+        return None
+    flops, kind = _count_flops(func, args, kwargs, result), _classify(func, name)
+    dtypes = [t.dtype for t in (*outputs, *inputs) if t.dtype.is_floating_point]
+    moved = float(sum(map(_count_bytes, outputs)))
+    if kind == GATHER and "backward" not in name:
+        # Of a table, only the entries of the result are read.
+        moved *= 2
+    elif not _FILLS.fullmatch(name):
+        moved += sum(map(_count_bytes, _list_read(name, inputs, kwargs)))
+    return Kernel(kind, flops, moved, dtypes[0] if dtypes else torch.float32, f"{func.namespace}::{name}")
+
+
+def _classify(func: OpOverload, name: str) -> str:
+    """Return the class of an operator."""
+    named = next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
+    if func.overloadpacket in flop_registry or name == "_grouped_mm":
+        return named if named in (ATTENTION, CONVOLUTION) else MATMUL
+    # An operator from elsewhere may do anything, unless torch.utils.flop_counter was given its formula.
+    if func.namespace not in ("aten", "prims"):
+        return UNKNOWN
+    if _FILLS.fullmatch(name):
+        return OTHER
+    if torch.Tag.pointwise in func.tags or name == "native_dropout":
+        return POINTWISE
+    if _HARD.search(name) or named in (ATTENTION, CONVOLUTION):
+        return UNKNOWN
+    return named or OTHER
+
+
+def _count_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Return the FLOPs of an operator; 0 if torch has no formula for it."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    if func._schema.name == "aten::_grouped_mm":
+        # Each row of the first argument meets one of the second argument's matrices.
+        return 2.0 * named["self"].numel() * named["mat2"].shape[-1]
+    count = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return 0.0
+    # The formula may not know arguments of a newer torch.
+    with suppress(Exception):
+        # Kernels of causal attention skip the half that the mask hides.
+        return float(count(*args, **kwargs, out_val=result)) * (0.5 if named.get("is_causal") is True else 1.0)
+    return 0.0
+
+
+def _list_read(name: str, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator reads, each once."""
+    seen = set()
+    # With beta=0 the first argument is not read.
+    for tensor in inputs[1:] if name in ("addmm", "baddbmm") and kwargs.get("beta") == 0 else inputs:
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            yield tensor
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; an expanded one has several elements in one place."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+_ATTENTIONS = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+"""The names under which graphs call attention."""
+
+
+class FusedAttention(TorchFunctionMode):
+    """Replaces scaled_dot_product_attention on the meta device by the fused operator that a GPU takes.
+
+    The meta device itself takes the unfused one, which writes all scores to memory.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, or the fused operator in its place."""
+        if func in _ATTENTIONS:
+            with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+                return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Return the shape of an attention's result, with the arguments of scaled_dot_product_attention."""
+    shape = (*query.shape[:-1], value.shape[-1])
+    query, key, value = (t if t.dim() == 4 else t.reshape(-1, 1, *t.shape[-2:]) for t in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        # Each head of keys serves several heads of queries.
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    bias = None
+    if attn_mask is not None:
+        full = (*query.shape[:3], key.shape[2])
+        bias = attn_mask if attn_mask.is_floating_point() else torch.empty_like(attn_mask, dtype=query.dtype)
+        bias = bias.expand(full)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: Tensor = attend(
+        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=others.get("scale")
+    )[0]
+    return result.reshape(shape)
