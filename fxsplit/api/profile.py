@@ -95,9 +95,9 @@ def _choose_pass(
     """Return the pass that measures or estimates, and the dtype to cast the model to, if any. Raises InputError."""
     check_flag("compiled", compiled)
     if on is None:
-        given = "dtype" if dtype is not None else "compiled" if compiled else None
-        if given is not None:
-            raise InputError(f"{given}={show(dtype if dtype else compiled)}: it is for estimates, so give on= too")
+        if dtype is not None or compiled:
+            given = "compiled" if dtype is None else f"dtype={show(str(dtype))}"
+            raise InputError(f"{given} is for estimates: give on= too, the device to estimate for")
         return Profile(repeats), None
     if not isinstance(on, (str, os.PathLike)):
         raise InputError(f"on={show(on)}: give the name of a device, such as 'h100', or the path of a TOML file")

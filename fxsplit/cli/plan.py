@@ -355,6 +355,8 @@ def main(arguments: argparse.Namespace) -> int:
             print("each row has two microbatches a device, so the batch grows: see --n-microbatches")
         if question.costs_no_transfers(counts[-1]):
             print(UNLIMITED)
+        if question.profile.costs.estimated:
+            print(question.profile.costs.estimated.details)
         return 0
     (_, plan) = plans[0]
     print_parts(plan.show())

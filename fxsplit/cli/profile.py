@@ -1,4 +1,4 @@
-"""`fxsplit profile MODULE:FACTORY -o FILE`: measure a model, and write the profile that `fxsplit plan FILE` reads."""
+"""`fxsplit profile MODULE:FACTORY -o FILE`: measure or estimate a model, and write the profile to plan it from."""
 
 from __future__ import annotations
 
@@ -38,6 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=take_text, default="cpu", metavar="NAME", help="where to measure, as cuda:0")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements to take the median of")
     parser.add_argument("--inference", action="store_true", help="measure forwards only, which cannot plan training")
+    parser.add_argument(
+        "--shapes",
+        action="store_true",
+        help="measure each different operator once, by itself, on a device that need not hold the model",
+    )
+    parser.add_argument(
+        "--on",
+        type=take_text,
+        metavar="KIND",
+        help="measure nothing, and estimate for a device elsewhere, such as h100, or a TOML file of your own",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=take_text,
+        metavar="NAME",
+        help="--on: of the model, such as bfloat16 (default: the model's own)",
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="--on: as if torch.compile fused operators, which is a guess"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,6 +77,8 @@ def main(arguments: argparse.Namespace) -> int:
     size = f"{format_count(len(costs.nodes), 'node')}, {format_count(costs.rows, 'row')}, {costs.total_ms:.3f} ms"
     way = "forward" if costs.inference else "forward and backward"
     print(f"{arguments.output}: {size} {way}; fxsplit plan {arguments.output} reads it")
+    if costs.estimated:
+        print(costs.estimated.details)
     return 0
 
 
@@ -72,6 +94,10 @@ def _measure(profile: Callable[..., Costs], arguments: argparse.Namespace, made:
             device=arguments.device,
             repeats=arguments.repeats,
             inference=arguments.inference,
+            shapes=arguments.shapes,
+            on=arguments.on,
+            dtype=arguments.dtype,
+            compiled=arguments.compiled,
         )
     except FxsplitError:
         raise

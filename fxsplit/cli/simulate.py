@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from fxsplit.api.compiler.microbatch_count import choose_microbatch_count
@@ -131,12 +132,18 @@ def main(arguments: argparse.Namespace) -> int:
     traces = () if plan is None or plan.schedule == INFERENCE else trace_memory(simulation, read_footprints(plan))
     places = () if plan is None else name_places(plan, schedule)
     timeline = Timeline.of(simulation, _name_devices(plan, schedule), traces, places)
+    estimated = plan.estimated if plan else None
+    if estimated:
+        timeline = replace(timeline, title=f"{timeline.title}, {estimated}")
     _write_files(arguments, timeline, plan, schedule)
     if arguments.json:
         proof = {} if found is None else {"step_lower_bound": found.bound_ms, "step_gap": found.gap}
-        print_json(_describe(simulation, traces, plan is None) | proof)
+        told = {"estimated": estimated.to_json()} if estimated else {}
+        print_json(_describe(simulation, traces, plan is None) | told | proof)
     else:
         _show(simulation, traces, timeline, plan is None)
+        if estimated:
+            print(estimated.details)
         if found is not None:
             print(found if plan else f"lower bound {found.bound_ms:g} x one forward, gap {100 * found.gap:.2f} %")
     return 0

@@ -25,6 +25,8 @@ OPTIONS = {
     "n_microbatches": "--n-microbatches",
     "devices": "--devices",
     "repeats": "--repeats",
+    "on": "--on",
+    "dtype": "--dtype",
 }
 """The command's option for each Python argument, or field of the passes partition and augment."""
 
@@ -240,7 +242,7 @@ def read_bandwidth(text: str | None) -> float | None:
 
 
 _FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")
-_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|repeats|time_limit)=('?)([^\s:;,']*)\2")
+_ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|repeats|time_limit|on|dtype)=('?)([^\s:;,']*)\2")
 
 
 def speak_command(text: str) -> str:

@@ -79,9 +79,11 @@ def find_device_kind(name: str | os.PathLike[str]) -> DeviceKind:
         return _read_own(Path(text), next(iter(table.values())))
     plain = {_fold(known): known for known in table}
     if _fold(text) not in plain:
+        # Of a family, such as a100, all members are near.
+        family = [known for folded, known in plain.items() if text and folded.startswith(_fold(text))]
+        near = f"; did you mean {' or '.join(map(repr, family))}?" if family else suggest(text, table)
         raise InputError(
-            f"unknown device {show(text)}: known are {', '.join(table)}, or give a TOML file of your own"
-            f"{suggest(text, table)}"
+            f"unknown device {show(text)}: known are {', '.join(table)}, or give a TOML file of your own{near}"
         )
     return table[plain[_fold(text)]]
 

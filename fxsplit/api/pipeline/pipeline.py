@@ -38,7 +38,7 @@ from fxsplit.frontend.capture import load_torch
 from fxsplit.ir.facts.capture.call import Call
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.ir.facts.plan import Plan, format_spread
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.stages import Stages
 from fxsplit.ir.graph import IR
 from fxsplit.runtime.engine import Engine
@@ -375,7 +375,7 @@ class Pipeline(Shown, WithExports):
         names = tuple(d.name for d in program.machine.devices[: schedule.n_devices])
         places = name_places(plan, schedule)
         timeline = Timeline.of(simulation, names, trace_memory(simulation, read_footprints(plan)), places)
-        return replace(timeline, title=f"{schedule.name}, predicted{format_spread(plan.spread)}")
+        return replace(timeline, title=f"{schedule.name}, predicted{plan.reliability}")
 
     @act_together
     def _step(

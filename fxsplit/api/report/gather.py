@@ -16,7 +16,7 @@ import numpy as np
 
 from fxsplit.api.report.trials import OutOfPatience, Trials
 from fxsplit.errors import FxsplitError
-from fxsplit.ir.facts.plan import Plan, format_spread
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.report.page.story import CutCurve, NextBest, PassRow, Story, Trial
 from fxsplit.report.pictures.plan import simulate_plan
 from fxsplit.schedule.generators.catalogue import INFERENCE
@@ -60,7 +60,7 @@ def gather_story(
         # Memory is traced from forwards to their backwards, and inference has none.
         memory = () if plan.schedule == INFERENCE else trace_memory(simulation, read_footprints(plan))
         timeline = Timeline.of(simulation, name_devices(plan, schedule), memory, name_places(plan, schedule))
-        title = f"{schedule.name}, predicted{format_spread(plan.spread)}"
+        title = f"{schedule.name}, predicted{plan.reliability}"
         story = replace(story, simulation=simulation, predicted=replace(timeline, title=title))
     if plan.costs is None or plan.machine is None:
         return replace(story, trials_left_out="the costs or the machine of the plan are not known")

@@ -264,6 +264,11 @@ class Plan(Shown, Fact):
         known = self.proof is not None and isfinite(self._proven_gap)
         return f"gap {100 * self._proven_gap:.2f} %" if known else "not proven"
 
+    @property
+    def reliability(self) -> str:
+        """How far predicted times may be off, for people, to follow a time; empty if it is unknown."""
+        return format_spread(self.spread) + (f", {self.estimated}" if self.estimated else "")
+
     def stage_of(self) -> dict[str, int]:
         """Return the stage of every node."""
         return {name: i for i, s in enumerate(self.stages) for name in s.nodes}

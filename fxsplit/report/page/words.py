@@ -192,8 +192,10 @@ def _say_gap(story: Story) -> list[str]:
             f"That says nothing of the whole step, which also fills and empties the pipeline: {count} microbatches "
             f"keep the slowest stage busy for {format_ms(count * plan.bottleneck_ms)} of {step}."
         )
-    on = f", on {plan.measured_on}" if plan.measured_on else ""
-    found.append(f"The proof takes the time of each operation as it was measured by itself{on}.")
+    how = f"measured by itself{f', on {plan.measured_on}' if plan.measured_on else ''}"
+    if plan.estimated:
+        how = f"estimated: {plan.estimated.details}. For the true times another plan may be better"
+    found.append(f"The proof takes the time of each operation as it was {how}.")
     return found
 
 

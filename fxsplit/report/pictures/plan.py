@@ -47,6 +47,7 @@ def title_plan(plan: Plan) -> tuple[str, str]:
     if simulation is not None:
         figures.append(f"step {format_ms(simulation.step_ms)}" + f", {plan.standing}" * of_step)
         figures.append(f"bubble (idle time of devices) {format_share(simulation.bubble)}")
+    figures += [str(plan.estimated)] if plan.estimated else []
     return head, "; ".join(figures)
 
 

@@ -47,7 +47,8 @@ class Estimator:
 
     def describe(self) -> Estimated:
         """Return what is estimated, with the unknown operators so far."""
-        return Estimated(self._kind.name, self._kind.table, self._dtype, self._compiled, tuple(self._unknown))
+        kind = self._kind
+        return Estimated(kind.name, kind.table, self._dtype, self._compiled, tuple(self._unknown), kind.checked)
 
     def estimate(self, calls: Mapping[str, TimedCall], *, trains: bool = True) -> NodeTimes:
         """Return the estimated times of each call, by its key. With `trains`, estimate backwards too.
@@ -67,8 +68,8 @@ class Estimator:
             name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", None)
             raise ProfileError(
                 f"{name or type(call.target).__name__} does not run on the meta device, so its time cannot be "
-                f"estimated ({error.__cause__}): measure each different operator once on a real device (shapes=True, --shapes), "
-                "which need not hold the model"
+                f"estimated ({error.__cause__}): measure each different operator once on a real device "
+                "(shapes=True, --shapes), which need not hold the model"
             ) from error
         self._unknown |= clock.unknown
         spread = sum(ms * SPREADS.get(kind, OTHER_SPREAD) for kind, ms in clock.shares.items())
