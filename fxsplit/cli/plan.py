@@ -43,10 +43,12 @@ from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import describe_plan
 from fxsplit.ir.facts.costs.compress import HOW
+from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.estimated import list_doubts, list_shares
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.given.workload import Workload
-from fxsplit.ir.facts.plan import Plan
-from fxsplit.ir.facts.price import COST_MODELS
+from fxsplit.ir.facts.plan import PROVEN, Plan
+from fxsplit.ir.facts.price import COST_MODELS, price_split
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
 from fxsplit.planner.planner import MAX_STATES, Planner
@@ -63,6 +65,8 @@ from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.system.shown import Table
 
+FACTORS = (0.7, 1.4)
+"""How much slower each class of operators is taken to be than estimated, in turn."""
 UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth prices them"
 
 TWO_MACHINES = "--devices and --machine both state the devices: give one of them"
@@ -183,8 +187,9 @@ class PlanArguments:
         together: list[Sequence[str]] = [*split_together(arguments.together), *self._list_wholes()]
         self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
         self.load_s = time.perf_counter() - begin
-        if self.profile.costs.noise is not None:
-            print(f"note: {self.profile.costs.noise}", file=sys.stderr)
+        notes = [] if self.profile.costs.noise is None else [self.profile.costs.noise]
+        for note in (*notes, *list_doubts(self.profile.costs)):
+            print(f"note: {note}", file=sys.stderr)
         # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
         model = arguments.cost_model or ("replicated" if self._best else self.profile.cost_model)
@@ -368,6 +373,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.baselines:
         print()
         print_parts([_price_baselines(question, counts[0], plan)])
+    if plan.estimated:
+        print("\nplanned again with each class of operators 0.7 and 1.4 times as slow:")
+        print_parts([_vary(question, counts[0], plan)])
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
@@ -383,6 +391,41 @@ def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None
     from fxsplit.report import save_devices_picture
 
     save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
+
+
+def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
+    """Return a row for each class of operators of an estimate: what its error would change in the plan."""
+    costs = question.profile.costs
+    machine, workload = question.lay_out(count)
+    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
+    rows = []
+    with show_progress():
+        for kind, share in track(list(list_shares(costs).items()), "plans for other times"):
+            cells = []
+            for factor in FACTORS:
+                changed = _scale(costs, kind, factor)
+                planner = replace(question.planner, costs=changed, seconds={"states": 0.0, "solve": 0.0}, _known={})
+                other = question.plan(count, planner)
+                kept = price_split(changed, machine, workload, split, plan.model)
+                lost = max(stage.load_ms for stage in kept) / (other.bottleneck_ms or 1.0) - 1.0
+                moved = (other.step_ms or 0.0) / plan.step_ms - 1.0 if plan.step_ms else 0.0
+                # Other cuts may be as good.
+                cuts = "cuts stay" if lost < PROVEN else f"other cuts are {100 * lost:.1f} % better"
+                cells.append(f"step {100 * moved:+.0f} %, {cuts}")
+            rows.append((kind, f"{100 * share:.0f} %", *cells))
+    return Table(("operators", ">of the time", *(f"{factor:g} times" for factor in FACTORS)), rows)
+
+
+def _scale(costs: Costs, kind: str, factor: float) -> Costs:
+    """Return costs in which the operators of a class take `factor` times as long."""
+    times = ("forward_ms", "backward_ms", "weight_ms")
+    return replace(
+        costs,
+        nodes=tuple(
+            replace(n, **{name: (getattr(n, name) or 0.0) * factor for name in times}) if n.kind == kind else n
+            for n in costs.nodes
+        ),
+    )
 
 
 def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fxsplit.cli.model_factory import FactoryResult, call_factory, describe_error
 from fxsplit.cli.words import take_text
 from fxsplit.errors import FxsplitError, InputError
+from fxsplit.ir.facts.costs.estimated import list_doubts
 from fxsplit.system.figures import format_count
 from fxsplit.system.files import check_can_write
 from fxsplit.system.progress_bar import show_phase
@@ -79,6 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{arguments.output}: {size} {way}; fxsplit plan {arguments.output} reads it")
     if costs.estimated:
         print(costs.estimated.details)
+    for doubt in list_doubts(costs):
+        print(f"note: {doubt}", file=sys.stderr)
     return 0
 
 

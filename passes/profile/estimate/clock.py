@@ -20,7 +20,7 @@ from fxsplit.passes.profile.estimate.kernels import (
     CONVOLUTION,
     MATMUL,
     UNKNOWN,
-    FusedAttention,
+    FusedOperators,
     Kernel,
     describe_kernel,
 )
@@ -83,7 +83,7 @@ class EstimatingClock(Clock, TorchDispatchMode):
     @contextmanager
     def enter_modes(self) -> Iterator[None]:
         """See all operators inside the block, which runs them on the meta device."""
-        with enter_function_mode(FusedAttention()), enter_dispatch_mode(self):
+        with enter_function_mode(FusedOperators()), enter_dispatch_mode(self):
             yield
 
     @contextmanager

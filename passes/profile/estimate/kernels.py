@@ -7,7 +7,7 @@ Waterman and D. Patterson, 2009). Shapes are enough for both, so the operator ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -51,6 +51,9 @@ _FILLS = re.compile(
 )
 """Operators that read none of their tensors."""
 
+_ONE_PASS = ("native_layer_norm", "_fused_rms_norm")
+"""Normalizations that read their arguments once."""
+
 
 class Kernel(NamedTuple):
     """One kernel: its class, FLOPs, bytes moved, the dtype that it computes in, and the name of its operator."""
@@ -72,11 +75,17 @@ def describe_kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     flops, kind = _count_flops(func, args, kwargs, result), _classify(func, name)
     dtypes = [t.dtype for t in (*outputs, *inputs) if t.dtype.is_floating_point]
     moved = float(sum(map(_count_bytes, outputs)))
-    if kind == GATHER and "backward" not in name:
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    if kind == GATHER and func._schema.is_mutable:
+        # Only the entries that are given are read, and written in place.
+        moved = 2.0 * sum(map(_count_bytes, inputs[1:]))
+    elif kind == GATHER and "backward" not in name:
         # Of a table, only the entries of the result are read.
         moved *= 2
     elif not _FILLS.fullmatch(name):
-        moved += sum(map(_count_bytes, _list_read(name, inputs, kwargs)))
+        # Statistics come before the result, in a kernel of their own. A layer norm keeps its row on the chip.
+        twice = kind == NORMALIZATION and name not in _ONE_PASS and named.get("training", True)
+        moved += (1 + bool(twice)) * sum(map(_count_bytes, _list_read(name, inputs, kwargs)))
     return Kernel(kind, flops, moved, dtypes[0] if dtypes else torch.float32, f"{func.namespace}::{name}")
 
 
@@ -102,7 +111,7 @@ def _count_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     if func._schema.name == "aten::_grouped_mm":
         # Each row of the first argument meets one of the second argument's matrices.
-        return 2.0 * named["self"].numel() * named["mat2"].shape[-1]
+        return float(2 * named["self"].numel() * named["mat2"].shape[-1])
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0.0
@@ -129,27 +138,21 @@ def _count_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-_ATTENTIONS = (
-    torch.nn.functional.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
-"""The names under which graphs call attention."""
+class FusedOperators(TorchFunctionMode):
+    """Replaces functions by the fused operators that a GPU runs for them.
 
-
-class FusedAttention(TorchFunctionMode):
-    """Replaces scaled_dot_product_attention on the meta device by the fused operator that a GPU takes.
-
-    The meta device itself takes the unfused one, which writes all scores to memory.
+    The meta device itself runs several operators, which write all scores of an attention to memory, for example.
     """
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch, or the fused operator in its place."""
-        if func in _ATTENTIONS:
+        fused = _FUSED.get(func)
+        if fused is not None:
+            # Arguments that the fused operator does not take keep the others.
             with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
-                return _attend(*args, **(kwargs or {}))
+                return fused(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -179,3 +182,24 @@ def _attend(
         query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=others.get("scale")
     )[0]
     return result.reshape(shape)
+
+
+def _drop_out(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **others: Any) -> Tensor:
+    """Return the shape of a dropout's result, with the arguments of torch.nn.functional.dropout."""
+    if inplace:
+        raise NotImplementedError
+    # In evaluation, and at p = 0, torch launches nothing.
+    kept = others.get("train", training) and p > 0
+    dropped: Tensor = torch.native_dropout(input, p, True)[0] if kept else input
+    return dropped
+
+
+_FUSED: dict[Any, Callable[..., Tensor]] = {
+    torch.nn.functional.scaled_dot_product_attention: _attend,
+    torch.ops.aten.scaled_dot_product_attention: _attend,
+    torch.ops.aten.scaled_dot_product_attention.default: _attend,
+    torch.nn.functional.dropout: _drop_out,
+    torch.ops.aten.dropout: _drop_out,
+    torch.ops.aten.dropout.default: _drop_out,
+}
+"""For each function that graphs call, the function that runs its fused operator."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fxsplit.system.figures import as_list, show
+
+SHORT_MS, MOSTLY = 0.1, 0.5
+"""Operators under SHORT_MS set no pace if they take more than the share MOSTLY of the time: their host does."""
+CONVOLUTIONS = 1 / 3
+"""The share of convolutions from which on an estimate is doubtful: libraries choose among algorithms for them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Estimated:
         compiled, unknown = data.get("compiled", False), as_list(data.get("unknown", []))
         if not all(isinstance(text, str) for text in (*texts, *unknown)) or not isinstance(compiled, bool):
             raise TypeError(f"estimated is {show(data)}: it must have texts for device, table and dtype")
-        return cls(*texts[:3], compiled, unknown, texts[3])
+        device, table, dtype, checked = texts
+        return cls(device, table, dtype, compiled, unknown, checked)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object for files."""
@@ -55,3 +63,32 @@ class Estimated:
         bytes_only = f"; priced by their bytes only: {', '.join(self.unknown)}" if self.unknown else ""
         compared = f"compared with {self.checked}" if self.checked else "compared with no measurement on this device"
         return f"{self} ({self.dtype}, table {self.table}{guess}; {compared}){bytes_only}"
+
+
+def list_shares(costs: Any) -> dict[str, float]:
+    """Return the share of the time that each class of operators takes in estimated costs, the largest first."""
+    times: Counter[str] = Counter()
+    for node in costs.nodes:
+        if node.kind:
+            times[node.kind] += node.forward_ms + node.backward_ms
+    whole = times.total() or 1.0
+    return {kind: ms / whole for kind, ms in times.most_common() if ms}
+
+
+def list_doubts(costs: Any) -> Iterator[str]:
+    """Yield why an estimate may be further off than its spread says, each with its figure."""
+    if not costs.estimated:
+        return
+    share = list_shares(costs).get("convolution", 0.0)
+    if share > CONVOLUTIONS:
+        yield (
+            f"convolutions take {100 * share:.0f} % of the estimated time, and libraries choose among algorithms for "
+            "them: plans may be far from the best. Measure the different operators once on such a device (--shapes)"
+        )
+    times = [node.forward_ms for node in costs.nodes]
+    short = sum(ms for ms in times if ms < SHORT_MS) / (sum(times) or 1.0)
+    if short > MOSTLY:
+        yield (
+            f"operators under {SHORT_MS:g} ms take {100 * short:.0f} % of the estimated time: the host sets the pace, "
+            "and yours is not known. Larger microbatches make them longer"
+        )

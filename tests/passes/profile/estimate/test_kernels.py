@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fxsplit.passes.profile.estimate.kernels import FusedAttention, Kernel, describe_kernel
+from fxsplit.passes.profile.estimate.kernels import FusedOperators, Kernel, describe_kernel
 
 
 class Kernels(TorchDispatchMode):
     """Collects the kernels of the operators inside a block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Kernel] = []
 
     def __torch_dispatch__(
@@ -33,7 +33,7 @@ class Kernels(TorchDispatchMode):
 
 def find(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     """Return the class, FLOPs and bytes of each kernel that `run` launches on the meta device."""
-    with FusedAttention(), Kernels() as seen:
+    with FusedOperators(), Kernels() as seen:
         run()
     return [(kernel.kind, kernel.flops, kernel.bytes) for kernel in seen.found]
 
@@ -63,6 +63,12 @@ IDS = meta(7, dtype=torch.long)
         (lambda: torch.zeros(5, 4, device="meta"), ("other", 0, 4 * 20)),
         (lambda: F.embedding(IDS, W), ("gather", 0, 2 * 4 * 7 * 10)),
         (lambda: torch.softmax(X, -1), ("softmax", 0, 4 * (60 + 60))),
+        # Statistics of a batch come first, and then the input is read again.
+        (lambda: F.batch_norm(X, None, None, training=True), ("normalization", 0, 4 * (60 + 60 + 60 + 10 + 10))),
+        (
+            lambda: torch.zeros(9, 10, device="meta").index_put_((IDS,), meta(7, 10)),
+            ("gather", 0, 2 * (4 * 70 + 8 * 7)),
+        ),
         (lambda: F.layer_norm(X, (10,)), ("normalization", 0, 4 * (60 + 60 + 6 + 6))),
         (
             lambda: F.conv2d(meta(2, 3, 8, 8), meta(5, 3, 3, 3)),
@@ -75,6 +81,13 @@ IDS = meta(7, dtype=torch.long)
 def test_work_is_counted_from_shapes(run: Callable[[], object], expected: tuple[str, float, float | None]) -> None:
     kind, flops, moved = find(run)[-1]
     assert (kind, flops) == expected[:2] and expected[2] in (None, moved)
+
+
+def test_dropout_is_one_kernel_each_way() -> None:
+    x, out = meta(6, 10, grad=True), list[Tensor]()
+    assert [k for k, _, _ in find(lambda: out.append(F.dropout(x)))] == ["pointwise"]
+    assert len(find(lambda: torch.autograd.grad(out[0], x, torch.empty_like(x)))) == 1
+    assert find(lambda: F.dropout(x, training=False)) == []
 
 
 def test_a_mixture_of_experts_computes_each_row_once() -> None:

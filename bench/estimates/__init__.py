@@ -1,0 +1,1 @@
+"""Hold estimated times against times that others have measured and published."""
