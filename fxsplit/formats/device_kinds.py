@@ -61,9 +61,23 @@ class DeviceKind:
 
 
 @cache
+def _read_file() -> Mapping[str, Any]:
+    """Return the contents of the table's file."""
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def find_link(name: object) -> Mapping[str, Any]:
+    """Return the bandwidth and the latency of a link, such as `pcie4`. Raises InputError for an unknown name."""
+    links = _read_file()["links"]
+    if not isinstance(name, str) or name not in links:
+        raise InputError(f"link={show(name)}: known are {', '.join(links)}{suggest(name, links)}")
+    return {key: links[name][key] for key in ("bytes_per_s", "latency_us")}
+
+
+@cache
 def read_table() -> Mapping[str, DeviceKind]:
     """Return the kinds of the table, by name."""
-    data = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    data = _read_file()
     defaults = {key: data[key] for key in ("launch_us", "host_us", "efficiency")}
     return {name: _make_kind(name, row, data["version"], defaults, name) for name, row in data["devices"].items()}
 

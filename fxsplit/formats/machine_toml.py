@@ -14,6 +14,10 @@ link_latency_us = 2.0           # of the same links
 bytes_per_s = 25e9              # each device's own link, if it is slower
 
 [[devices]]
+kind = "a100-80"                # memory_bytes of a kind in device_kinds.toml
+link = "nvlink3"                # link_bytes_per_s and link_latency_us of a link there; also outside of an entry
+
+[[devices]]
 name = "host"
 host = true                     # uses the host times of the profile
 """
@@ -25,12 +29,24 @@ from math import inf
 from typing import Any
 
 from fxsplit.errors import InputError, suggest
+from fxsplit.formats.device_kinds import find_device_kind, find_link
 from fxsplit.formats.toml_tables import check_keys, load_tables, take_number
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, TRANSFER_KINDS, Device, Machine, TransferKind
 from fxsplit.system.figures import AMOUNT, is_amount, show
 
-KEYS = {"name", "count", "memory_bytes", "speed", "link_bytes_per_s", "link_latency_us", "bytes_per_s", "host"}
-TOP_KEYS = ("bytes_per_s", "latency_us", "transfers")
+KEYS = {
+    "name",
+    "count",
+    "memory_bytes",
+    "speed",
+    "link_bytes_per_s",
+    "link_latency_us",
+    "bytes_per_s",
+    "host",
+    "kind",
+    "link",
+}
+TOP_KEYS = ("bytes_per_s", "latency_us", "transfers", "link")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
@@ -40,13 +56,14 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     The order of devices in the file is the order of stages in a pipeline.
     """
     name, data, entries = load_tables(path, "a machine", "devices", TOP_KEYS)
-    transfers = _read_transfers(data, name)
+    transfers, data = _read_transfers(data, name), _fill_in(data, repr(name), "")
     between = take_number(data, "bytes_per_s", inf, name), _read_latency(data, "latency_us", name)
     devices: list[Device] = []
     links: list[tuple[float, float]] = []
     for i, entry in enumerate(entries):
         where = f"{name!r}, devices {i}"
         count, label, host = _check_entry(entry, where, len(devices), f"device{i}")
+        entry = _fill_in(entry, where, "link_")
         for k in range(count):
             # A link joins a device to the device before it, in this entry or the previous one.
             if devices:
@@ -79,6 +96,22 @@ def _check_entry(entry: Any, where: str, so_far: int, default: str) -> tuple[int
     if not isinstance(host, bool):
         raise InputError(f"{where} has host={show(host)}: give true or false")
     return count, label, host
+
+
+def _fill_in(table: Any, where: str, prefix: str) -> dict[str, Any]:
+    """Return a table with the figures of its `kind` and `link`, unless it states them itself. Raises InputError."""
+    found: dict[str, Any] = {}
+    try:
+        if "link" in table:
+            found = {prefix + key: value for key, value in find_link(table["link"]).items()}
+        if "kind" in table:
+            kind = table["kind"]
+            if not isinstance(kind, str):
+                raise InputError(f"kind={show(kind)}: give the name of a device, such as 'a100-80'")
+            found["memory_bytes"] = find_device_kind(kind).memory_bytes
+    except InputError as error:
+        raise InputError(f"{where} has {error}") from error
+    return found | table
 
 
 def _read_latency(table: Any, key: str, where: str) -> float:

@@ -36,6 +36,10 @@ from tests.support.refusals import refused
             "transfers = 'block'\n[[devices]]",
             "transfers='block': give asynchronous or blocking; did you mean 'blocking'",
         ),
+        ("[[devices]]\nkind = 'a100'", "devices 0 has unknown device 'a100'.*did you mean 'a100-40' or 'a100-80'"),
+        ("[[devices]]\nkind = 100", "devices 0 has kind=100: give the name of a device"),
+        ("[[devices]]\ncount = 2\nlink = 'pcie6'", "devices 0 has link='pcie6': known are nvlink2.*did you mean 'pcie"),
+        ("link = 4\n[[devices]]", "has link=4: known are nvlink2"),
         ("transfers = 1\n[[devices]]", "transfers=1: give asynchronous or blocking"),
         ("a = " + "[" * 20_000, "cannot read a machine"),
         ("devices = " + "[" * 20_000 + "]" * 20_000, "it is nested too deeply; give"),
@@ -47,6 +51,17 @@ def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None
     path.write_text(text)
     with refused(InputError, message):
         read_machine(path)
+
+
+def test_a_kind_and_a_link_fill_in_what_is_not_stated(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(
+        "link = 'infiniband-200'\n[[devices]]\ncount = 2\nkind = 'a100-80'\nlink = 'nvlink3'\n"
+        "[[devices]]\ncount = 2\nkind = 'RTX 3090'\nmemory_bytes = '20GB'\nlink = 'pcie4'\nlink_latency_us = 0"
+    )
+    machine = read_machine(path)
+    assert [device.memory_bytes for device in machine.devices] == [80e9, 80e9, 20e9, 20e9]
+    assert machine.links == (300e9, 25e9, 31.5e9) and machine.latencies_ms == (0.002, 0.003, 0.0)
 
 
 def test_a_path_that_cannot_be_one() -> None:
