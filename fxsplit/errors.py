@@ -89,11 +89,12 @@ class NoFit(PlanError):
     """No plan fits these devices: too little memory, or more devices than the graph has stages.
 
     `short_bytes` is how many bytes of one device's memory the best plan lacks, or inf if memory is not the reason.
+    `proven`: a search for the shortest step has proven that no plan exists, in any order of work.
     """
 
-    def __init__(self, message: str, short_bytes: float = math.inf) -> None:
+    def __init__(self, message: str, short_bytes: float = math.inf, *, proven: bool = False) -> None:
         super().__init__(message)
-        self.short_bytes = short_bytes
+        self.short_bytes, self.proven = short_bytes, proven
 
 
 class TooFewParts(NoFit):

@@ -108,10 +108,10 @@ def compile(
         plans in the same way; the first call that needs gradients then plans again, for training. With True no call
         plans again, and step() is refused.
     best: choose stages, their replicas, the devices in use, the order of work and the number of microbatches together,
-        for the shortest step; the plan says how far it may be from the shortest for its number of microbatches. The
-        first batch, or the example, decides that number. `schedule`, `n_microbatches` and
-        `recompute` stay as they are stated. With `costs`, the number of microbatches is the default. Devices must be
-        equal. A batch of another size than the example's keeps the stages.
+        for the shortest step. Up to four numbers of microbatches are measured, for the first batch or the example, and
+        the plan says how far it may be from the shortest step for all of these numbers. `schedule`, `n_microbatches`
+        and `recompute` stay as they are stated. With `costs`, the number of microbatches is the default. Devices must
+        be equal. A batch of another size than the example's keeps the stages.
     chunks: argument (or part of one) -> the dimension that holds its batch, or fxsplit.Replicate if all microbatches
         share it. For other arguments it is the first dimension, if that is as long as the batch.
     weights: a safetensors checkpoint of the model (a file, an index of several, or their folder), whose tensors are

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from fxsplit.api.compiler.microbatch_count import check_microbatch_count, choose_microbatch_count
 from fxsplit.errors import InputError, UnsteadyProfileWarning
@@ -23,6 +24,7 @@ from fxsplit.ir.facts.given.machine import Device, Machine, check_device_count
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.planner import Options
+from fxsplit.planner.batch import check_several, choose_count, list_sizes
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
 from fxsplit.planner.solve import OBJECTIVES
@@ -43,11 +45,13 @@ if TYPE_CHECKING:  # a model comes with torch; a profile does not need it
     from fxsplit.api.pipeline.pipeline import Pipeline
 
 S = TypeVar("S")
+OneProfile: TypeAlias = "Costs | Pipeline | nn.Module | str | os.PathLike[str]"
+"""Costs, or what they are read from, taken from or measured on."""
 
 
 @lose_no_interrupt
 def plan(
-    profile: Costs | Pipeline | nn.Module | str | os.PathLike[str],
+    profile: OneProfile | Sequence[OneProfile],
     machine: int | Machine,
     *,
     example_inputs: Any = None,
@@ -65,7 +69,9 @@ def plan(
 
     profile: costs, a compiled pipeline, the path of a profile (fxsplit's JSON, PipeDream's graph.txt, or a
         dnn-partitioning JSON), or a model, which is measured here on a CPU. `fxsplit.profile` measures on other
-        devices.
+        devices. With `best`, also a list of profiles of one model at several microbatch sizes: then the number of
+        microbatches is chosen too, for a batch of `n_microbatches` microbatches of the first profile. Times at sizes
+        between two profiles are interpolated, and the plan says so.
     machine: a number of equal devices with free links, or a Machine, which need not exist here.
     example_inputs: one whole batch for a model, as `compile` takes it.
     schedule, n_microbatches: any schedule that compile() runs (default: "1F1B"), and the pieces that a batch is cut
@@ -95,30 +101,49 @@ def plan(
     options, chosen = choose_objective(options, objective, schedule, best=best)
     if inference:
         check_without_backwards(options)
+    where = machine if isinstance(machine, Machine) else Machine.planned(machine)
+    several = isinstance(profile, (list, tuple))
+    given: Sequence[Any] = profile if isinstance(profile, (list, tuple)) else [profile]
+    batch = check_several(len(given), n_microbatches, best=best) if several else 0
+    measure = partial(_measure, example_inputs=example_inputs, n_microbatches=n_microbatches, inference=inference)
+    profiles = [_find_costs(each, where, measure) for each in given]
+    stated, fixed = read_schedule(chosen)
+    check_compress(compress)
+
+    def plan_for(costs: Costs, count: int | None) -> Plan:
+        costs, name = choose_passes(costs, "1F1B" if fixed else stated, inference=inference)
+        # The costs of a pipeline with compressed cuts count the compressed bytes already.
+        costs = costs if compress is None else compress_cuts(costs, compress)
+        laid_out, workload = lay_out(where, name, count) if fixed is None else lay_out_schedule(where, fixed, count)
+        # A schedule that is stated action by action has all of its stages.
+        own = options if fixed is None else replace(options, use_all=True)
+        found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, own))
+        return state_step(schedule_plan(found, costs, laid_out, workload)[0])
+
+    with show_progress():
+        if not several:
+            return plan_for(profiles[0], n_microbatches)
+        return choose_count(list_sizes(profiles, _name_profiles(given), batch), where, plan_for)
+
+
+def _name_profiles(given: Sequence[Any]) -> list[str]:
+    """Return the names of profiles, for errors: their paths, or their numbers."""
+    return [os.fspath(each) if isinstance(each, (str, os.PathLike)) else f"profile {i}" for i, each in enumerate(given)]
+
+
+def _find_costs(profile: OneProfile, machine: Machine, measure: Callable[[Any, Machine], Costs]) -> Costs:
+    """Return the costs of a profile, a file, a pipeline or a model, and warn if they are not steady.
+
+    `measure` returns the costs of a model, for a machine.
+    """
     if isinstance(profile, (str, os.PathLike)):
         profile = read(profile).costs
-    where = machine if isinstance(machine, Machine) else Machine.planned(machine)
     # A compiled pipeline knows its costs. One that is not compiled raises its own error, which says so.
     costs: Any = profile.costs if not isinstance(profile, Costs) and "costs" in dir(profile) else profile
-    if not isinstance(costs, Costs):
-        count = choose_microbatch_count(len(where), stated=n_microbatches)
-        costs = _measure(profile, example_inputs, count, inference=inference)
-    if costs.noise is not None:
-        warn_user(costs.noise, UnsteadyProfileWarning)
-    stated, fixed = read_schedule(chosen)
-    costs, name = choose_passes(costs, "1F1B" if fixed else stated, inference=inference)
-    check_compress(compress)
-    # The costs of a pipeline with compressed cuts count the compressed bytes already.
-    costs = costs if compress is None else compress_cuts(costs, compress)
-    if fixed is None:
-        laid_out, workload = lay_out(where, name, n_microbatches)
-    else:
-        laid_out, workload = lay_out_schedule(where, fixed, n_microbatches)
-        # A schedule that is stated action by action has all of its stages.
-        options = replace(options, use_all=True)
-    with show_progress():
-        found = check_can_run(Planner(costs, pins or {}, together).plan(laid_out, workload, options))
-        return state_step(schedule_plan(found, costs, laid_out, workload)[0])
+    found = costs if isinstance(costs, Costs) else measure(profile, machine)
+    if found.noise is not None:
+        warn_user(found.noise, UnsteadyProfileWarning)
+    return found
 
 
 def choose_objective(
@@ -193,7 +218,9 @@ def check_without_backwards(options: Options) -> None:
         raise InputError(f"partition{{optimizer_factor={factor}}}: inference has no optimizer, so leave it out")
 
 
-def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference: bool) -> Costs:
+def _measure(
+    model: Any, machine: Machine, *, example_inputs: Any, n_microbatches: int | None, inference: bool
+) -> Costs:
     """Return the costs of a model, measured here on a CPU. Raises InputError if `model` is not a module."""
     # A user who has a model has loaded torch. This check must not load torch for a typing error.
     torch = sys.modules.get("torch")
@@ -206,7 +233,8 @@ def _measure(model: Any, example_inputs: Any, n_microbatches: int, *, inference:
     # Measuring needs torch, but planning from a profile must not load it.
     from fxsplit.api.profile import profile
 
-    return profile(model, example_inputs, n_microbatches=n_microbatches, inference=inference)
+    count = choose_microbatch_count(len(machine), stated=n_microbatches)
+    return profile(model, example_inputs, n_microbatches=count, inference=inference)
 
 
 def check_can_run(plan: Plan) -> Plan:

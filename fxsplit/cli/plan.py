@@ -51,6 +51,7 @@ from fxsplit.ir.facts.plan import PROVEN, Plan
 from fxsplit.ir.facts.price import COST_MODELS, price_split
 from fxsplit.planner import Options
 from fxsplit.planner.baselines import BASELINES, plan_baseline
+from fxsplit.planner.batch import check_several, choose_count, list_sizes
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.solve import OBJECTIVES, RECOMPUTE
@@ -72,9 +73,9 @@ UNLIMITED = "links are unlimited, so that transfers take no time: --bandwidth pr
 TWO_MACHINES = "--devices and --machine both state the devices: give one of them"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan` and `explain`."""
-    add_planned_file(parser)
+def add_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add the arguments of `plan` and `explain`; `several`: take several profiles."""
+    add_planned_file(parser, several=several)
     parser.add_argument("--devices", metavar="N|A..B", help="equal devices (default: the file's number, else 2)")
     add_machine(parser)
     parser.add_argument("--cost-model", choices=COST_MODELS, help="the costs of stages (default: the file's own)")
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments and examples of `plan`; `explain` has fewer arguments."""
-    add_arguments(parser)
+    add_arguments(parser, several=True)
     parser.add_argument(
         "--emit",
         choices=("titan", "dot", "model-explorer"),
@@ -154,8 +155,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 class PlanArguments:
     """The parsed and checked arguments: the *question* that the command answers with a plan.
 
-    It has the profile, the options of the plan, and the planner. Raises InputError with the name of an invalid
-    argument, and ProfileError for the file.
+    It has the profile, the options of the plan, and the planner. If there are several profiles, `profile` is the first,
+    and `sizes` are the numbers of microbatches to choose from. Raises InputError with the name of an invalid argument,
+    and ProfileError for the files.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -175,7 +177,9 @@ class PlanArguments:
         self._searches: dict[int, SearchResult] = {}
         # A bandwidth determines the times of transfers, so the times stated in the file no longer apply.
         by_bytes = arguments.bandwidth is not None or arguments.machine is not None
-        profile = read(arguments.file, by_bytes)
+        files = [arguments.file] if isinstance(arguments.file, str) else arguments.file
+        profile, *others = [read(file, by_bytes) for file in files]
+        batch = check_several(len(files), arguments.n_microbatches, best=self._best) if others else 0
         name, self.fixed = read_schedule(arguments.schedule)
         self.search = take_search(arguments)
         costs, self.schedule = choose_passes(
@@ -183,12 +187,15 @@ class PlanArguments:
         )
         costs = compress_cuts(costs, arguments.compress or "")
         self.profile: ProfileFile = replace(profile, costs=costs)
+        measured = [costs, *(compress_cuts(other.costs, arguments.compress or "") for other in others)]
+        self.sizes = list_sizes(measured, files, batch) if others else []
         pins = parse_pins(arguments.pins)
         together: list[Sequence[str]] = [*split_together(arguments.together), *self._list_wholes()]
         self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
+        self._planners = {costs.rows: self.planner}
         self.load_s = time.perf_counter() - begin
-        notes = [] if self.profile.costs.noise is None else [self.profile.costs.noise]
-        for note in (*notes, *list_doubts(self.profile.costs)):
+        noises = dict.fromkeys(found.noise for found in measured if found.noise is not None)
+        for note in (*noises, *list_doubts(self.profile.costs)):
             print(f"note: {note}", file=sys.stderr)
         # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
@@ -264,12 +271,15 @@ class PlanArguments:
         """Return the machine of --machine, or one with `count` equal devices."""
         return choose_machine(self.profile, self.arguments.machine, count, self.arguments.bandwidth)
 
-    def lay_out(self, count: int | None) -> tuple[Machine, Workload]:
-        """Return the machine with one device for each stage, and the schedule's workload."""
-        machine = self.machine(count)
+    def lay_out(self, count: int | None, n_microbatches: int | None = None) -> tuple[Machine, Workload]:
+        """Return the machine with one device for each stage, and the schedule's workload.
+
+        n_microbatches: another number than that of the arguments.
+        """
+        machine, number = self.machine(count), n_microbatches or self.arguments.n_microbatches
         if self.fixed is not None:
-            return lay_out_schedule(machine, self.fixed, self.arguments.n_microbatches)
-        laid_out, workload = lay_out(machine, self.schedule, self.arguments.n_microbatches)
+            return lay_out_schedule(machine, self.fixed, number)
+        laid_out, workload = lay_out(machine, self.schedule, number)
         if self.arguments.pins and len(laid_out) != len(machine):
             raise InputError(
                 f"--pin {self.arguments.pins[0][:SHOWN]}: under {self.schedule} a device has several stages, and a "
@@ -286,14 +296,31 @@ class PlanArguments:
     def plan(self, count: int | None, planner: Planner | None = None) -> Plan:
         """Return the best plan for `count` devices, from the question's planner or the given one.
 
-        Raises NoFit if no plan fits, or if every plan places a node on a device that cannot run it.
+        With several profiles it is the best for all numbers of microbatches. Raises NoFit if no plan fits, or if every
+        plan places a node on a device that cannot run it.
         """
-        machine, workload = self.lay_out(count)
+        if not self.sizes:
+            return self._plan_for(count, planner or self.planner)
+        return choose_count(
+            self.sizes,
+            self.machine(count),
+            lambda costs, number: self._plan_for(count, self._find_planner(costs), number),
+        )
+
+    def _find_planner(self, costs: Costs) -> Planner:
+        """Return the planner for one of the sizes, which knows its states if it has planned before."""
+        if costs.rows not in self._planners:
+            self._planners[costs.rows] = replace(self.planner, costs=costs, _known={})
+        return self._planners[costs.rows]
+
+    def _plan_for(self, count: int | None, planner: Planner, n_microbatches: int | None = None) -> Plan:
+        """Return the best plan of a planner for `count` devices, and for a number of microbatches."""
+        machine, workload = self.lay_out(count, n_microbatches)
         # A schedule that is stated action by action has all of its stages.
         options = self.options if self.fixed is None else replace(self.options, use_all=True)
         with show_progress():
-            plan = check_can_run((planner or self.planner).plan(machine, workload, options))
-            plan, _, found = schedule_plan(plan, self.profile.costs, machine, workload, **self.search)
+            plan = check_can_run(planner.plan(machine, workload, options))
+            plan, _, found = schedule_plan(plan, planner.costs, machine, workload, **self.search)
             plan = state_step(plan)
         if found is not None:
             self._searches[id(plan)] = found
@@ -341,6 +368,8 @@ def main(arguments: argparse.Namespace) -> int:
     counts = question.counts()
     if arguments.baselines and (arguments.json or arguments.emit or len(counts) > 1):
         raise InputError("--baselines prints a table for one plan: leave out --json, --emit and a range of --devices")
+    if arguments.baselines and question.sizes:
+        raise InputError("--baselines compares plans of one profile: give one, or leave --baselines out")
     if arguments.emit:
         return _emit(question, counts)
     if arguments.to:

@@ -89,11 +89,14 @@ def add_examples(parser: argparse.ArgumentParser, *examples: tuple[str, str]) ->
     parser.epilog = "\n".join([EXAMPLES, *(f"  {purpose}:\n    {line}" for purpose, line in examples)])
 
 
-def add_planned_file(parser: argparse.ArgumentParser, *, optional: str = "") -> None:
-    """Add the file that is planned from; `optional` says, for the help, what is shown without one."""
+def add_planned_file(parser: argparse.ArgumentParser, *, optional: str = "", several: bool = False) -> None:
+    """Add the file that is planned from, or several; `optional` says, for the help, what is shown without one."""
     text = "fxsplit's profile, a PipeDream graph.txt, or a dnn-partitioning JSON"
     if optional:
         parser.add_argument("file", metavar="FILE", nargs="?", type=take_text, help=f"{text} (default: {optional})")
+    elif several:
+        more = "; with --best, also several profiles of one model at several microbatch sizes"
+        parser.add_argument("file", metavar="FILE", nargs="+", help=f"{text}{more}")
     else:
         parser.add_argument("file", metavar="FILE", help=text)
 
@@ -241,12 +244,16 @@ def read_bandwidth(text: str | None) -> float | None:
     return bytes_per_s
 
 
+_NAMES = {"best=True": "--best", "n_microbatches= ": "--n-microbatches "}
+"""Python arguments that errors name without a value, or with the value of a flag."""
 _FIELDS = re.compile(r"(?:partition|augment)\{([^{}]*)\}")
 _ARGUMENT = re.compile(r"\b(schedule|n_microbatches|devices|repeats|time_limit|on|dtype)=('?)([^\s:;,']*)\2")
 
 
 def speak_command(text: str) -> str:
     """Return an error's text with the command's options: `partition{model=direct}` becomes `--cost-model direct`."""
+    for name, option in _NAMES.items():
+        text = text.replace(name, option)
     text = _FIELDS.sub(lambda found: " and ".join(map(_name_option, found[1].split(","))), text)
     return _ARGUMENT.sub(lambda found: f"{OPTIONS[found[1]]} {found[3]}".rstrip(), text)
 

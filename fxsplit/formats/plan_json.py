@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit.errors import InputError, PlanError
+from fxsplit.ir.facts.compared import ComparedCount, ComparedSchedule
 from fxsplit.ir.facts.costs.compress import HOW
 from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Device, Machine, TransferKind
 from fxsplit.ir.facts.memory.microbatch import MicrobatchMemory
 from fxsplit.ir.facts.memory.stage import spread_activations
-from fxsplit.ir.facts.plan import ComparedSchedule, Plan
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, replace_infinite, show
 from fxsplit.system.files import explain_unreadable, write_whole
@@ -93,6 +94,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "transfers": plan.transfers,
         "schedule_csv": plan.schedule_csv or None,
         "compared": [asdict(choice) for choice in plan.compared],
+        "compared_counts": [replace_infinite(asdict(count)) for count in plan.compared_counts],
+        "interpolated_between": list(plan.interpolated_between) or None,
     }
 
 
@@ -174,6 +177,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             fixed_rows=tuple(_count(rows, "fixed_rows") for rows in as_list(data.get("fixed_rows", []))),
             schedule_csv=_read_schedule(data.get("schedule_csv")),
             compared=tuple(_read_compared(choice) for choice in as_list(data.get("compared", []))),
+            compared_counts=tuple(_read_count(count) for count in as_list(data.get("compared_counts", []))),
             machine=_read_machine(data.get("machine"), names),
             step_ms=_find_number(data.get("step_ms"), "step_ms"),
             step_lower_bound_ms=_find_number(data.get("step_lower_bound_ms"), "step_lower_bound_ms"),
@@ -259,6 +263,17 @@ def _read_compared(value: Any) -> ComparedSchedule:
         str(value["schedule"]),
         _number(value["step_ms"], "step_ms"),
         None if fits is None else _truth(fits, "fits"),
+    )
+
+
+def _read_count(value: Any) -> ComparedCount:
+    """Return a number of microbatches that was compared for the plan. Raises PlanError for figures that are none."""
+    return ComparedCount(
+        _count(value["n_microbatches"], "n_microbatches"),
+        _count(value["rows"], "rows"),
+        _find_number(value["step_ms"], "step_ms"),
+        _limit(value["lower_bound_ms"]),
+        tuple(_count(rows, "between") for rows in as_list(value["between"])),
     )
 
 

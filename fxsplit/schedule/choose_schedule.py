@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from fxsplit.ir.facts.compared import ComparedSchedule
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
-from fxsplit.ir.facts.plan import ComparedSchedule, Plan
+from fxsplit.ir.facts.plan import Plan
 from fxsplit.schedule.generators.catalogue import SPLITTING, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule_plan import (

@@ -241,12 +241,19 @@ def test_the_best_plan_trains_as_the_model_on_batches_of_any_size() -> None:
 def test_the_best_plan_chooses_the_number_of_microbatches() -> None:
     given: dict[str, Any] = {"example_inputs": torch.zeros(12, 16).double(), "passes": FAST, "best": True}
     with fxsplit.compile(make_model(), ["cpu"] * 3, **given) as pipe:
-        found = pipe.plan.step_ms, pipe.plan.n_microbatches
-    steps = []
+        best = pipe.plan
+    plans = {}
     for count in (3, 6, 12):
         with fxsplit.compile(make_model(), ["cpu"] * 3, n_microbatches=count, **given) as pipe:
-            steps.append((pipe.plan.step_ms, count))
-    assert found == min(steps)
+            plans[count] = pipe.plan
+            assert pipe.plan.compared_counts == ()
+    assert (best.step_ms, best.n_microbatches) == min((plan.step_ms or 0.0, count) for count, plan in plans.items())
+    # Its bound holds for all of these numbers, and the plan names them.
+    assert [(c.n_microbatches, c.rows, c.step_ms) for c in best.compared_counts] == [
+        (count, 12 // count, plan.step_ms) for count, plan in plans.items()
+    ]
+    assert best.step_lower_bound_ms == min(plan.step_lower_bound_ms or 0.0 for plan in plans.values())
+    assert "as no other number has a shorter step" in str(best)
 
 
 def test_values_that_are_stated_stay() -> None:

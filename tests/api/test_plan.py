@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,29 @@ def test_the_best_plan_chooses_stages_replicas_devices_and_order_together() -> N
     named = fxsplit.plan(costs, 3, n_microbatches=2, best=True, schedule="GPipe")
     assert named.schedule == "GPipe" and not named.schedule_csv
     assert min(line.step_ms or 0.0, named.step_ms or 0.0) >= 36.0
+
+
+def test_several_profiles_give_the_number_of_microbatches_too(tmp_path: Path) -> None:
+    """A row takes 1 ms in each node, and each microbatch half of one more."""
+
+    def at(rows: int) -> Costs:
+        nodes = (node("a", ms=0.5 + rows, parameter_bytes=10**9), node("b", ["a"], 0.5 + rows, parameter_bytes=10**9))
+        return Costs(nodes, (), ("b",), rows=rows)
+
+    machine = fxsplit.Machine.planned(2, 1e9)
+    at(8).save(tmp_path / "8.json")
+    plan = fxsplit.plan([tmp_path / "8.json", at(1)], machine, n_microbatches=2, best=True)
+    assert (plan.n_microbatches * plan.rows, plan.interpolated_between) == (16, (1, 8)) and plan.rows == 4
+    alone = [fxsplit.plan(at(rows), machine, n_microbatches=16 // rows, best=True) for rows in (1, 2, 4, 8)]
+    assert plan.step_ms == min(each.step_ms or 0.0 for each in alone)
+    assert plan.step_lower_bound_ms == min(each.step_lower_bound_ms or 0.0 for each in alone)
+    assert plan.costs is not None and plan.costs.rows == 4
+    with pytest.raises(InputError, match="give n_microbatches= too"):
+        fxsplit.plan([at(8), at(1)], machine, best=True)
+    with pytest.raises(InputError, match="give best=True too"):
+        fxsplit.plan([at(8), at(1)], machine, n_microbatches=2)
+    with pytest.raises(fxsplit.FxsplitError, match=r"'profile 1' is not a profile of the model in '.*8\.json'"):
+        fxsplit.plan([tmp_path / "8.json", replace(at(1), outputs=("a",))], machine, n_microbatches=2, best=True)
 
 
 def test_an_objective_alone_keeps_schedule_and_cost_model() -> None:

@@ -417,6 +417,38 @@ def test_best_minimises_the_step_and_says_so(capsys: pytest.CaptureFixture[str],
     assert f"step {found['step_ms']:.3f} ms" in out and "over one device for this batch" in out
 
 
+def test_several_profiles_give_the_number_of_microbatches_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = {rows: str(tmp_path / f"{rows}.json") for rows in (1, 8)}
+    profiles = {rows: replace(chain([10, 10], 0.5 + rows, parameter_bytes=10**9), rows=rows) for rows in files}
+    for rows, file in files.items():
+        profiles[rows].save(file)
+    base = ["plan", files[8], files[1], "--bandwidth", "1e9", "--n-microbatches", "2", "--best"]
+    found = answer(capsys, *base, "--devices", "2")
+    same = fxsplit.plan([profiles[8], profiles[1]], fxsplit.Machine.planned(2, 1e9), n_microbatches=2, best=True)
+    assert found["step_ms"] == same.step_ms and found["step_lower_bound_ms"] == same.step_lower_bound_ms
+    assert (found["n_microbatches"], found["rows"], found["interpolated_between"]) == (4, 4, [1, 8])
+    assert [(c["n_microbatches"], c["between"]) for c in found["compared_counts"]] == [
+        (2, []),
+        (4, [1, 8]),
+        (8, [1, 8]),
+        (16, []),
+    ]
+    assert cli.main([*base, "--devices", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 microbatches, as no other number has a shorter step: 2 of 8 rows" in out and "~: interpolated" in out
+    assert "times are interpolated between profiles of 1 and 8 rows" in out
+    for arguments, message in (
+        (["plan", files[8], files[1], "--n-microbatches", "2"], "give --best too, or one profile"),
+        (["plan", files[8], files[1], "--best"], "give --n-microbatches too"),
+        (["plan", files[8], files[8], "--best", "--n-microbatches", "2"], "are both of microbatches of 8 rows"),
+        ([*base, "--baselines"], "--baselines compares plans of one profile"),
+    ):
+        assert cli.main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_best_plan_is_simulated_as_it_was_planned(
     capsys: pytest.CaptureFixture[str], profile: str, tmp_path: Path
 ) -> None:

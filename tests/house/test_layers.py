@@ -51,7 +51,13 @@ INNER: dict[str, list[set[str]]] = {
     ],
     "allocation": [{"job"}, {"allocate"}, {"policies"}, {"replay"}],
     "ir.text": [{"tokens"}, {"values"}, {"graph", "records"}, {"fx_graph"}, {"write"}, {"read"}],
-    "ir.facts": [{"costs"}, {"memory"}, {"given"}, {"capture", "lattice", "price", "split", "stages"}, {"plan"}],
+    "ir.facts": [
+        {"compared", "costs"},
+        {"memory"},
+        {"given"},
+        {"capture", "lattice", "price", "split", "stages"},
+        {"plan"},
+    ],
     "schedule": [
         {"action"},
         {"schedule"},
@@ -95,7 +101,7 @@ INNER: dict[str, list[set[str]]] = {
         {"baselines", "direct", "no_plan"},
         {"solve"},
         {"step"},
-        {"planner"},
+        {"batch", "planner"},
     ],
     "planner.step": [{"kernels"}, {"bound", "prices"}, {"search"}, {"step"}],
     "passes.profile": [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from fxsplit.api.compiler.candidates import CaptureRows, choose_candidate
+from fxsplit.api.compiler.candidates import CaptureRows, Choice, choose_candidate
 from fxsplit.api.compiler.compile_group import CompileGroup, SharedPlan, describe_graph, describe_program
 from fxsplit.api.compiler.compiled import Compiled
 from fxsplit.api.compiler.lowering import lower
@@ -68,9 +68,10 @@ class StageSearch:
         like, options, moves_weights = self.like, self.options, self.moves_weights
         # The second mode keeps the schedule of the first, as its devices hold the weights already.
         if like is None:
-            candidate, known = choose_candidate(options, self.rows, self.capture_rows, self.observers)
+            choice = choose_candidate(options, self.rows, self.capture_rows, self.observers)
         else:
-            candidate, known = like.adapt_candidate(options, self.rows), like.costs
+            choice = Choice(like.adapt_candidate(options, self.rows), like.costs)
+        candidate, known = choice.candidate, choice.costs
         captured = self._capture(candidate)
         # Most models have one graph for both modes, so the second mode costs only its capture. But a pass of the user's
         # may treat the same graph differently in the other mode.
@@ -86,7 +87,7 @@ class StageSearch:
             # Nodes share memory differently in this mode, and the stages of the weights do not suit it: plan again.
             moves_weights = True
             final, costs = lower(options, captured, candidate, known, observers=self.observers)
-        return FoundStages(candidate.follow(final[Plan]), captured, final, costs, moves_weights)
+        return FoundStages(candidate.follow(final[Plan]), captured, choice.state(final), costs, moves_weights)
 
     def _explain_other_order(self, captured: IR, like: Compiled, error: PlanError) -> PlanError:
         """Return the error for another way of calling the model, if no plan leaves the weights on their stages.

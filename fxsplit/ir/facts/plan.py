@@ -13,6 +13,7 @@ from math import inf, isclose, isfinite
 from typing import ClassVar, Literal
 
 from fxsplit.errors import BrokenFact, FxsplitError, PlanError
+from fxsplit.ir.facts.compared import ComparedCount, ComparedSchedule
 from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.given.machine import TRANSFER_KINDS, Machine, TransferKind
@@ -39,21 +40,6 @@ PROVEN = 1e-6
 """A plan whose gap is below this is called optimal. The search compares loads with a slack of 1e-9."""
 
 
-@dataclass(frozen=True)
-class ComparedSchedule:
-    """A schedule that was compared for a plan: its name, and the simulated time of a step in ms.
-
-    `fits` says whether it stays within the memory of each device; None if that was not looked at.
-    """
-
-    schedule: str
-    step_ms: float
-    fits: bool | None = None
-
-    def __str__(self) -> str:
-        return f"{self.schedule} {self.step_ms:.3f} ms{' (too much memory)' if self.fits is False else ''}"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown, Fact):
     """Stages in pipeline order, and the proof of their quality.
@@ -75,6 +61,7 @@ class Plan(Shown, Fact):
     - `schedule_csv`: the actions of the schedule, as a file in torch's format, if its name and numbers do not give them
     - `compared`: the schedules from which this one was chosen, the one with the shortest step first; empty if the
       schedule was given
+    - `compared_counts`: the numbers of microbatches from which the plan's was chosen; empty if it was given
     - the plan was priced for `costs` and `machine`, which pictures and reports show; None in a plan from a file
     - `step_ms` is the time of one step under the plan's schedule, as simulated; None if nobody has simulated it
     - `step_lower_bound_ms` is a lower bound on the step of any plan, if the step was minimised and not the bottleneck
@@ -101,6 +88,7 @@ class Plan(Shown, Fact):
     transfers: TransferKind = "asynchronous"
     schedule_csv: str = ""
     compared: tuple[ComparedSchedule, ...] = ()
+    compared_counts: tuple[ComparedCount, ...] = ()
     costs: Costs | None = None
     machine: Machine | None = None
     step_ms: float | None = None
@@ -247,6 +235,11 @@ class Plan(Shown, Fact):
         return inf if self.step_ms > 0 else 0.0
 
     @property
+    def interpolated_between(self) -> tuple[int, ...]:
+        """The rows of the two profiles from which the plan's costs are interpolated; empty for measured costs."""
+        return next((c.between for c in self.compared_counts if c.n_microbatches == self.n_microbatches), ())
+
+    @property
     def _proven_gap(self) -> float:
         """The gap of the figure that was minimised."""
         return self.gap if self.step_gap is None else self.step_gap
@@ -370,11 +363,15 @@ class Plan(Shown, Fact):
             values |= {name: value for name, value in known.items() if value is not None}
             values |= {"bound_for": _take_digest(ir)}
         else:
-            values |= list_values(self, leave_out=("stages", "compared", "costs", "machine", *values))
+            values |= list_values(
+                self, leave_out=("stages", "compared", "compared_counts", "costs", "machine", *values)
+            )
             stages = order_columns(StagePlan, self.stages)
             values |= {"estimated": [list_values(self.estimated)]} if self.estimated else {}
         if self.compared:
             values |= {"compared": order_columns(ComparedSchedule, self.compared)}
+        if self.compared_counts:
+            values |= {"compared_counts": order_columns(ComparedCount, self.compared_counts)}
         return Record("Plan", {**values, "stages": stages}, [*str(self).splitlines(), *self._describe_cuts(ir)])
 
     def _describe_cuts(self, ir: IR) -> list[str]:
@@ -404,6 +401,7 @@ class Plan(Shown, Fact):
         """
         values, rows = dict(record.values), record.take_rows("stages")
         values["compared"] = record.read_rows(ComparedSchedule, "compared")
+        values["compared_counts"] = record.read_rows(ComparedCount, "compared_counts")
         estimated = record.read_rows(Estimated, "estimated")
         values |= {"estimated": estimated[0]} if estimated else {}
         if not rows:
@@ -423,7 +421,7 @@ class Plan(Shown, Fact):
         if values.pop("bound_for", None) != _take_digest(ir):
             # Costs, machine or workload were edited: the bound says nothing of the new ones.
             bounds, proof = {"lower_bound_ms": 0.0, "n_states": 0}, None
-            steps = ("step_ms", "step_lower_bound_ms", "compared")
+            steps = ("step_ms", "step_lower_bound_ms", "compared", "compared_counts")
             values = {name: value for name, value in values.items() if name not in steps}
         split = [record.make_row(_Split, row, "stages") for row in rows]
         lacking = sorted(set(costs.by_name) ^ {name for s in split for name in s.nodes})
@@ -459,6 +457,7 @@ class Plan(Shown, Fact):
         yield self._describe_proof()
         yield self._describe_speedup()
         yield f"{self.schedule}, {format_count(self.n_microbatches, 'microbatch')} of {format_count(self.rows, 'row')}"
+        yield from self._describe_counts()
         if self.fixed_rows:
             sizes = " and ".join(map(str, self.fixed_rows))
             yield (
@@ -502,6 +501,17 @@ class Plan(Shown, Fact):
         if self.minimised == "bottleneck" or not self.step_ms:
             return f"steady-state speed-up {self.speedup:.2f} over one device"
         return f"speed-up {self.n_microbatches * self.single_ms / self.step_ms:.2f} over one device for this batch"
+
+    def _describe_counts(self) -> Parts:
+        """Yield lines on the other numbers of microbatches, and on times that were not measured."""
+        others = [count for count in self.compared_counts if count.n_microbatches != self.n_microbatches]
+        if others:
+            note = "; ~: interpolated" * any(count.between for count in others)
+            yield f"{format_count(self.n_microbatches, 'microbatch')}, as no other number has a shorter step: " + (
+                f"{', '.join(map(str, others))}{note}"
+            )
+        if self.interpolated_between:
+            yield "times are interpolated between profiles of {} and {} rows".format(*self.interpolated_between)
 
     def _describe_proof(self) -> str:
         """Return the figure that was minimised, its lower bound and the proof, for people."""

@@ -103,7 +103,8 @@ def _explain_misfit(*, proven: bool) -> NoFit:
     return NoFit(
         f"{'no plan fits in memory, in any order of work' if proven else found}: use more devices, more and smaller "
         "microbatches, or partition{optimizer_factor=} if your optimizer keeps less than Adam; the plan with the "
-        "smallest bottleneck (objective='bottleneck') may recompute, and says which stage is short of memory"
+        "smallest bottleneck (objective='bottleneck') may recompute, and says which stage is short of memory",
+        proven=proven,
     )
 
 

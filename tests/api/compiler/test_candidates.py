@@ -149,12 +149,12 @@ def test_each_number_of_microbatches_is_captured_and_measured_once() -> None:
         captured.append(rows[0])
         return capture_model(network, options, call, rows, from_shapes=False)
 
-    chosen, costs = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
+    chosen, costs, counts = choose_candidate(replace(options, schedule="auto"), 16, capture_rows)
     assert captured == [8, 4, 2, 1]
-    assert costs is not None and costs.rows == 16 // chosen.n_microbatches
+    assert costs is not None and costs.rows == 16 // chosen.n_microbatches and counts == ()
     captured.clear()
     only = choose_candidate(replace(options, n_microbatches=4), 16, capture_rows)
-    assert only == (Candidate(Scheduler("1F1B", 2), 4), None) and captured == []
+    assert only == (Candidate(Scheduler("1F1B", 2), 4), None, ()) and captured == []
 
 
 def test_candidates_are_dumped_beside_the_plan_that_runs(tmp_path: Path) -> None:
