@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, sqrt
 from typing import Any
 
@@ -18,6 +18,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.text import sum_by_module
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import PROVEN, Plan
+from fxsplit.schedule.taxonomy import classify_plan
 from fxsplit.system.figures import format_bytes
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
@@ -56,9 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
         cuts = [
             _explain_cut(question, count, plan, n) for n in track(range(1, len(plan.stages)), "plans without a cut")
         ]
+    kind = classify_plan(plan)
     if arguments.json:
         numbered = {} if count is None else {"n_devices": count}
-        print_json(question.answer(plan) | numbered | {"explained": {"stages": stages, "cuts": cuts}})
+        explained = {"stages": stages, "cuts": cuts, "kind": None if kind is None else asdict(kind)}
+        print_json(question.answer(plan) | numbered | {"explained": explained})
         return 0
     print_parts(plan.show())
     for n, stage in enumerate(stages):
@@ -76,6 +79,13 @@ def main(arguments: argparse.Namespace) -> int:
         rows = [(f"  {_describe(question, name)}", _format_amount(b, nominal)) for name, b in cut["largest"].items()]
         print_parts([Table(("  made by", ">sent"), rows)] if rows else [])
         print(f"  next best without this cut: {_format_next_best(cut, plan)}")
+    if kind is not None:
+        print(f"\nparallelism: {kind.parallelism}")
+        print(f"synchronisation: {kind.synchronisation}")
+        print(f"weights: {kind.weights}")
+        nominal = question.profile.nominal_bytes_per_ms
+        rows = [(f"  {name}", _format_amount(sent, nominal)) for name, sent in kind.list_bytes()]
+        print_parts([Table(("  sent in a step", ">in all"), rows)])
     return 0
 
 

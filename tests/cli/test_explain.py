@@ -137,3 +137,13 @@ def test_a_device_pays_only_if_the_plan_becomes_faster(capsys: pytest.CaptureFix
             told[devices] = json.loads(capsys.readouterr().out)["objective"]
         # The objective of two devices includes one device.
         assert (told["3"] < told["2"] * (1 - 1e-9)) == pays or told["2"] == 9.0, told
+
+
+def test_the_kind_of_parallel_training_is_told(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    """Of n0's value 1,500 bytes cross the cut forward and 500 back; n2's 10 bytes only go forward."""
+    kind = explain(capsys, profile, "--devices", "2", "--no-traffic", "--n-microbatches", "3")["kind"]
+    assert kind["parallelism"] == "pipeline (2 stages of the model on 2 devices, 3 microbatches)"
+    assert kind["sent_bytes"] == {"values forward": 3 * 1510.0, "gradients back": 1500.0, "sums of gradients": 0.0}
+    assert main(["explain", profile, "--devices", "2", "--no-traffic"]) == 0
+    assert "parallelism: pipeline (2 stages" in capsys.readouterr().out
+    assert explain(capsys, profile, "--devices", "2", "--cost-model", "direct")["kind"] is None

@@ -68,7 +68,7 @@ INNER: dict[str, list[set[str]]] = {
         {"kernels"},
         {"generators"},
         {"of_plan", "solver"},
-        {"schedule_plan"},
+        {"schedule_plan", "taxonomy"},
         {"choose_schedule"},
     ],
     "formats": [

@@ -71,10 +71,11 @@ def test_a_page_has_every_section_with_its_pictures_and_tables() -> None:
     for _, own in page.elements:
         if (own.get("href") or "").startswith("#"):
             assert (own["href"] or "")[1:] in ids
-    assert len(page.find("svg")) == 5 and len(page.find("table")) == 7
+    assert len(page.find("svg")) == 5 and len(page.find("table")) == 8
+    assert "parallelism pipeline (2 stages of the model on 2 devices" in page.text
     for own in page.find("svg"):
         assert own["role"] == "img" and own["aria-labelledby"] in ids
-    assert page.find("html", lang="en") and len(page.find("caption")) == 7
+    assert page.find("html", lang="en") and len(page.find("caption")) == 8
     assert "Nothing was tried" not in page.text and "without its profile" not in page.text
 
 

@@ -87,7 +87,7 @@ def list_sections(story: Story) -> list[Section]:
     grid = [t for t in (tables["what if"], tables["layers"], *list_grid(story)) if t.rows]
     lost = "The passes are not known: a dump folder or a pipeline has them."
     return [
-        Section("stages", [_draw(draw_loads(plan))], [tables["stages"]]),
+        Section("stages", [_draw(draw_loads(plan))], [tables["stages"], *[tables["kind"]] * bool(tables["kind"].rows)]),
         Section("memory", [_draw(draw_memory(plan, find_limits(plan)))], [tables["memory"]]),
         Section("graph", [_draw(draw_graph(plan, plan.costs))], (), "" if known else NO_COSTS, "graph" * known),
         Section("cuts", places, [tables["cuts"]] * (len(plan.stages) > 1), "" if known else NO_COSTS),

@@ -12,6 +12,7 @@ from fxsplit.report.page.words import compare_trial, find_base
 from fxsplit.report.pictures.bars import MEMORY, split_load
 from fxsplit.report.pictures.plan import find_limits
 from fxsplit.schedule.simulation.idle import CAUSES, explain_idle, sum_causes
+from fxsplit.schedule.taxonomy import classify_plan
 from fxsplit.system.figures import format_bytes, format_ms, format_share
 
 
@@ -28,6 +29,7 @@ def list_tables(story: Story) -> dict[str, HtmlTable]:
     """Return the tables by name."""
     return {
         "stages": _tell_stages(story.plan),
+        "kind": _tell_kind(story.plan),
         "memory": _tell_memory(story.plan),
         "cuts": _tell_cuts(story),
         "idle": _tell_idle(story),
@@ -55,6 +57,15 @@ def _tell_stages(plan: Plan) -> HtmlTable:
         ">less than the slowest",
     ]
     return HtmlTable("Time of each stage for a microbatch", heads, rows)
+
+
+def _tell_kind(plan: Plan) -> HtmlTable:
+    kind = classify_plan(plan)
+    if kind is None:
+        return HtmlTable("The kind of parallel training", ["figure", "this plan"], [])
+    words = [["parallelism", kind.parallelism], ["synchronisation", kind.synchronisation], ["weights", kind.weights]]
+    sent = [[f"sent in a step: {name}", format_bytes(bytes_)] for name, bytes_ in kind.list_bytes()]
+    return HtmlTable("The kind of parallel training", ["figure", "this plan"], [*words, *sent])
 
 
 def _tell_memory(plan: Plan) -> HtmlTable:
