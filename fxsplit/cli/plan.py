@@ -43,7 +43,7 @@ from fxsplit.formats import ProfileFile, read
 from fxsplit.formats.machine_toml import read_machine
 from fxsplit.formats.plan_json import describe_plan
 from fxsplit.ir.facts.costs.compress import HOW
-from fxsplit.ir.facts.costs.costs import Costs
+from fxsplit.ir.facts.costs.costs import Costs, NodeCost
 from fxsplit.ir.facts.costs.estimated import list_doubts, list_shares
 from fxsplit.ir.facts.given.machine import MAX_DEVICES, Machine, check_device_count
 from fxsplit.ir.facts.given.workload import Workload
@@ -194,9 +194,7 @@ class PlanArguments:
         self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
         self._planners = {costs.rows: self.planner}
         self.load_s = time.perf_counter() - begin
-        noises = dict.fromkeys(found.noise for found in measured if found.noise is not None)
-        for note in (*noises, *list_doubts(self.profile.costs)):
-            print(f"note: {note}", file=sys.stderr)
+        _print_notes(measured)
         # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
         model = arguments.cost_model or ("replicated" if self._best else self.profile.cost_model)
@@ -445,16 +443,23 @@ def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
     return Table(("operators", ">of the time", *(f"{factor:g} times" for factor in FACTORS)), rows)
 
 
+def _print_notes(measured: Sequence[Costs]) -> None:
+    """Print the noise of profiles, and the doubts about estimated ones."""
+    noises = [found.noise for found in measured if found.noise is not None]
+    for note in dict.fromkeys([*noises, *(doubt for found in measured for doubt in list_doubts(found))]):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _scale(costs: Costs, kind: str, factor: float) -> Costs:
     """Return costs in which the operators of a class take `factor` times as long."""
-    times = ("forward_ms", "backward_ms", "weight_ms")
-    return replace(
-        costs,
-        nodes=tuple(
-            replace(n, **{name: (getattr(n, name) or 0.0) * factor for name in times}) if n.kind == kind else n
-            for n in costs.nodes
-        ),
-    )
+
+    def slow_down(node: NodeCost) -> NodeCost:
+        weight_ms = None if node.weight_ms is None else node.weight_ms * factor
+        return replace(
+            node, forward_ms=node.forward_ms * factor, backward_ms=node.backward_ms * factor, weight_ms=weight_ms
+        )
+
+    return replace(costs, nodes=tuple(slow_down(node) if node.kind == kind else node for node in costs.nodes))
 
 
 def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> Table:

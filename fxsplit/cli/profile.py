@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fxsplit.cli.model_factory import FactoryResult, call_factory, describe_error
-from fxsplit.cli.words import take_text
+from fxsplit.cli.words import add_examples, take_text
 from fxsplit.errors import FxsplitError, InputError
 from fxsplit.ir.facts.costs.estimated import list_doubts
 from fxsplit.system.figures import format_count
@@ -58,6 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compiled", action="store_true", help="--on: as if torch.compile fused operators, which is a guess"
+    )
+    add_examples(
+        parser,
+        ("the profile of make_net() in models.py, measured here", "fxsplit profile models:make_net -o net.json"),
+        (
+            "one of eight pieces of its batch, measured on a GPU",
+            "fxsplit profile models:make_net --n-microbatches 8 --device cuda:0 -o net.json",
+        ),
+        ("estimated for a GPU that is not here", "fxsplit profile models:make_net --on h100 -o net.json"),
     )
 
 

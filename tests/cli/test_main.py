@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fxsplit.cli import main as cli
-from fxsplit.cli import passes
+from fxsplit.cli.toolkit import passes
 
 
 def default_interrupts() -> None:

@@ -1,0 +1,1 @@
+"""The subcommands `opt` and `passes`: the IR and its passes by themselves."""
