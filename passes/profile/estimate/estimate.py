@@ -22,7 +22,7 @@ SPREADS = {MATMUL: 0.3, ATTENTION: 0.5, CONVOLUTION: 1.0, UNKNOWN: 1.0}
 OTHER_SPREAD = 0.6
 """The error of most estimates, as a share, by class of operators; OTHER_SPREAD is for the classes that move bytes.
 
-Rounded from the operators that bench/estimates.py compares, of GPT-like models on three GPUs.
+Rounded from findings on the operators that bench/estimates compares, of GPT-like models on three GPUs.
 """
 
 
