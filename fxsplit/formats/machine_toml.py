@@ -111,7 +111,7 @@ def _fill_in(table: Any, where: str, prefix: str) -> dict[str, Any]:
             found["memory_bytes"] = find_device_kind(kind).memory_bytes
     except InputError as error:
         raise InputError(f"{where} has {error}") from error
-    return found | table
+    return {**found, **table}
 
 
 def _read_latency(table: Any, key: str, where: str) -> float:

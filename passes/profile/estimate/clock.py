@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class _Begin(Begin):
     """The beginning of a span: the time of launches so far, and the time by class of operators."""
 
     launch_ms: float = 0.0
-    shares: Counter[str] = field(default_factory=Counter)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class EstimatingClock(Clock, TorchDispatchMode):
@@ -55,14 +55,14 @@ class EstimatingClock(Clock, TorchDispatchMode):
     """
 
     def __init__(self, kind: DeviceKind, *, tf32: bool, compiled: bool) -> None:
-        super().__init__()
-        self.shares: Counter[str] = Counter()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shares: dict[str, float] = defaultdict(float)
         self.unknown: dict[str, None] = {}
         self._kind = kind
         self._tf32 = {MATMUL: tf32, ATTENTION: tf32, CONVOLUTION: torch.backends.cudnn.allow_tf32}
         self._fused = FUSED if compiled else 1.0
         self._device_ms = self._launch_ms = 0.0
-        self._all: Counter[str] = Counter()
+        self._all: dict[str, float] = defaultdict(float)
         self._held = self._peak = 0
         self._alive: set[int] = set()
 
@@ -72,12 +72,13 @@ class EstimatingClock(Clock, TorchDispatchMode):
 
     def start(self) -> Begin:
         """Return the beginning of a span."""
-        return _Begin(self._device_ms, launch_ms=self._launch_ms, shares=self._all.copy())
+        return _Begin(self._device_ms, launch_ms=self._launch_ms, shares=dict(self._all))
 
     def stop(self, begin: Begin, calls: int = 0) -> WorkTime:
         """Return the estimated times of the operators from `begin` to now."""
         assert isinstance(begin, _Begin)  # this clock's own start() created it
-        self.shares += self._all - begin.shares
+        for kind, ms in self._all.items():
+            self.shares[kind] += ms - begin.shares.get(kind, 0.0)
         return WorkTime(self._device_ms - begin.ms, self._launch_ms - begin.launch_ms, calls)
 
     @contextmanager

@@ -73,6 +73,7 @@ class Estimator:
             ) from error
         self._unknown |= clock.unknown
         spread = sum(ms * SPREADS.get(kind, OTHER_SPREAD) for kind, ms in clock.shares.items())
-        spread_ms = spread / (clock.shares.total() or 1.0) * (found.forward_ms + found.backward_ms)
-        largest = max(clock.shares, key=lambda kind: clock.shares[kind], default="")
+        spread_ms = spread / (sum(clock.shares.values()) or 1.0) * (found.forward_ms + found.backward_ms)
+        shares = {kind: ms for kind, ms in clock.shares.items() if ms}
+        largest = max(shares, key=lambda kind: shares[kind], default="")
         return found._replace(spread_ms=round(spread_ms, 6), kind=UNKNOWN if clock.unknown else largest)

@@ -467,8 +467,8 @@ class Costs(Shown, Fact):
 
 
 _TABLES: dict[str, Any] = {"nodes": NodeCost, "inputs": InputCost, "exchanges": Exchange, "tied": TiedParameter}
-_SELDOM = ("forward_launch_ms", "backward_launch_ms", *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in")
-_SELDOM += ("made", "kind")
+_LAUNCHES = ("forward_launch_ms", "backward_launch_ms")
+_SELDOM = (*_LAUNCHES, *MEMORY[1:], "kept_for", "kept_for_bytes", "lies_in", "made", "kind")
 
 
 def _to_record(node: NodeCost) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,12 +67,13 @@ class Estimated:
 
 def list_shares(costs: Any) -> dict[str, float]:
     """Return the share of the time that each class of operators takes in estimated costs, the largest first."""
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     for node in costs.nodes:
         if node.kind:
             times[node.kind] += node.forward_ms + node.backward_ms
-    whole = times.total() or 1.0
-    return {kind: ms / whole for kind, ms in times.most_common() if ms}
+    whole = sum(times.values()) or 1.0
+    ordered = sorted(times, key=lambda kind: -times[kind])
+    return {kind: times[kind] / whole for kind in ordered if times[kind]}
 
 
 def list_doubts(costs: Any) -> Iterator[str]:
