@@ -1,5 +1,6 @@
 """A machine in TOML: devices with memory and speed, and the links between them. Example with five devices:
 
+version = 1                     # of this format; default: 1
 bytes_per_s = 1.25e9            # between the devices of one entry and of the next; default: unlimited
 latency_us = 12.0               # of the same links, in microseconds; default: 0
 transfers = "blocking"          # devices wait for their messages; default: "asynchronous"
@@ -46,7 +47,8 @@ KEYS = {
     "kind",
     "link",
 }
-TOP_KEYS = ("bytes_per_s", "latency_us", "transfers", "link")
+TOP_KEYS = ("bytes_per_s", "latency_us", "transfers", "link", "version")
+VERSION = 1
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
@@ -56,6 +58,8 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     The order of devices in the file is the order of stages in a pipeline.
     """
     name, data, entries = load_tables(path, "a machine", "devices", TOP_KEYS)
+    if data.get("version", VERSION) != VERSION:
+        raise InputError(f"{name!r} has version={show(data['version'])}: this fxsplit reads version {VERSION}")
     transfers, data = _read_transfers(data, name), _fill_in(data, repr(name), "")
     between = take_number(data, "bytes_per_s", inf, name), _read_latency(data, "latency_us", name)
     devices: list[Device] = []

@@ -1,6 +1,6 @@
 """Plans as JSON: the output of `fxsplit plan --json` and the input of `fxsplit simulate --plan`.
 
-{"objective": 9.02, "lower_bound": 9.02, "gap": 0.0, "optimal": true, "cost_model": "forwarded",
+{"format": "fxsplit-plan", "version": 1, "objective": 9.02, "lower_bound": 9.02, "gap": 0.0, "optimal": true,
  "stages": [{"nodes": ["n0"], "devices": ["device0"], "load": 3.0, "forward_ms": 1.0, ...}, ...], ...}
 """
 
@@ -25,6 +25,9 @@ from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.facts.price import COST_MODELS, CostModel, StagePlan
 from fxsplit.system.figures import AMOUNT, as_list, is_amount, is_count, replace_infinite, show
 from fxsplit.system.files import explain_unreadable, write_whole
+
+FORMAT, VERSION = "fxsplit-plan", 1
+"""The format of a file, and its version. Files from before version 1 state neither, and are read too."""
 
 # All numbers of a stage: a new figure of StagePlan is written and read without a change here.
 _FIGURES = [f.name for f in fields(StagePlan) if f.name.endswith(("_ms", "_bytes"))]
@@ -52,6 +55,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """
     bounded, step_gap = plan.minimised == "bottleneck", plan.step_gap
     return {
+        "format": FORMAT,
+        "version": VERSION,
         "objective": plan.bottleneck_ms,
         "lower_bound": plan.lower_bound_ms if bounded else None,
         # JSON has no infinity, the gap of a plan without a bound.
@@ -137,6 +142,9 @@ def parse_plan(data: Any, name: str) -> Plan:
     # Any JSON file may come here. The two keys that every plan has identify a plan.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
+    if (data.get("format", FORMAT), data.get("version", VERSION)) != (FORMAT, VERSION):
+        stated = f"{show(data.get('format'))}, version {show(data.get('version'))}"
+        raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
     try:
         names = [str(d) for d in as_list(data["device_names"])]
         # Under `direct`, stages hold no values at their boundaries.

@@ -67,7 +67,7 @@ def test_the_demo_shows_its_phases_and_three_commands(
     kinds = [name.partition(":")[0] for name in names]
     assert kinds[:5] == ["loading torch", "images and model", "trace and check", "profile", "plan"]
     assert kinds[5:9] == ["stages", "proof", "speed", "training"] and kinds[-2:] == ["report", "in all"]
-    for part in ("bottleneck", "equal", "predicted", "measured", "images per second", "over the goal of 95%"):
+    for part in ("bottleneck", "gradient", "predicted", "measured", "images per second", "over the goal of 95%"):
         assert part in printed, part
     commands = re.findall(r"(?m)^  .*?fxsplit (.*?) +# ", printed.partition("\nnext:\n")[2])
     assert len(commands) == 3

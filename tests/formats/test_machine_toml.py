@@ -40,6 +40,8 @@ from tests.support.refusals import refused
         ("[[devices]]\nkind = 100", "devices 0 has kind=100: give the name of a device"),
         ("[[devices]]\ncount = 2\nlink = 'pcie6'", "devices 0 has link='pcie6': known are nvlink2.*did you mean 'pcie"),
         ("link = 4\n[[devices]]", "has link=4: known are nvlink2"),
+        ("version = 2\n[[devices]]", "has version=2: this fxsplit reads version 1"),
+        ("version = '1'\n[[devices]]", "has version='1': this fxsplit reads version 1"),
         ("transfers = 1\n[[devices]]", "transfers=1: give asynchronous or blocking"),
         ("a = " + "[" * 20_000, "cannot read a machine"),
         ("devices = " + "[" * 20_000 + "]" * 20_000, "it is nested too deeply; give"),

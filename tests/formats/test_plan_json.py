@@ -56,6 +56,19 @@ def damaged(folder: Path, *place: str | int, value: Any) -> Path:
     return folder / "plan.json"
 
 
+def test_a_plan_states_its_version_and_another_one_is_refused(tmp_path: Path) -> None:
+    data = plan_to_dict(PLAN)
+    assert (data["format"], data["version"]) == ("fxsplit-plan", 1)
+    with pytest.raises(PlanError, match=r"is of 'fxsplit-plan', version 2, and this fxsplit reads .*, version 1"):
+        read_plan(damaged(tmp_path, "version", value=2))
+    with pytest.raises(PlanError, match=r"is of 'fxsplit-profile', version 1"):
+        read_plan(damaged(tmp_path, "format", value="fxsplit-profile"))
+    # Before version 1 files stated neither.
+    path = damaged(tmp_path, "version", value=None)
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "format"}))
+    assert plan_to_dict(read_plan(path)) == data
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     save_plan(PLAN, tmp_path / "plan.json")
     assert vars(read_plan(tmp_path / "plan.json")) == vars(PLAN)

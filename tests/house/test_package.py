@@ -11,10 +11,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import fxsplit
 from fxsplit.api.companions import TRIED
 from fxsplit.cli import main as cli
 from fxsplit.cli.demo.digits import Digits
+from fxsplit.formats import machine_toml, plan_json
+from fxsplit.formats.weights import checkpoint_folder
+from fxsplit.ir.facts.costs import costs
+from fxsplit.ir.text import write
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,3 +196,44 @@ def test_mypy_needs_no_library_of_another_extra() -> None:
         for name in re.findall(r"(?m)^\s*(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"))
     }
     assert {"lightning", "transformers"} <= imported & others <= may_be_missing
+
+
+def test_the_page_states_what_is_required_and_what_was_tried() -> None:
+    """torch has a table of its own."""
+    section = read("docs/devices.md").partition("| library | at least |")[2].partition("\n\n")[0]
+    stated = re.findall(r"(?m)^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", section)
+    required = [
+        re.match(r"([\w-]+)>=([\d.]+)", text)
+        for text in tomllib.loads(read("pyproject.toml"))["project"]["dependencies"]
+    ]
+    pinned = {name.lower(): found for name, found in re.findall(r"(?m)^([\w-]+)==(.+)$", read("constraints.txt"))}
+    asked = [(found[1], found[2], pinned[found[1]]) for found in required if found and found[1] != "torch"]
+    assert stated == asked
+
+
+def test_the_page_states_the_version_of_every_file() -> None:
+    section = read("docs/devices.md").partition("| file | version |")[2].partition("\n\n")[0]
+    stated = dict(re.findall(r"(?m)^\| (\w+),.*? \| (\d+) \|", section))
+    versions = {
+        "profile": costs.VERSION,
+        "plan": plan_json.VERSION,
+        "IR": write.VERSION,
+        "machine": machine_toml.VERSION,
+        "checkpoint": checkpoint_folder.VERSION,
+    }
+    assert {name: int(version) for name, version in stated.items()} == versions
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load(read("CITATION.cff"))
+    assert cited["version"] == tomllib.loads(read("pyproject.toml"))["project"]["version"] == fxsplit.__version__
+    assert cited["license"] == "Apache-2.0"
+
+
+def test_the_forms_for_issues_are_complete() -> None:
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) == 2
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert form["name"] and form["description"], path
+        assert all(field["attributes"]["label"] and field["id"] for field in form["body"]), path

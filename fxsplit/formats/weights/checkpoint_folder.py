@@ -112,8 +112,12 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("format") != FORMAT or data.pop("version") != VERSION:
-            raise InputError(f"{str(path)!r} is of another format or version: read it with the fxsplit that wrote it")
+        stated = data.pop("format"), data.pop("version")
+        if stated != (FORMAT, VERSION):
+            raise InputError(
+                f"{str(path)!r} is of format {show(stated[0])}, version {show(stated[1])}, and this fxsplit reads "
+                f"{FORMAT!r}, version {VERSION}: read it with the fxsplit that wrote it"
+            )
         data["groups"] = [Group(**group) for group in data["groups"]]
         manifest = Manifest(**data)
         _check_manifest(manifest)

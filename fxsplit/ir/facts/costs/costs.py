@@ -394,7 +394,7 @@ class Costs(Shown, Fact):
 
         `name`: the name of the file.
         """
-        if isinstance(data, dict) and "stages" in data and "format" not in data:
+        if isinstance(data, dict) and "stages" in data and data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is a plan, and a profile is needed: give the file of costs.save(path)")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ProfileError(f"{name!r} is not a profile (no format {FORMAT!r}): write one with costs.save(path)")
