@@ -1,22 +1,21 @@
 """A hook of mkdocs: write the reference of names and commands into a page, from their docstrings and parsers.
 
-In the page a line `::: fxsplit.compile` becomes the signature and the docstring of that name, and a line
-`::: fxsplit plan` the help of that command. `::: NAME` is also the syntax of mkdocstrings.
+In the page a line `::: fxsplit.compile` becomes the signature and the docstring of that name. mkdocstrings has the same
+syntax. The line `::: fxsplit` becomes the help of all commands.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
-import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
 from typing import Any
 from unittest import mock
 
-ENTRY = re.compile(r"^::: (fxsplit\S*(?: [\w-]+)?)$", re.MULTILINE)
+ENTRY = re.compile(r"^::: (fxsplit\S*)$", re.MULTILINE)
 LONG = 100
 """The width of a signature that fits on one line, and of the help of a command."""
 
@@ -34,9 +33,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def describe(entry: str) -> str:
-    """Return the text of a name, such as `fxsplit.compile`, or of a command, such as `fxsplit plan`."""
-    if " " in entry:
-        return f"### {entry}\n```text\n{read_help(entry.split()[1])}```\n"
+    """Return the text of a name, such as `fxsplit.compile`, or of all commands."""
+    if entry == "fxsplit":
+        return "\n".join(describe_commands())
     module, _, name = entry.rpartition(".")
     value = getattr(importlib.import_module(module), name)
     return "\n".join(describe_class(entry, value) if inspect.isclass(value) else describe_value(entry, value, "###"))
@@ -115,11 +114,11 @@ def write_docstring(text: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def read_help(command: str) -> str:
-    """Return the help of a subcommand."""
-    from fxsplit.cli.main import main
+def describe_commands() -> Iterator[str]:
+    """Yield the heading and the help of each subcommand."""
+    from fxsplit.cli.main import make_parser
 
-    printed = io.StringIO()
-    with mock.patch.dict(os.environ, COLUMNS=str(LONG)), redirect_stdout(printed), suppress(SystemExit):
-        main([command, "--help"])
-    return printed.getvalue()
+    with mock.patch.dict(os.environ, COLUMNS=str(LONG)):
+        (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+        for name, parser in commands.choices.items():
+            yield f"### fxsplit {name}\n```text\n{parser.format_help()}```\n"
