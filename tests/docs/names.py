@@ -17,7 +17,7 @@ import fxsplit
 from fxsplit.cli.main import main
 from tests.docs.markdown import ROOT
 
-OTHERS_KEYWORDS = {"labels", "use_reentrant", "from_shapes", "use_cpu", "create_graph"}
+OTHERS_KEYWORDS = {"labels", "use_reentrant", "from_shapes", "is_causal", "use_cpu", "create_graph"}
 """Keywords of other libraries' functions, and of the project's inner functions, that pages name."""
 
 
