@@ -146,11 +146,8 @@ class Profile:
             # Use the chosen costs for prices too. All ranks then get the same plan, even if their masks select
             # different entries.
             costs = replace(costs, nodes=tuple(chosen.get(node.name, node) for node in costs.nodes))
-        loss = ir.get(Loss)
-        if trains and loss is not None and len(costs.outputs) == 1:
-            weighed = weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text)
-            costs = replace(costs, loss=weighed)
-        learnt = ir.learn(costs if trains else keep_forwards(costs), effects)
+        costs = _weigh_loss(ir, costs, effects) if trains else keep_forwards(costs)
+        learnt = ir.learn(costs, effects)
         return learnt.note(operators=len(signatures), measured=len(first))
 
     def _make_estimator(self, ir: IR) -> Estimator | None:
@@ -176,6 +173,14 @@ class Profile:
         inputs = ir[Example].tensors
         steps = partial(time_nodes, ir.gm, effects.nodes, set(names), inputs, device, self.repeats, trains=trains)
         return _measure(ir.gm, machine, len(list_turns(self.repeats, trains=trains)), steps, trains=trains)
+
+
+def _weigh_loss(ir: IR, costs: Costs, effects: Effects) -> Costs:
+    """Return the costs with those of the user's loss, if a loss is known and the model has one output."""
+    loss = ir.get(Loss)
+    if loss is None or len(costs.outputs) != 1:
+        return costs
+    return replace(costs, loss=weigh_loss(loss.function, ir.gm, effects.nodes[costs.outputs[0]].text))
 
 
 def _mark_estimated(costs: Costs, estimator: Estimator | None, known: KnownCosts | None) -> Costs:

@@ -8,7 +8,12 @@ from tests.house.sources import ROOT, body_lines, functions, modules, parameters
 
 MAX_FILE_LINES, MAX_BODY_LINES, MAX_PARAMETERS = 600, 50, 8
 # Verbs of the public face: their keywords are the user's options.
-VERBS = {"api.compile": "compile", "api.plan": "plan", "schedule.solver.search": "search"}
+VERBS = {
+    "api.compile": "compile",
+    "api.plan": "plan",
+    "api.profile": "profile",
+    "schedule.solver.search": "search",
+}
 
 
 def is_kernel(name: str) -> bool:
