@@ -147,22 +147,14 @@ def parse_plan(data: Any, name: str) -> Plan:
         raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
     try:
         names = [str(d) for d in as_list(data["device_names"])]
-        # Under `direct`, stages hold no values at their boundaries.
-        held = data["cost_model"] != "direct"
-        stages = tuple(_read_stage(i, stage, names, held=held) for i, stage in enumerate(as_list(data["stages"])))
-        if not stages:
-            raise PlanError("it has no stages")
         _refuse_twice("device", names)
-        _refuse_twice("device", [names[d] for stage in stages for d in stage.devices])
-        _refuse_twice("node", [node for stage in stages for node in stage.nodes])
-        if data["cost_model"] not in COST_MODELS:
-            raise PlanError(f"cost_model is {show(data['cost_model'])}, and not one of {', '.join(COST_MODELS)}")
         # Files of earlier versions have only "optimal".
         proof = data.get("proof", "search" if data["optimal"] else "bound")
         if proof not in ("search", "bound", None):
             raise PlanError(f"proof is {show(proof)}, and neither 'search' nor 'bound' nor null")
         plan = Plan(
-            stages=stages,
+            model=_read_cost_model(data),
+            stages=_read_stages(data, names),
             device_names=tuple(names),
             # null in plans for the shortest step.
             lower_bound_ms=_find_number(data["lower_bound"], "lower_bound") or 0.0,
@@ -171,9 +163,6 @@ def parse_plan(data: Any, name: str) -> Plan:
             n_microbatches=_count(data["n_microbatches"], "n_microbatches"),
             rows=_count(data["rows"], "rows"),
             n_states=_count(data["ideals"], "ideals"),
-            model=CostModel(
-                data["cost_model"], _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor")
-            ),
             # Missing in files of earlier versions, and in plans from profiles of other tools.
             spread=_find_number(data.get("spread"), "spread"),
             measured_on=str(data.get("measured_on", "")),
@@ -194,6 +183,26 @@ def parse_plan(data: Any, name: str) -> Plan:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError, PlanError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
+
+
+def _read_cost_model(data: dict[str, Any]) -> CostModel:
+    """Return the cost model of a plan. Raises PlanError for an unknown one."""
+    name = data["cost_model"]
+    if name not in COST_MODELS:
+        raise PlanError(f"cost_model is {show(name)}, and not one of {', '.join(COST_MODELS)}")
+    return CostModel(name, _truth(data["traffic"], "traffic"), _number(data["optimizer_factor"], "factor"))
+
+
+def _read_stages(data: dict[str, Any], names: list[str]) -> tuple[StagePlan, ...]:
+    """Return the stages of a plan on the devices with these names. Raises PlanError if they make no plan."""
+    # Under `direct`, stages hold no values at their boundaries.
+    held = data["cost_model"] != "direct"
+    stages = tuple(_read_stage(i, stage, names, held=held) for i, stage in enumerate(as_list(data["stages"])))
+    if not stages:
+        raise PlanError("it has no stages")
+    _refuse_twice("device", [names[d] for stage in stages for d in stage.devices])
+    _refuse_twice("node", [node for stage in stages for node in stage.nodes])
+    return stages
 
 
 def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: bool) -> StagePlan:
