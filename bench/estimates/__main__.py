@@ -16,7 +16,7 @@ from statistics import fmean
 
 from bench.estimates import networks, operators
 from bench.estimates.regret import find_regrets, give_times
-from fxsplit.passes.profile.estimate.estimate import OTHER_SPREAD, SPREADS
+from fxsplit.passes.profile.estimate import OTHER_SPREAD, SPREADS
 from fxsplit.system.progress import track
 from fxsplit.system.progress_bar import show_progress
 
@@ -80,8 +80,8 @@ def print_operators(folder: Path) -> None:
         one = Tally([said / true - 1.0], [weighted], *regrets)
         tallies[f"{case.gpu} | {case.dtype}"].add(one)
         tallies["all |"].add(one)
-    heads = ("GPU", "dtype", "files", "total: mean error", "worst", "within 30 %", "operators, by time")
-    heads += ("regret: mean", "worst", "embedding as estimated: mean", "worst")
+    heads = ["GPU", "dtype", "files", "total: mean error", "worst", "within 30 %", "operators, by time"]
+    heads += ["regret: mean", "worst", "embedding as estimated: mean", "worst"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name in sorted(tallies, key=lambda name: name.startswith("all")):
         print(f"| {name} | {tallies[name]} |")

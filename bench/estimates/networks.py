@@ -20,7 +20,7 @@ from bench.estimates.operators import Times
 from fxsplit.formats.device_kinds import find_device_kind
 from fxsplit.formats.profiles import pipedream
 from fxsplit.ir.facts.costs.costs import Costs
-from fxsplit.passes.profile.estimate.estimate import Estimator
+from fxsplit.passes.profile.estimate import Estimator
 from fxsplit.passes.profile.time_alone import TimedCall
 from fxsplit.torch_internals.torchvision_operators import declare_detection_operators
 

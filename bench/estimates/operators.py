@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fxsplit.formats.device_kinds import find_device_kind
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
-from fxsplit.passes.profile.estimate.estimate import Estimator
+from fxsplit.passes.profile.estimate import Estimator
 from fxsplit.passes.profile.time_alone import TimedCall
 
 KINDS = {"V100-16": "v100", "A100-40": "a100-40", "RTX-3090": "rtx-3090", "GH200-96": "gh200", "GH-96": "gh200"}
@@ -157,7 +157,7 @@ def make_calls(model: str, rows: int, dtype: str) -> dict[str, TimedCall]:
         return lambda x: F.linear(x, weight(outer, inner))
 
     def normalize(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,), *take((width,), (width,)))
+        return F.layer_norm(x, (width,), weight(width).requires_grad_(), weight(width).requires_grad_())
 
     def add(y: Tensor, x: Tensor) -> Tensor:
         return x + F.dropout(y + weight(width), 0.1)

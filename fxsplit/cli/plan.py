@@ -298,11 +298,11 @@ class PlanArguments:
         plan places a node on a device that cannot run it.
         """
         if not self.sizes:
-            return self._plan_for(count, planner or self.planner)
+            return self.plan_for(count, planner or self.planner)
         return choose_count(
             self.sizes,
             self.machine(count),
-            lambda costs, number: self._plan_for(count, self._find_planner(costs), number),
+            lambda costs, number: self.plan_for(count, self._find_planner(costs), number),
         )
 
     def _find_planner(self, costs: Costs) -> Planner:
@@ -311,7 +311,7 @@ class PlanArguments:
             self._planners[costs.rows] = replace(self.planner, costs=costs, _known={})
         return self._planners[costs.rows]
 
-    def _plan_for(self, count: int | None, planner: Planner, n_microbatches: int | None = None) -> Plan:
+    def plan_for(self, count: int | None, planner: Planner, n_microbatches: int | None = None) -> Plan:
         """Return the best plan of a planner for `count` devices, and for a number of microbatches."""
         machine, workload = self.lay_out(count, n_microbatches)
         # A schedule that is stated action by action has all of its stages.
@@ -420,10 +420,17 @@ def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None
     save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
 
 
+def _print_notes(profiles: Sequence[Costs]) -> None:
+    """Print what makes the times of profiles doubtful, each note once."""
+    notes = [note for costs in profiles for note in (costs.noise, *list_doubts(costs))]
+    for note in dict.fromkeys(filter(None, notes)):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
     """Return a row for each class of operators of an estimate: what its error would change in the plan."""
-    costs = question.profile.costs
-    machine, workload = question.lay_out(count)
+    costs, number = plan.costs or question.profile.costs, plan.n_microbatches if question.sizes else None
+    machine, workload = question.lay_out(count, number)
     split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
     rows = []
     with show_progress():
@@ -432,7 +439,7 @@ def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
             for factor in FACTORS:
                 changed = _scale(costs, kind, factor)
                 planner = replace(question.planner, costs=changed, seconds={"states": 0.0, "solve": 0.0}, _known={})
-                other = question.plan(count, planner)
+                other = question.plan_for(count, planner, number)
                 kept = price_split(changed, machine, workload, split, plan.model)
                 lost = max(stage.load_ms for stage in kept) / (other.bottleneck_ms or 1.0) - 1.0
                 moved = (other.step_ms or 0.0) / plan.step_ms - 1.0 if plan.step_ms else 0.0

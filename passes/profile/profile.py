@@ -26,7 +26,7 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.stages import list_weights
 from fxsplit.ir.graph import IR
-from fxsplit.passes.profile.estimate.estimate import Estimator
+from fxsplit.passes.profile.estimate import Estimator
 from fxsplit.passes.profile.thread import run_in_worker_thread
 from fxsplit.passes.profile.time_alone import TimedCall, time_alone
 from fxsplit.passes.profile.time_in_step import (
@@ -130,11 +130,9 @@ class Profile:
         device = machine.torch_devices()[0]
         if known is not None:
             _check_known(known, first, ESTIMATED_KIND if estimator else device.type, trains=trains)
-        if first and estimator is not None:
-            once = {key: _tell_effects(calls[name], effects.nodes[name]) for key, name in first.items()}
-            times |= estimator.estimate(once, trains=trains)
-        elif first:
-            measured, launches = self._time(ir, effects, first.values(), calls if one_by_one else None, trains=trains)
+        if first:
+            alone = calls if one_by_one else None
+            measured, launches = self._time(ir, effects, first.values(), alone, estimator, trains=trains)
             times |= {key: measured[name] for key, name in first.items()}
             if launches is not None:
                 times |= _fit_launches(times, first, list(signatures.values()), launches)
@@ -158,9 +156,18 @@ class Profile:
         return Estimator(find_device_kind(self.on), weights, tf32=self.tf32, compiled=self.compiled)
 
     def _time(
-        self, ir: IR, effects: Effects, names: Collection[str], calls: dict[str, TimedCall] | None, *, trains: bool
+        self,
+        ir: IR,
+        effects: Effects,
+        names: Collection[str],
+        calls: dict[str, TimedCall] | None,
+        estimator: Estimator | None,
+        *,
+        trains: bool,
     ) -> tuple[NodeTimes, Launches | None]:
         """Return the times of the nodes `names`, from steps of the whole graph; with `calls`, of each node by itself.
+
+        With an `estimator`, nothing is measured.
 
         In steps on an accelerator, also return how long the host takes to launch the whole graph; otherwise None.
         """
@@ -168,6 +175,8 @@ class Profile:
         device = machine.torch_devices()[0]
         if calls is not None:
             once = {name: _tell_effects(calls[name], effects.nodes[name]) for name in names}
+            if estimator is not None:
+                return estimator.estimate(once, trains=trains), None
             alone = partial(time_alone, once, device, self.repeats, trains=trains)
             return _measure(ir.gm, machine, len(once), alone, trains=trains), None
         inputs = ir[Example].tensors
@@ -187,7 +196,7 @@ def _mark_estimated(costs: Costs, estimator: Estimator | None, known: KnownCosts
     """Return the costs with what their times, or some of the known times, were estimated for."""
     if estimator is None:
         return replace(costs, estimated=known.costs.estimated) if known is not None else costs
-    environment = {"torch": torch.__version__}
+    environment = {"torch": str(torch.__version__)}
     return replace(costs, estimated=estimator.describe(), device_kind=ESTIMATED_KIND, environment=environment)
 
 

@@ -112,7 +112,6 @@ INNER: dict[str, list[set[str]]] = {
         {"estimate"},
         {"profile"},
     ],
-    "passes.profile.estimate": [{"kernels"}, {"clock"}, {"estimate"}],
     "runtime": [
         {"stage"},
         {"autograd_node", "program"},

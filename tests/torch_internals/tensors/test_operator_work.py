@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fxsplit.passes.profile.estimate.kernels import FusedOperators, Kernel, describe_kernel
-
-
-class Kernels(TorchDispatchMode):
-    """Collects the kernels of the operators inside a block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Kernel] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        kernel = describe_kernel(func, args, kwargs or {}, result)
-        self.found += [kernel] if kernel else []
-        return result
+from fxsplit.torch_internals.tensors.operator_work import Kernel, OperatorWatch
 
 
 def find(run: Callable[[], object]) -> list[tuple[str, float, float]]:
     """Return the class, FLOPs and bytes of each kernel that `run` launches on the meta device."""
-    with FusedOperators(), Kernels() as seen:
+    found: list[Kernel] = []
+    with OperatorWatch(found.append).enter():
         run()
-    return [(kernel.kind, kernel.flops, kernel.bytes) for kernel in seen.found]
+    return [(kernel.kind, kernel.flops, kernel.bytes) for kernel in found]
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:

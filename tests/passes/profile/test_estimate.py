@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fxsplit.errors import InputError, ProfileError
 from fxsplit.formats.device_kinds import DeviceKind, find_device_kind
 from fxsplit.ir.facts.costs.known import Measured
-from fxsplit.passes.profile.estimate.clock import FUSED
-from fxsplit.passes.profile.estimate.estimate import Estimator
+from fxsplit.passes.profile.estimate import FUSED, Estimator
 from fxsplit.passes.profile.time_alone import TimedCall
 
 KIND = replace(

@@ -7,18 +7,23 @@ Waterman and D. Patterson, 2009). Shapes are enough for both, so the operator ma
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fxsplit.torch_internals import pytree
+from fxsplit.torch_internals.tensors.allocations import Allocations
+from fxsplit.torch_internals.thread_modes import enter_dispatch_mode, enter_function_mode
 
+META = torch.device("meta")
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
 POINTWISE, NORMALIZATION, SOFTMAX, GATHER, OTHER, UNKNOWN = (
     "pointwise",
@@ -203,3 +208,64 @@ _FUSED: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.dropout.default: _drop_out,
 }
 """For each function that graphs call, the function that runs its fused operator."""
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Sees all operators that run on the meta device, and counts the memory of their results.
+
+    note: called with each kernel that a GPU would launch.
+    """
+
+    def __init__(self, note: Callable[[Kernel], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+        self._held = self._peak = 0
+        self._alive: set[int] = set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Watch the operators inside the block."""
+        with enter_function_mode(FusedOperators()), enter_dispatch_mode(self):
+            yield
+
+    @contextmanager
+    def count_allocations(self) -> Iterator[Allocations]:
+        """Count the memory that operators allocate for their results: torch's profiler sees none on the meta device."""
+        found, begin = Allocations(), self._held
+        self._peak = self._held
+        yield found
+        found.peak_bytes = self._peak - begin
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note its kernel and its memory."""
+        kwargs = dict(kwargs or {})
+        # The graph names the device of its capture.
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        result = func(*args, **kwargs)
+        self._note_memory(args, kwargs, result)
+        kernel = describe_kernel(func, args, kwargs, result)
+        if kernel is not None:
+            self._note(kernel)
+        return result
+
+    def _note_memory(self, args: object, kwargs: object, result: object) -> None:
+        """Count the storages that an operator has made, until each of them is freed."""
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._alive:
+                self._alive.add(key)
+                self._held += size
+                self._peak = max(self._peak, self._held)
+                weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        """Note that a storage is freed."""
+        self._alive.discard(key)
+        self._held -= size
