@@ -141,3 +141,12 @@ def test_a_model_that_needs_values_is_told_the_line_and_the_way_out() -> None:
 def test_shapes_measure_a_model_without_weights() -> None:
     costs = fxsplit.profile(make_meta(), torch.ones(32, 64), shapes=True, repeats=1)
     assert costs.estimated is None and costs.device_kind == "cpu" and all(n.forward_ms > 0 for n in costs.nodes)
+
+
+def test_an_estimate_stays_one_in_the_text_of_an_ir(tmp_path: Path) -> None:
+    model, x = small()
+    ir = fxsplit.run(fxsplit.capture(model, x, devices=2), "profile{on=h100,compiled=true},augment,order,partition")
+    ir.save(tmp_path / "net.ir")
+    back = fxsplit.load_ir(tmp_path / "net.ir")
+    assert back[fxsplit.Costs].estimated == ir[fxsplit.Costs].estimated == back[fxsplit.Plan].estimated
+    assert back[fxsplit.Plan].standing == "optimal for estimated times"
