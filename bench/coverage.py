@@ -24,7 +24,7 @@ import torch
 import fxsplit
 from fxsplit.api.verify.compare import compare, run_pipeline_step, run_unsplit_step
 from fxsplit.api.verify.verify import TOLERANCE
-from fxsplit.cli.verify import CHAIN
+from fxsplit.cli.verify.verify import CHAIN
 from fxsplit.runtime.loss.loss import sum_squares
 
 SUITES = {

@@ -9,7 +9,7 @@ from fxsplit.allocation.allocate import OBJECTIVES, Allocation
 from fxsplit.allocation.replay import Replay
 from fxsplit.api.allocate import allocate, replay
 from fxsplit.cli.output import print_json, print_parts
-from fxsplit.cli.words import add_json, add_picture, check_picture, take_text
+from fxsplit.cli.words import add_examples, add_json, add_picture, check_picture, take_text
 from fxsplit.errors import InputError
 from fxsplit.system.figures import SHOWN
 
@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="--replay: of the devices that go (default: 0)")
     add_picture(parser, "the utilisation of a --replay over time")
     add_json(parser)
+    add_examples(
+        parser,
+        ("how to share 16 devices among jobs", "fxsplit allocate jobs.toml --devices 16"),
+        ("devices that come and go", "fxsplit allocate jobs.toml --replay devices.csv"),
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -65,11 +65,12 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> Parser:
     """Return the parser of the command, with a parser for each subcommand."""
     # A subcommand imports its modules when it runs: torch takes seconds, and --help and `plan` do not need it.
-    from fxsplit.cli import allocate, completion, explain, plan, profile, simulate, verify
+    from fxsplit.cli import allocate, completion, explain, plan, profile, simulate
     from fxsplit.cli.demo import demo
     from fxsplit.cli.doctor import doctor
     from fxsplit.cli.report import report
     from fxsplit.cli.toolkit import opt, passes
+    from fxsplit.cli.verify import verify
     from fxsplit.cli.words import Parser, add_examples
 
     parser = Parser(prog="fxsplit", description="Cut a PyTorch model into stages and pipeline it.")

@@ -142,9 +142,7 @@ def parse_plan(data: Any, name: str) -> Plan:
     # Any JSON file may come here. The two keys that every plan has identify a plan.
     if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
         raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
-    if (data.get("format", FORMAT), data.get("version", VERSION)) != (FORMAT, VERSION):
-        stated = f"{show(data.get('format'))}, version {show(data.get('version'))}"
-        raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
+    _check_version(data, name)
     try:
         names = [str(d) for d in as_list(data["device_names"])]
         _refuse_twice("device", names)
@@ -203,6 +201,13 @@ def _read_stages(data: dict[str, Any], names: list[str]) -> tuple[StagePlan, ...
     _refuse_twice("device", [names[d] for stage in stages for d in stage.devices])
     _refuse_twice("node", [node for stage in stages for node in stage.nodes])
     return stages
+
+
+def _check_version(data: dict[str, Any], name: str) -> None:
+    """Raise PlanError for a plan of another format or version."""
+    if (data.get("format", FORMAT), data.get("version", VERSION)) != (FORMAT, VERSION):
+        stated = f"{show(data.get('format'))}, version {show(data.get('version'))}"
+        raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
 
 
 def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: bool) -> StagePlan:

@@ -140,7 +140,7 @@ def main(arguments: argparse.Namespace) -> int:
     model that raises, and for options that need several ranks.
     """
     with show_phase("loading torch"):
-        from fxsplit.cli.launched import join_ranks
+        from fxsplit.cli.verify.launched import join_ranks
         from fxsplit.ir.facts.capture.call import Call
         from fxsplit.runtime.ranks.world.join import is_launched
 
