@@ -139,9 +139,6 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 def parse_plan(data: Any, name: str) -> Plan:
     """Return the plan in a JSON object from the file `name`. Raises PlanError for any other object."""
-    # Any JSON file may come here. The two keys that every plan has identify a plan.
-    if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
-        raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     _check_version(data, name)
     try:
         names = [str(d) for d in as_list(data["device_names"])]
@@ -203,8 +200,11 @@ def _read_stages(data: dict[str, Any], names: list[str]) -> tuple[StagePlan, ...
     return stages
 
 
-def _check_version(data: dict[str, Any], name: str) -> None:
-    """Raise PlanError for a plan of another format or version."""
+def _check_version(data: Any, name: str) -> None:
+    """Raise PlanError for an object that is no plan, or a plan of another version."""
+    # Any JSON file may come here. The two keys that every plan has identify a plan.
+    if not isinstance(data, dict) or "stages" not in data or "objective" not in data:
+        raise PlanError(f"{name!r} is no plan: write one with fxsplit plan PROFILE --json")
     if (data.get("format", FORMAT), data.get("version", VERSION)) != (FORMAT, VERSION):
         stated = f"{show(data.get('format'))}, version {show(data.get('version'))}"
         raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
