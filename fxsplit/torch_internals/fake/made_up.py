@@ -88,7 +88,7 @@ def make_values(weight: MadeUp) -> Tensor:
     last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     memory = torch.empty(last + 1 if weight.numel() else 0, dtype=weight.dtype, device="cpu")
     if weight.dtype.is_floating_point or weight.dtype.is_complex:
-        drawn = _take_pool(weight.number)
+        drawn = _take_pool(weight.number, min(memory.numel(), POOL))
         is_table = weight.ndim > 1 and weight._is_param
         pool = drawn / sqrt(_count_summed(shape)) if is_table else 1.0 + SPREAD * drawn.clamp(-5.0, 5.0)
         _fill(memory, pool.to(weight.dtype))
@@ -98,9 +98,10 @@ def make_values(weight: MadeUp) -> Tensor:
 
 
 def _fill(memory: Tensor, pool: Tensor) -> None:
-    """Fill memory by repeating the pool."""
+    """Fill memory by repeating the pool. A pool that is shorter than POOL is as long as the memory."""
     whole = memory.numel() // POOL * POOL
-    memory[:whole].view(-1, POOL).copy_(pool)
+    if whole:
+        memory[:whole].view(-1, POOL).copy_(pool)
     memory[whole:].copy_(pool[: memory.numel() - whole])
 
 
@@ -110,12 +111,13 @@ def _count_summed(shape: Sequence[int]) -> int:
     return max(shape[1:]) if len(shape) == 3 else prod(shape[1:])
 
 
-def _take_pool(number: int) -> Tensor:
-    """Return the pool of random numbers, rotated by a different amount for each weight."""
-    return _make_pool().roll(number * STRIDE)
+def _take_pool(number: int, count: int) -> Tensor:
+    """Return the first `count` numbers of the pool, rotated by a different amount for each weight."""
+    begin = -number * STRIDE % POOL
+    return _make_pool()[begin : begin + count]
 
 
 @cache
 def _make_pool() -> Tensor:
-    """Return normally distributed random numbers, the same in every process."""
-    return torch.randn(POOL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """Return two copies of the pool of normally distributed random numbers, the same in every process."""
+    return torch.randn(POOL, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).repeat(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,6 +73,14 @@ AVERAGES: dict[str, Callable[[Given], Any]] = {
 """The average of each random operator, computed from its arguments by name."""
 
 
+@cache
+def _is_random(operator: torch._ops.OpOverload) -> bool:
+    """Return whether an operator may draw random numbers. Most do not, and a model calls each of them many times."""
+    names = {argument.name for argument in operator._schema.arguments}
+    name = operator.overloadpacket.__name__
+    return name in AVERAGES or name == "native_dropout" or name.startswith("rrelu_with_noise") or "dropout_p" in names
+
+
 class _Averages(TorchDispatchMode):
     """Replaces random draws by their averages."""
 
@@ -81,6 +90,8 @@ class _Averages(TorchDispatchMode):
         """Run one operator, or return its average."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # torch.cond and the like, which run operators themselves
+            return func(*args, **kwargs)
+        if not _is_random(func):
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         # Attention kernels apply dropout internally, so turn it off by their argument.
@@ -93,7 +104,7 @@ class _Averages(TorchDispatchMode):
             args, kwargs = args[: names.index("training")], {**kwargs, "training": False}
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name not in AVERAGES:
+        if name not in AVERAGES:  # such as attention, or a slope
             return func(*args, **kwargs)
         given: Given = {a.name: a.default_value for a in func._schema.arguments}
         given |= {**dict(zip(names, args, strict=False)), **kwargs}
