@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from torch import nn
 
 import fxsplit
 from tests.support.broken_passes import WAYS, Break
+from tests.support.programs import run
 
 AGAIN = """
 import io, json, sys
@@ -37,9 +36,9 @@ def test_every_failure_comes_back_in_another_process(tmp_path: Path) -> None:
             fxsplit.compile(model, 2, example_inputs=x, passes=chain, reproducer=tmp_path / how)
         errors[how] = raised.value
     paths = {how: str(tmp_path / how / "fxsplit-repro.ir") for how in WAYS}
-    command = [sys.executable, "-c", AGAIN, *paths.values()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    found = json.loads(done.stdout)
+    done = run(AGAIN, *paths.values())
+    assert done.code == 0, done.error
+    found = json.loads(done.out)
     for how, error in errors.items():
         code, said = found[paths[how]]
         assert code == 1, (how, said)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from fxsplit.torch_internals.tensors import host_copies
 from fxsplit.torch_internals.tensors.host_copies import HostCopy
 from tests.support.accelerator import use_accelerator
 from tests.support.models import FAST, Mlp
+from tests.support.programs import run
 
 
 def vectors(rows: int = 8) -> Tensor:
@@ -110,11 +109,8 @@ print("untouched", same, "then doubled", twice)
 @pytest.mark.long
 def test_a_backward_given_up_on_changes_no_gradient() -> None:
     """After Ctrl-C in a backward longer than the grace period, the worker ends later, and its sum is dropped."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", GIVEN_UP], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert done.stdout.strip() == "untouched True then doubled True", done.stderr
+    done = run(GIVEN_UP)
+    assert done.out == "untouched True then doubled True\n", done.error
 
 
 @pytest.mark.parametrize("cut", [ChunkSpec(0), ChunkSpec(None)])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +17,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.errors import ClosedError, InputError, StageError
 from tests.support.models import FAST, Boom, Breaks, Mlp
+from tests.support.programs import Program
 
 
 def workers() -> list[str]:
@@ -178,11 +176,9 @@ def test_workers_leave_the_callers_threads_alone() -> None:
         torch.set_num_threads(before)
 
 
-# A shell starts its background jobs with SIGINT ignored, and Python then installs no handler for it: the program does.
 CTRL_C = """
-import signal, time, torch, fxsplit
+import torch, fxsplit
 from tests.runtime import test_runtime
-signal.signal(signal.SIGINT, signal.default_int_handler)
 test_runtime.nap_s = 0.001
 pipe = fxsplit.compile(test_runtime.Sleeps(), 2, example_inputs=torch.randn(64, 4), n_microbatches=64)
 test_runtime.nap_s = 1.0
@@ -199,19 +195,15 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_stops_within_a_batch_and_the_pipeline_is_usable_again() -> None:
     """The whole batch would take more than a minute."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(
-        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, text=True, env=environment
-    ) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline().strip() == "ready"
+    with Program(CTRL_C) as program:
+        assert program.read_line() == "ready"
         time.sleep(0.7)
         program.send_signal(signal.SIGINT)
         begin = time.monotonic()
-        assert program.stdout.readline().strip() == "stopped 64"
+        assert program.read_line() == "stopped 64"
         assert time.monotonic() - begin < 50.0
-        assert program.stdout.readline().strip() == "threads []"
-        assert program.wait(timeout=300) == 0
+        assert program.read_line() == "threads []"
+        assert program.finish().code == 0
 
 
 @pytest.mark.gpu

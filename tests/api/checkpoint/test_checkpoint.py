@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from fxsplit.errors import FileError
 from fxsplit.formats.weights import save_safetensors
 from fxsplit.formats.weights.checkpoint_folder import NewCheckpoint
 from tests.support.checkpoints import Net, X, build, compare, cut, make_adamw, read, save_three_steps, step
+from tests.support.programs import run
 from tests.support.ranks import ranks
 
 
@@ -247,7 +246,7 @@ def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
         "storage.write_tensors = lambda *args: (time.sleep(0.5), write(*args))\n"
         f"fxsplit.save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(2, 2), step=5)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run(code).code == 0
     assert fxsplit.latest_checkpoint(tmp_path) == tmp_path / "step-5"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from fxsplit.api.checkpoint import storage as checkpoint_storage
 from fxsplit.api.pipeline import saving
 from fxsplit.errors import FileError, InputError
 from tests.support.checkpoints import build, cut, step
+from tests.support.programs import run
 
 LAYER = nn.Linear(3, 3)
 
@@ -179,17 +178,17 @@ LONG = ("an error", "a child", "a child of a process that saves")
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS])
 def test_the_end_of_a_process_waits_for_all_that_save(tmp_path: Path, way: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SLOW + WAYS[way], str(tmp_path)], capture_output=True, text=True)
-    assert ("mine" in done.stderr) == (way == "an error"), done.stderr
-    assert sorted(path.parent.name for path in tmp_path.rglob("step-*")) == ["0", "1", "2"], done.stderr
+    done = run(SLOW + WAYS[way], str(tmp_path))
+    assert ("mine" in done.error) == (way == "an error"), done.error
+    assert sorted(path.parent.name for path in tmp_path.rglob("step-*")) == ["0", "1", "2"], done.error
 
 
 @pytest.mark.long
 def test_the_end_of_a_process_warns_of_every_save_that_failed(tmp_path: Path) -> None:
     (tmp_path / "1").touch()
     (tmp_path / "2").touch()
-    done = subprocess.run([sys.executable, "-c", SLOW + WAYS["threads"], str(tmp_path)], capture_output=True, text=True)
-    assert [f"{n}/step-{n}' was not saved" in done.stderr for n in range(3)] == [False, True, True]
+    done = run(SLOW + WAYS["threads"], str(tmp_path))
+    assert [f"{n}/step-{n}' was not saved" in done.error for n in range(3)] == [False, True, True]
 
 
 def save_often(folder: str, number: int) -> None:

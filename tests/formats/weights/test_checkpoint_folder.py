@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from fxsplit.errors import FileError
 from fxsplit.formats.weights import checkpoint_folder
 from fxsplit.formats.weights.checkpoint_folder import Manifest, NewCheckpoint, list_checkpoints, make_token, put_back
+from tests.support.programs import Program
 
 
 def begin(folder: Path, step: int) -> NewCheckpoint:
@@ -137,13 +136,11 @@ time.sleep(100)
 
 
 def test_what_another_process_writes_is_left_alone_until_it_is_gone(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "begun\n"
-            save(tmp_path, 1)
-            assert names(tmp_path) == [".fxsplit-step-7-ab12", "step-1"]
-        finally:
-            other.send_signal(signal.SIGKILL)
+    with Program(WRITER, str(tmp_path)) as other:
+        assert other.read_line() == "begun"
+        save(tmp_path, 1)
+        assert names(tmp_path) == [".fxsplit-step-7-ab12", "step-1"]
+        other.send_signal(signal.SIGKILL)
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-1", "step-2"]
 
@@ -206,12 +203,9 @@ def test_a_folder_that_stays_locked_is_a_file_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(checkpoint_folder, "LOCK_LIMIT_S", 0.2)
     hold = "from fxsplit.formats.weights.checkpoint_folder import _hold_folder as hold\nheld = hold(new.path.parent)\n"
     code = WRITER.replace("new.begin()", hold + "held.__enter__()")
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "begun\n"
-            with pytest.raises(FileError, match=r"lock' has been locked by another process for .* end that process"):
-                begin(tmp_path, 1)
-        finally:
-            other.kill()
+    with Program(code, str(tmp_path)) as other:
+        assert other.read_line() == "begun"
+        with pytest.raises(FileError, match=r"lock' has been locked by another process for .* end that process"):
+            begin(tmp_path, 1)
     save(tmp_path, 1)  # the lock of a process that is gone holds nobody up
     assert names(tmp_path) == ["step-1"]

@@ -9,7 +9,6 @@ import functools
 import importlib
 import math
 import runpy
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 import fxsplit
 from fxsplit.frontend.watch.watch import Watch
 from tests.support.models import FAST, Two
+from tests.support.programs import run
 
 TABLE: dict[str, float] = {}
 FILES = {
@@ -455,9 +455,9 @@ print(torch.allclose(pipe(x), model(x), atol=1e-6))
 @pytest.mark.long
 def test_a_process_ends_without_noise() -> None:
     """Names that torch.compile needs at exit were taken from it, and so were Python's own."""
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "True")
-    assert "ignored" not in done.stderr and "Error" not in done.stderr
+    done = run(EXIT)
+    assert (done.code, done.out) == (0, "True\n")
+    assert "ignored" not in done.error and "Error" not in done.error
 
 
 def test_notes_of_a_watch_accept_what_an_aside_changes() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +23,7 @@ from fxsplit.schedule.generators.catalogue import ScheduleName
 from fxsplit.system.progress import listen
 from fxsplit.torch_internals.tensors import accelerators
 from tests.support.models import FAST, Chunked, LateReader, Mlp, Residual, Tied
+from tests.support.programs import Program
 
 
 def costs_of(model: nn.Module, x: Tensor, n_microbatches: int = 2) -> Costs:
@@ -184,12 +182,10 @@ def test_parameters_that_functions_read(schedule: ScheduleName) -> None:
         torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
 
 
-# A shell starts its background jobs with SIGINT ignored, and Python then installs no handler for it: the program does.
 INTERRUPT = """
-import copy, signal, threading, time, torch, fxsplit
+import copy, threading, torch, fxsplit
 from torch import nn
 from fxsplit.system.progress import listen
-signal.signal(signal.SIGINT, signal.default_int_handler)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(8)])
 before = copy.deepcopy(model.state_dict())
 x = torch.randn(512, 128)
@@ -211,15 +207,11 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_while_profiling_leaves_the_model_as_it_was() -> None:
     """It would be wrong if the running statistics that profiling had moved stayed moved."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPT], stdout=subprocess.PIPE, text=True, env=environment
-    ) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline().strip() == "ready"
+    with Program(INTERRUPT) as program:
+        assert program.read_line() == "ready"
         program.send_signal(signal.SIGINT)
-        assert program.stdout.readline().strip() == "stopped True []"
-        assert program.wait(timeout=300) == 0
+        assert program.read_line() == "stopped True []"
+        assert program.finish().code == 0
 
 
 def test_a_profile_says_which_accelerator_it_is_of(tmp_path: Path) -> None:

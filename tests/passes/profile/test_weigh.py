@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit.passes.profile.weigh import OperatorMemory
+from tests.support.programs import run
 
 
 class Once(torch.autograd.Function):
@@ -119,5 +118,4 @@ print(weight.late_peak_bytes > 0)
 def test_weighing_frees_nothing_that_was_there_before() -> None:
     """Once the second half freed tensors that the forward had saved, and torch printed a warning about it."""
     # torch prints it once in a process.
-    done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert run(FREES) == (0, "True\n", "")

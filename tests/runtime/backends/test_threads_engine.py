@@ -5,14 +5,13 @@ The engine is torch's own, with a made-up accelerator.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.programs import Program
 
 SCRIPT = """
 import contextlib, sys
@@ -45,17 +44,14 @@ with use_accelerator(engine_threads=True) as record:
 
 def run(*arguments: str, limit_s: float) -> str:
     """Return the script's output; "killed" is appended if its backward takes longer than `limit_s` seconds."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        # On a busy machine torch takes longer to load than a backward that ends.
-        printed = process.stdout.readline()
-        timer = threading.Timer(limit_s, process.kill)
+    with Program(SCRIPT, *arguments) as program:
+        # On a busy machine the script takes longer to its backward than a backward that ends.
+        printed = program.read_line() + "\n"
+        timer = threading.Timer(limit_s, program.send_signal, (signal.SIGKILL,))
         timer.start()
-        printed += process.stdout.read()
+        done = program.finish()
         timer.cancel()
-        return printed if process.wait() == 0 else f"{printed}killed"
+        return printed + (done.out if done.code == 0 else f"{done.out}killed")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch knows one kind of accelerator at a time")

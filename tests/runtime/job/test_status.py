@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +18,7 @@ from fxsplit.runtime.backends import threads
 from fxsplit.runtime.job.status import Status, WorkerStatus
 from fxsplit.system.shown import WIDTH
 from tests.support.models import FAST
+from tests.support.programs import run
 from tests.support.times import state_times
 
 go_on = threading.Event()
@@ -171,7 +169,5 @@ else:
 )
 def test_python_ends_while_workers_run(which: str, said: str) -> None:
     """Workers that ran on while Python was taken down aborted it; a step in a late `__del__` did, or hung."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", AT_EXIT, which]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    done = run(AT_EXIT, which)
+    assert (done.code, done.out) == (0, said), done.error

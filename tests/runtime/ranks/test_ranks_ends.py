@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import Done, Program
 
 PROGRAM = '''
 import atexit, os, signal, sys, time
@@ -84,30 +87,26 @@ class Programs:
 
     def __init__(self, folder: Path, what: str, where: str = "") -> None:
         (folder / "program.py").write_text(PROGRAM)
-        self.folder = folder
-        self.started = []
-        for rank in range(2):
-            command = [sys.executable, "program.py", what, where]
-            with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as error:
-                env = make_environment() | {"RANK": str(rank)}
-                self.started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=error))
+        self.started = start_ranks(folder, PROGRAM, what, where)
 
-    def finish(self) -> list[tuple[int, str, str]]:
+    def finish(self) -> list[Done]:
         """Return the exit code, standard output and standard error of each program, within a limit."""
-        until = time.monotonic() + LIMIT_S
-        try:
-            codes = [one.wait(max(until - time.monotonic(), 0)) for one in self.started]
-        finally:
-            for one in self.started:
-                one.kill()
-                one.wait()
-        texts = [[(self.folder / f"{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(2)]
-        return [(code, out, error) for code, (out, error) in zip(codes, texts, strict=True)]
+        return finish_ranks(self.started)
 
 
-def make_environment() -> dict[str, str]:
-    """Return the environment of a rank."""
-    return {**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+def start_ranks(folder: Path, code: str, *arguments: str) -> list[Program]:
+    """Start a program on two ranks, in a folder."""
+    envs = [{"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)} for rank in range(2)]
+    return [Program(code, *arguments, cwd=folder, name="program.py", env=env) for env in envs]
+
+
+def finish_ranks(started: list[Program]) -> list[Done]:
+    """Wait for programs, within a limit."""
+    until = time.monotonic() + LIMIT_S
+    with contextlib.ExitStack() as stack:
+        for one in started:
+            stack.enter_context(one)
+        return [one.finish(max(until - time.monotonic(), 0)) for one in started]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +168,10 @@ def test_a_launcher_ends_all_ranks_and_says_how_one_has_ended(what: str, code: i
     """
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(
         [*launcher, "program.py", what, "between steps"],
-        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert run.returncode == 1 and (tmp_path / "ended-1").exists()
     cause = run.stderr.partition("Root Cause")[2]
@@ -216,16 +216,9 @@ except Exception as error:
 def run_both(folder: Path, what: str) -> list[str]:
     """Return what each of two ranks writes to standard error until its program has failed."""
     (folder / "program.py").write_text(BY_THEMSELVES)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "program.py", what], cwd=folder, env=make_environment() | {"RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [one.communicate(timeout=LIMIT_S)[1] for one in started]
-    assert [one.returncode for one in started] == [1, 1], said
-    return said
+    done = finish_ranks(start_ranks(folder, BY_THEMSELVES, what))
+    assert [one.code for one in done] == [1, 1], done
+    return [one.error for one in done]
 
 
 def test_a_wrong_option_on_every_rank_has_one_traceback(tmp_path: Path) -> None:
