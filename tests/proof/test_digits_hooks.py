@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ import fxsplit
 from tests.support.models import FAST
 from tests.support.ranks import ranks
 
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_digits.py"))
 BATCH, TRAINED = 64, 1500
 """The rows of a step, and the number of digits in the training set; the rest are the test set."""
+
+
+@cache
+def load_example() -> dict[str, Any]:
+    """Return the names of examples/train_digits.py. It loads scikit-learn, for a second."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_digits.py"))
 
 
 def choose_rows(step: int) -> Tensor:
@@ -31,12 +37,12 @@ def choose_rows(step: int) -> Tensor:
 def train(rank: int, n: int, hook: str | None, steps: int) -> tuple[float, str]:
     """Return the accuracy after some steps, and the text about the traffic of gradients."""
     mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "pp"))
-    images, digits = EXAMPLE["read_digits"]()
+    images, digits = load_example()["read_digits"]()
     # The last digits of the file are from other writers.
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     images, digits = images[order].float(), digits[order]
     torch.manual_seed(0)
-    model = EXAMPLE["build"]().float()
+    model = load_example()["build"]().float()
     row, half = mesh.get_local_rank("dp"), BATCH // 2
     options: dict[str, Any] = {"passes": FAST, "n_microbatches": 2, "loss_fn": cross_entropy, "gradient_hook": hook}
     pipe = fxsplit.compile(model, mesh, example_inputs=images[:half], **options)

@@ -48,6 +48,7 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor, int]:
     model = zoo.build(name, **options)
     if name in ("vgg16", "alexnet"):
         narrow(model.classifier, 128)
+    narrow_blocks(model)
     if name == "inception_v3":  # its auxiliary head needs images of 299 x 299 for a kernel of 5 x 5
         model.AuxLogits.conv1.conv = nn.Conv2d(128, 768, 1, bias=False)  # type: ignore[union-attr]
     model = model.double()
@@ -80,6 +81,18 @@ def narrow(classifier: Any, width: int) -> None:
         classifier[i] = nn.Linear(inside, width)
         inside = width
     classifier[linear[-1]] = nn.Linear(inside, classifier[linear[-1]].out_features)
+
+
+def narrow_blocks(model: nn.Module) -> None:
+    """Give the middle of each bottleneck block of a ResNet a quarter of its channels, for the same reason."""
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "Bottleneck"]
+    for block in blocks:
+        first, middle, last = block.conv1, block.conv2, block.conv3
+        width = middle.out_channels // 4
+        block.conv1 = nn.Conv2d(first.in_channels, width, 1, bias=False)
+        block.conv2 = nn.Conv2d(width, width, 3, middle.stride, 1, groups=middle.groups, bias=False)
+        block.conv3 = nn.Conv2d(width, last.out_channels, 1, bias=False)
+        block.bn1, block.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
 
 
 @lru_cache(maxsize=1)
@@ -140,6 +153,20 @@ def is_quick(name: str, devices: int, schedule: str) -> bool:
     return name in EVERY_SCHEDULE or one
 
 
+def group_cases() -> list[Any]:
+    """Return the cases in groups: those of one network at every change, and its others.
+
+    A group is one test, because one process then captures and measures the network once.
+    """
+    groups: dict[tuple[str, bool], list[Any]] = {}
+    for each in CASES:
+        groups.setdefault((each[0], is_quick(*each)), []).append(each)
+    return [
+        pytest.param(cases, id=f"{name}, {len(cases)} cases", marks=() if quick else pytest.mark.long)
+        for (name, quick), cases in groups.items()
+    ]
+
+
 def give_memory_back() -> None:
     """Collect garbage, and return its memory to the system: glibc keeps gigabytes that threads have freed here."""
     gc.collect()
@@ -163,11 +190,15 @@ def no_network_is_kept() -> Iterator[None]:
     give_memory_back()
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "schedule"),
-    [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.long) for each in CASES],
-)
-def test_training_step_equals_unsplit(name: str, devices: int, schedule: ScheduleName) -> None:
+@pytest.mark.parametrize("cases", group_cases())
+def test_training_step_equals_unsplit(cases: list[tuple[str, int, ScheduleName]], subtests: pytest.Subtests) -> None:
+    for each in cases:
+        with subtests.test(str(each)):
+            check_training_step(*each)
+        give_memory_back()
+
+
+def check_training_step(name: str, devices: int, schedule: ScheduleName) -> None:
     _, x, target, n_microbatches = case(name)
     if schedule == "Chimera":  # half of the microbatches in either direction
         n_microbatches = 2
