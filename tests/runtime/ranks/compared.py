@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import fxsplit
 from fxsplit.api.pipeline.pipeline import Pipeline
@@ -15,17 +18,43 @@ from tests.support.models import FAST
 
 Step = Callable[[Pipeline, int], Any]
 """Runs step number i of a pipeline, and returns values to compare."""
+Check = Callable[[Pipeline, int, Any], None]
+"""Checks a pipeline after step number i, and the step's result."""
+
+
+class State(NamedTuple):
+    """The parameters of a pipeline's model, their gradients, and its buffers, by name."""
+
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, pipe: Pipeline) -> State:
+        """Return the present state of a pipeline."""
+        weights = dict(pipe.model.named_parameters())
+        gradients = {name: weight.grad for name, weight in weights.items()}
+        return cls({name: w.detach() for name, w in weights.items()}, gradients, dict(pipe.model.named_buffers()))
 
 
 def compile_both(model: nn.Module, n: int, options: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
     """Return a model over ranks, and a copy of it over threads, with one plan."""
-    mine, other = model, copy.deepcopy(model)
+    other = copy.deepcopy(model)
+    over_ranks = _compile_over_ranks(model, options)
+    return over_ranks, _compile_over_threads(other, n, options, over_ranks)
+
+
+def _compile_over_ranks(model: nn.Module, options: dict[str, Any]) -> Pipeline:
+    return fxsplit.compile(model, "world", **{"passes": FAST, "n_microbatches": 4, **options})
+
+
+def _compile_over_threads(model: nn.Module, n: int, options: dict[str, Any], over_ranks: Pipeline) -> Pipeline:
+    """Return a model over threads, with the plan of the pipeline over ranks."""
     options = {"passes": FAST, "n_microbatches": 4, **options}
-    over_ranks = fxsplit.compile(mine, "world", **options)
-    over_threads = fxsplit.compile(other, ["cpu"] * n, **options, costs=over_ranks.costs)
+    over_threads = fxsplit.compile(model, ["cpu"] * n, **options, costs=over_ranks.costs)
     split = [[list(stage.nodes) for stage in pipe.plan.stages] for pipe in (over_ranks, over_threads)]
     assert split[0] == split[1], "the planner makes one plan of one profile"
-    return over_ranks, over_threads
+    return over_threads
 
 
 def list_own(pipe: Pipeline) -> set[str]:
@@ -37,23 +66,19 @@ def list_own(pipe: Pipeline) -> set[str]:
     return {name for name, w in (*pipe.model.named_parameters(), *pipe.model.named_buffers()) if id(w) in own}
 
 
-def assert_alike(over_ranks: Pipeline, over_threads: Pipeline, exact: bool = True) -> int:
+def assert_alike(over_ranks: Pipeline, expected: State, exact: bool = True) -> int:
     """Compare gradients and buffers of this rank's weights; return how many gradients there were."""
-    own = list_own(over_ranks)
-    others = dict(over_threads.model.named_parameters())
+    own, found = list_own(over_ranks), State.of(over_ranks)
     count = 0
-    for name, mine in over_ranks.model.named_parameters():
-        if name not in own:
-            continue
-        other = others[name]
-        assert (mine.grad is None) == (other.grad is None), f"{name} has a gradient in one of two"
-        if mine.grad is not None and other.grad is not None:
+    for name in own & found.weights.keys():
+        mine, other = found.gradients[name], expected.gradients[name]
+        assert (mine is None) == (other is None), f"{name} has a gradient in one of two"
+        if mine is not None and other is not None:
             count += 1
-            _assert_equal(mine.grad, other.grad, f"gradient of {name}", exact)
-        _assert_equal(mine.detach(), other.detach(), name, exact)
-    for name, buffer in over_ranks.model.named_buffers():
-        if name in own:
-            _assert_equal(buffer, dict(over_threads.model.named_buffers())[name], name, exact)
+            _assert_equal(mine, other, f"gradient of {name}", exact)
+        _assert_equal(found.weights[name], expected.weights[name], name, exact)
+    for name in own & found.buffers.keys():
+        _assert_equal(found.buffers[name], expected.buffers[name], name, exact)
     return count
 
 
@@ -81,18 +106,38 @@ def _assert_equal(a: Tensor, b: Tensor, what: str, exact: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def compare(model: nn.Module, n: int, step: Step, options: dict[str, Any], steps: int = 3, exact: bool = True) -> int:
-    """Run the same steps over ranks and over threads, and compare results, gradients and weights."""
-    over_ranks, over_threads = compile_both(model, n, options)
+def compare(
+    model: nn.Module,
+    n: int,
+    step: Step,
+    options: dict[str, Any],
+    steps: int = 3,
+    exact: bool = True,
+    check: Check = lambda pipe, i, found: None,
+) -> int:
+    """Run the same steps over ranks and over threads, and compare results, gradients and weights.
+
+    Rank 0 runs the pipeline over threads, and tells the other ranks what comes out of it. After each step over ranks,
+    `check` is called with its result.
+    """
+    first, other = dist.get_rank() == 0, copy.deepcopy(model)
     count = 0
-    with over_ranks, over_threads:
+    with ExitStack() as stack:
+        over_ranks = stack.enter_context(_compile_over_ranks(model, options))
+        over_threads = stack.enter_context(_compile_over_threads(other, n, options, over_ranks)) if first else None
         for i in range(steps):
-            results = []
-            for pipe in (over_ranks, over_threads):
+            torch.manual_seed(i)
+            found = step(over_ranks, i)
+            told: list[Any] = [None]
+            if over_threads is not None:
                 torch.manual_seed(i)
-                results.append(step(pipe, i))
-            assert_same(results[0], results[1], exact)
-            count += assert_alike(over_ranks, over_threads, exact)
+                result = pytree.tree_map_only(Tensor, Tensor.detach, step(over_threads, i))
+                told = [(result, State.of(over_threads))]
+            dist.broadcast_object_list(told)
+            expected, state = told[0]
+            assert_same(found, expected, exact)
+            count += assert_alike(over_ranks, state, exact)
+            check(over_ranks, i, found)
     return count
 
 

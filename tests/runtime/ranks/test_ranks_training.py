@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxsplit
 from fxsplit.torch_internals.distributed.remote_tensors import is_remote
-from tests.runtime.ranks.compared import assert_alike, assert_same, compare, compile_both, list_own
+from tests.runtime.ranks.compared import State, assert_alike, assert_same, compare, compile_both, list_own
 from tests.support.models import Mlp, Residual, Tied
 from tests.support.own_passes import partition_over_replicas
 from tests.support.ranks import ranks
@@ -116,7 +116,7 @@ def train_tied(rank: int, n: int) -> float:
                 losses.append(pipe.step(ids, target=labels))
                 optimizer.step()
             assert_same(losses[0], losses[1])
-            assert_alike(over_ranks, over_threads)
+            assert_alike(over_ranks, State.of(over_threads))
     return float(losses[0])
 
 
@@ -244,7 +244,7 @@ def run_asynchronous(rank: int, n: int) -> list[int]:
                 pairs = zip(both, optimizers, strict=True)
                 found, expected = [pipe.step(x, target=y, optimizer=optimizer) for pipe, optimizer in pairs]
                 assert_same(found, expected)
-                assert_alike(*both)
+                assert_alike(both[0], State.of(both[1]))
                 counts.append(len(list_own(both[0])))
     return counts
 

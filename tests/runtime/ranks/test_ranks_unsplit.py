@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bench.networks.torchvision_models import torchvision_model
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import run_unsplit_step
-from tests.runtime.ranks.compared import assert_alike, assert_same, compile_both, list_own
+from tests.runtime.ranks.compared import compare, list_own
 from tests.support.ranks import ranks
 from tests.support.text_models import WORDS, make_text_model
 
@@ -46,23 +46,24 @@ def assert_unsplit(pipe: Pipeline, expected: nn.Module) -> None:
 
 def run_resnet50(rank: int, n: int) -> int:
     torch.manual_seed(0)
-    model = torchvision_model("resnet50", num_classes=5).double()
+    model = torchvision_model("resnet50", num_classes=5, width_per_group=16).double()  # a quarter of its channels
     images, classes = torch.randn(7, 3, 32, 32, dtype=torch.float64), torch.randint(5, (7,))
     unsplit = copy.deepcopy(model)
     options = {"loss_fn": F.cross_entropy, "example_inputs": images, "n_microbatches": MICROBATCHES}
-    over_ranks, over_threads = compile_both(model, n, options)
-    with over_ranks, over_threads:
-        results = [p.step(images, target=classes, return_outputs=True) for p in (over_ranks, over_threads)]
-        assert_same(results[0], results[1])
-        count = assert_alike(over_ranks, over_threads)
+
+    def step(pipe: Pipeline, i: int) -> Any:
+        return pipe.step(images, target=classes, return_outputs=True)
+
+    def check(pipe: Pipeline, i: int, found: Any) -> None:
         expected = run_unsplit_step(unsplit, [images], classes, F.cross_entropy, MICROBATCHES)
         outputs = expected.outputs["0"]
         assert outputs is not None
         loss = F.cross_entropy(outputs, classes)
-        torch.testing.assert_close(results[0][0].detach(), loss, rtol=TOLERANCE, atol=0.0)
-        torch.testing.assert_close(results[0][1].detach(), outputs, rtol=TOLERANCE, atol=TOLERANCE)
-        assert_unsplit(over_ranks, unsplit)
-    return count
+        torch.testing.assert_close(found[0].detach(), loss, rtol=TOLERANCE, atol=0.0)
+        torch.testing.assert_close(found[1].detach(), outputs, rtol=TOLERANCE, atol=TOLERANCE)
+        assert_unsplit(pipe, unsplit)
+
+    return compare(model, n, step, options, steps=1, check=check)
 
 
 def test_resnet50_equals_threads_and_the_unsplit_model() -> None:
@@ -103,24 +104,29 @@ def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
     model.config.use_cache = False
     unsplit = copy.deepcopy(model)
     options: dict[str, Any] = {"example_inputs": make_texts(0)[0], "loss_fn": next_word_loss, "schedule": schedule}
-    over_ranks, over_threads = compile_both(model, n, {**options, "n_microbatches": MICROBATCHES})
-    models = over_ranks, over_threads, unsplit
-    optimizers = [torch.optim.SGD(m.parameters(), 1e-2, momentum=0.9) for m in models]
-    count = 0
-    with over_ranks, over_threads:
-        for i in range(3):
-            texts, labels = make_texts(i)
-            results = [pipe.step(**texts, target=labels) for pipe in (over_ranks, over_threads)]
-            assert_same(results[0], results[1])
-            count += assert_alike(over_ranks, over_threads)
-            loss = next_word_loss(unsplit(**texts), labels)
-            loss.backward()
-            torch.testing.assert_close(results[0].detach(), loss.detach(), rtol=TOLERANCE, atol=0.0)
-            assert_unsplit(over_ranks, unsplit)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return count
+    optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
+
+    def apply_gradients(model: nn.Module) -> None:
+        """Apply the gradients of the step before."""
+        if model not in optimizers:  # before the first step
+            optimizers[model] = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    def step(pipe: Pipeline, i: int) -> Any:
+        apply_gradients(pipe)
+        texts, labels = make_texts(i)
+        return pipe.step(**texts, target=labels)
+
+    def check(pipe: Pipeline, i: int, found: Any) -> None:
+        apply_gradients(unsplit)
+        texts, labels = make_texts(i)
+        loss = next_word_loss(unsplit(**texts), labels)
+        loss.backward()
+        torch.testing.assert_close(found.detach(), loss.detach(), rtol=TOLERANCE, atol=0.0)
+        assert_unsplit(pipe, unsplit)
+
+    return compare(model, n, step, {**options, "n_microbatches": MICROBATCHES}, check=check)
 
 
 @pytest.mark.parametrize(("name", "schedule", "n"), [("gpt2", "1F1B", 3), ("llama", "ZB-H1", 2)])
