@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -139,6 +139,23 @@ def compare(
             count += assert_alike(over_ranks, state, exact)
             check(over_ranks, i, found)
     return count
+
+
+def make_optimizers(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[nn.Module], None]:
+    """Return a function that applies the gradients of a model's last step, by an optimizer for each model.
+
+    Before the first step it only makes the optimizer.
+    """
+    made: dict[nn.Module, torch.optim.Optimizer] = {}
+
+    def apply_gradients(model: nn.Module) -> None:
+        if model not in made:
+            made[model] = make(model.parameters())
+            return
+        made[model].step()
+        made[model].zero_grad()
+
+    return apply_gradients
 
 
 def describe(pipe: Pipeline) -> Sequence[int]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bench.networks.torchvision_models import torchvision_model
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.compare import run_unsplit_step
-from tests.runtime.ranks.compared import compare, list_own
+from tests.runtime.ranks.compared import compare, list_own, make_optimizers
 from tests.support.ranks import ranks
 from tests.support.text_models import WORDS, make_text_model
 
@@ -104,14 +104,7 @@ def run_text_model(rank: int, n: int, name: str, schedule: str) -> int:
     model.config.use_cache = False
     unsplit = copy.deepcopy(model)
     options: dict[str, Any] = {"example_inputs": make_texts(0)[0], "loss_fn": next_word_loss, "schedule": schedule}
-    optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
-
-    def apply_gradients(model: nn.Module) -> None:
-        """Apply the gradients of the step before."""
-        if model not in optimizers:  # before the first step
-            optimizers[model] = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
-        optimizers[model].step()
-        optimizers[model].zero_grad()
+    apply_gradients = make_optimizers(lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9))
 
     def step(pipe: Pipeline, i: int) -> Any:
         apply_gradients(pipe)
