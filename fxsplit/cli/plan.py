@@ -55,6 +55,7 @@ from fxsplit.planner.batch import check_several, choose_count, list_sizes
 from fxsplit.planner.planner import MAX_STATES, Planner
 from fxsplit.planner.problem.borders import ANYWHERE, FORMS, check_modules, check_place, compress_cuts, list_wholes
 from fxsplit.planner.solve import OBJECTIVES, RECOMPUTE
+from fxsplit.report.devices import KNEE, describe_run, explain_knee, find_last_worthwhile, tabulate_steps
 from fxsplit.schedule import SearchResult
 from fxsplit.schedule.generators.catalogue import SCHEDULES, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
@@ -141,6 +142,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="choose stages, replicas, devices and order of work together, for the shortest step",
     )
+    parser.add_argument(
+        "--knee",
+        type=float,
+        default=KNEE,
+        metavar="SHARE",
+        help="with --best and a range of devices: what share of the first device's speed a device must bring to count",
+    )
     parser.add_argument("--baselines", action="store_true", help="compare the plan with simple splits by hand")
     add_examples(
         parser,
@@ -194,7 +202,8 @@ class PlanArguments:
         self.planner = Planner(self.profile.costs, pins, together, arguments.max_states)
         self._planners = {costs.rows: self.planner}
         self.load_s = time.perf_counter() - begin
-        _print_notes(measured)
+        for note in dict.fromkeys((*(found.noise for found in measured if found.noise), *list_doubts(costs))):
+            print(f"note: {note}", file=sys.stderr)
         # The solver of these files takes devices in any order; a machine's links and replicas need its order.
         foreign = self.profile.format == "dnn-partitioning"
         model = arguments.cost_model or ("replicated" if self._best else self.profile.cost_model)
@@ -212,8 +221,13 @@ class PlanArguments:
             check_without_backwards(self.options)
 
     def _choose_objective(self) -> None:
-        """Fill in the objective, and the schedule that it takes by default. Raises InputError for a contradiction."""
-        given = getattr(self.arguments, "objective", None)
+        """Fill in the objective, and the schedule that it takes by default.
+
+        Raises InputError for a contradiction, and for --knee out of range.
+        """
+        given, knee = getattr(self.arguments, "objective", None), getattr(self.arguments, "knee", KNEE)
+        if not 0 < knee < 1:
+            raise InputError(f"--knee {knee:g}: give a share between 0 and 1, such as {KNEE:g}")
         if self._best and given == "bottleneck":
             raise InputError("--objective bottleneck: --best minimises the step, so leave one of them out")
         self.objective = "step" if self._best else given or "bottleneck"
@@ -227,6 +241,11 @@ class PlanArguments:
             self.arguments.schedule = SEARCH if self._best else "1F1B"
         if self.arguments.recompute is None:
             self.arguments.recompute = "auto" if self._best else Options.recompute
+
+    @property
+    def has_knee(self) -> bool:
+        """Whether the rows of a range of devices are for one batch, so that they may be compared."""
+        return self._best and len(self.counts()) > 1 and self.arguments.n_microbatches is not None
 
     def _list_wholes(self) -> list[Sequence[str]]:
         """Return the sets of nodes that --cut-at leaves whole. Raises InputError if the model has no such place."""
@@ -377,21 +396,17 @@ def main(arguments: argparse.Namespace) -> int:
     draw_picture(arguments, plans)
     if arguments.json:
         answers = [question.answer(plan) | ({} if count is None else {"n_devices": count}) for count, plan in plans]
-        print_json(answers[0] if len(answers) == 1 else {"curve": answers})
+        knee = {"knee": find_last_worthwhile(plans, arguments.knee)} if question.has_knee else {}
+        print_json(answers[0] if len(answers) == 1 else {"curve": answers} | knee)
         return 0
     if len(plans) > 1:
-        print_parts([_tabulate(plans, question)])
-        for line in _explain_end(plans):
-            print(line)
-        if arguments.n_microbatches is None:
-            print("each row has two microbatches a device, so the batch grows: see --n-microbatches")
-        if question.costs_no_transfers(counts[-1]):
-            print(UNLIMITED)
-        if question.profile.costs.estimated:
-            print(question.profile.costs.estimated.details)
+        _print_range(plans, question)
         return 0
     (_, plan) = plans[0]
     print_parts(plan.show())
+    if question.objective == "step":
+        idle, memory, order = describe_run(plan)
+        print(f"devices in use are idle for {idle} of the step; the fullest has {memory}; order of work: {order}")
     found = question.find_search(plan)
     if found is not None:
         print(found)
@@ -400,12 +415,29 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.baselines:
         print()
         print_parts([_price_baselines(question, counts[0], plan)])
-    if plan.estimated:
+    if plan.estimated and not question.sizes:
         print("\nplanned again with each class of operators 0.7 and 1.4 times as slow:")
         print_parts([_vary(question, counts[0], plan)])
     seconds = {"load": question.load_s, **question.planner.seconds}
     print("seconds: " + ", ".join(f"{name} {s:.4f}" for name, s in seconds.items()))
     return 0
+
+
+def _print_range(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments) -> None:
+    """Print a row for each number of devices, and what the rows say together."""
+    print_parts([_tabulate(plans, question)])
+    for line in _explain_end(plans):
+        print(line)
+    if any(plan.interpolated_between for _, plan in plans):
+        print("~: times are interpolated between the profiles of two sizes")
+    if question.has_knee:
+        print(explain_knee(plans, question.arguments.knee))
+    if question.arguments.n_microbatches is None:
+        print("each row has two microbatches a device, so the batch grows: see --n-microbatches")
+    if question.costs_no_transfers(plans[-1][0]):
+        print(UNLIMITED)
+    if question.profile.costs.estimated:
+        print(question.profile.costs.estimated.details)
 
 
 def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None, Plan]]) -> None:
@@ -418,43 +450,6 @@ def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None
     from fxsplit.report import save_devices_picture
 
     save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
-
-
-def _print_notes(profiles: Sequence[Costs]) -> None:
-    """Print what makes the times of profiles doubtful, each note once."""
-    notes = [note for costs in profiles for note in (costs.noise, *list_doubts(costs))]
-    for note in dict.fromkeys(filter(None, notes)):
-        print(f"note: {note}", file=sys.stderr)
-
-
-def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
-    """Return a row for each class of operators of an estimate: what its error would change in the plan."""
-    costs, number = plan.costs or question.profile.costs, plan.n_microbatches if question.sizes else None
-    machine, workload = question.lay_out(count, number)
-    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
-    rows = []
-    with show_progress():
-        for kind, share in track(list(list_shares(costs).items()), "plans for other times"):
-            cells = []
-            for factor in FACTORS:
-                changed = _scale(costs, kind, factor)
-                planner = replace(question.planner, costs=changed, seconds={"states": 0.0, "solve": 0.0}, _known={})
-                other = question.plan_for(count, planner, number)
-                kept = price_split(changed, machine, workload, split, plan.model)
-                lost = max(stage.load_ms for stage in kept) / (other.bottleneck_ms or 1.0) - 1.0
-                moved = (other.step_ms or 0.0) / plan.step_ms - 1.0 if plan.step_ms else 0.0
-                # Other cuts may be as good.
-                cuts = "cuts stay" if lost < PROVEN else f"other cuts are {100 * lost:.1f} % better"
-                cells.append(f"step {100 * moved:+.0f} %, {cuts}")
-            rows.append((kind, f"{100 * share:.0f} %", *cells))
-    return Table(("operators", ">of the time", *(f"{factor:g} times" for factor in FACTORS)), rows)
-
-
-def _print_notes(measured: Sequence[Costs]) -> None:
-    """Print the noise of profiles, and the doubts about estimated ones."""
-    noises = [found.noise for found in measured if found.noise is not None]
-    for note in dict.fromkeys([*noises, *(doubt for found in measured for doubt in list_doubts(found))]):
-        print(f"note: {note}", file=sys.stderr)
 
 
 def _scale(costs: Costs, kind: str, factor: float) -> Costs:
@@ -473,14 +468,7 @@ def _tabulate(plans: Sequence[tuple[int | None, Plan]], question: PlanArguments)
     """Return a row for each number of devices."""
     rows: list[tuple[object, ...]] = []
     if question.objective == "step":
-        for count, plan in plans:
-            used = sum(len(stage.devices) for stage in plan.stages)
-            step_ms = plan.step_ms or 0.0
-            # The speed-up over one device that runs the same batch.
-            faster = plan.n_microbatches * plan.single_ms / step_ms if step_ms else inf
-            figures = f"{step_ms:.4f}", f"{faster:.2f}", plan.standing.removeprefix("gap ")
-            rows.append((count, *figures, len(plan.stages), used))
-        return Table((">devices", ">step ms", ">speed-up", ">gap", ">stages", ">in use"), rows)
+        return tabulate_steps(plans)
     for count, plan in plans:
         figures = f"{plan.bottleneck_ms:.4f}", f"{plan.speedup:.2f}", plan.standing.removeprefix("gap ")
         found = question.find_search(plan)

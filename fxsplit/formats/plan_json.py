@@ -143,10 +143,6 @@ def parse_plan(data: Any, name: str) -> Plan:
     try:
         names = [str(d) for d in as_list(data["device_names"])]
         _refuse_twice("device", names)
-        # Files of earlier versions have only "optimal".
-        proof = data.get("proof", "search" if data["optimal"] else "bound")
-        if proof not in ("search", "bound", None):
-            raise PlanError(f"proof is {show(proof)}, and neither 'search' nor 'bound' nor null")
         plan = Plan(
             model=_read_cost_model(data),
             stages=_read_stages(data, names),
@@ -174,7 +170,7 @@ def parse_plan(data: Any, name: str) -> Plan:
             step_ms=_find_number(data.get("step_ms"), "step_ms"),
             step_lower_bound_ms=_find_number(data.get("step_lower_bound_ms"), "step_lower_bound_ms"),
         )
-        return plan.prove(proof)
+        return plan.prove(_read_proof(data))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, InputError, PlanError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{name!r} is a damaged plan: {what}; write it again with fxsplit plan --json") from error
@@ -208,6 +204,15 @@ def _check_version(data: Any, name: str) -> None:
     if (data.get("format", FORMAT), data.get("version", VERSION)) != (FORMAT, VERSION):
         stated = f"{show(data.get('format'))}, version {show(data.get('version'))}"
         raise PlanError(f"{name!r} is of {stated}, and this fxsplit reads {FORMAT!r}, version {VERSION}")
+
+
+def _read_proof(data: dict[str, Any]) -> Any:
+    """Return how a plan's bound is proven. Raises PlanError for another word."""
+    # Files of earlier versions have only "optimal".
+    proof = data.get("proof", "search" if data["optimal"] else "bound")
+    if proof not in ("search", "bound", None):
+        raise PlanError(f"proof is {show(proof)}, and neither 'search' nor 'bound' nor null")
+    return proof
 
 
 def _read_stage(index: int, data: dict[str, Any], names: list[str], *, held: bool) -> StagePlan:
@@ -295,6 +300,7 @@ def _read_count(value: Any) -> ComparedCount:
         _count(value["rows"], "rows"),
         _find_number(value["step_ms"], "step_ms"),
         _limit(value["lower_bound_ms"]),
+        _limit(value["single_ms"]),
         tuple(_count(rows, "between") for rows in as_list(value["between"])),
     )
 

@@ -18,6 +18,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.costs.interpolate import check_one_model, interpolate_costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.plan import Plan
+from fxsplit.ir.facts.price import price_single_device
 from fxsplit.planner.solve import bound_by_work
 from fxsplit.system.progress import track
 
@@ -75,7 +76,8 @@ def choose_count(sizes: Sequence[Size], machine: Machine, plan_for: Callable[[Co
             except NoFit as error:
                 reason, proven = error, proven and error.proven
                 low = inf if error.proven else low
-        compared.append(ComparedCount(size.n_microbatches, size.costs.rows, step, low, size.between))
+        single_ms = size.n_microbatches * price_single_device(size.costs, machine)
+        compared.append(ComparedCount(size.n_microbatches, size.costs.rows, step, low, single_ms, size.between))
     if best is None or best.step_ms is None:
         counts = ", ".join(str(size.n_microbatches) for size in sizes)
         raise NoFit(f"no plan for {counts} microbatches: {reason}", reason.short_bytes, proven=proven) from reason

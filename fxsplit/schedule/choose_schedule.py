@@ -12,7 +12,7 @@ from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.ir.facts.given.workload import Workload
 from fxsplit.ir.facts.plan import Plan
-from fxsplit.schedule.generators.catalogue import SPLITTING, Scheduler
+from fxsplit.schedule.generators.catalogue import SEARCH, SPLITTING, Scheduler
 from fxsplit.schedule.of_plan import build_schedule, find_replicas
 from fxsplit.schedule.schedule_plan import (
     generate_from_times,
@@ -60,6 +60,26 @@ def choose_schedule(
             return replace(made, compared=tuple(compared)).prove(plan.proof), scheduled
     # Only a plan that a pass has made may need more memory than there is. It keeps its schedule.
     return plan, workload
+
+
+def find_nearest_named(plan: Plan) -> tuple[str, float] | None:
+    """Return the fastest schedule by name for a plan with a searched order, and by which share its step is longer.
+
+    The share is 0 if the steps are the same. None for a plan with another schedule, or without its costs and machine,
+    and if none of NAMES fits in memory.
+    """
+    costs, machine = plan.costs, plan.machine
+    if plan.schedule != SEARCH or not plan.schedule_csv or costs is None or machine is None or not plan.step_ms:
+        return None
+    usual, found = replace(plan, schedule=NAMES[0], schedule_csv=""), list[tuple[float, str]]()
+    workload = Scheduler(NAMES[0], len(machine)).describe(len(machine), plan.n_microbatches, may_idle=True)
+    workload = replace(workload, replicated=find_replicas(plan) is not None)
+    for name in NAMES:
+        made, _ = take_schedule(usual, Scheduler(name, len(machine)), costs, machine, workload)
+        if made.step_ms is not None and not list_short(made, machine):
+            found.append((made.step_ms / plan.step_ms - 1, name))
+    longer, name = min(found, key=lambda each: each[0], default=(0.0, ""))
+    return (name, longer if longer > SAME else 0.0) if name else None
 
 
 class _Choice(NamedTuple):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -411,7 +412,8 @@ def test_best_minimises_the_step_and_says_so(capsys: pytest.CaptureFixture[str],
     assert named["schedule"] == "1F1B" and found["step_ms"] <= named["step_ms"] <= usual["step_ms"]
     assert cli.main([*base, "--devices", "1..3", "--best"]) == 0
     out = capsys.readouterr().out
-    assert out.split()[:10] == ["devices", "step", "ms", "speed-up", "gap", "stages", "in", "use", "1", "48.0000"]
+    heads = ["devices", "step", "ms", "speed-up", "gap", "stages", "in", "use", "idle", "memory", "order"]
+    assert out.split()[:13] == [*heads, "1", "48.0000"]
     assert cli.main([*base, "--devices", "2", "--best"]) == 0
     out = capsys.readouterr().out
     assert f"step {found['step_ms']:.3f} ms" in out and "over one device for this batch" in out
@@ -447,6 +449,57 @@ def test_several_profiles_give_the_number_of_microbatches_too(
     ):
         assert cli.main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_range_of_best_plans_names_the_knee(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two microbatches: two replicas take half of the time, and a third device has little to do."""
+    chain([10, 10], 3.0, kept_bytes=1000).save(tmp_path / "profile.json")
+    base = ["plan", str(tmp_path / "profile.json"), "--n-microbatches", "2", "--best"]
+    rows = answer(capsys, *base, "--devices", "1..4")
+    steps = [row["step_ms"] for row in rows["curve"]]
+    gains = [steps[0] / after - steps[0] / before for before, after in pairwise(steps)]
+    assert gains[0] == pytest.approx(1.0) and max(gains[1:]) < 0.5 and rows["knee"] == 2
+    # From a range that begins later, by the same rule; and a larger share of what the first device brought.
+    assert answer(capsys, *base, "--devices", "2..4")["knee"] == 2
+    assert answer(capsys, *base, "--devices", "3..4", "--knee", "0.99")["knee"] == 3
+    assert cli.main([*base, "--devices", "1..4"]) == 0
+    out = capsys.readouterr().out
+    assert "knee at 2 devices, speed-up 2.00: no later one brings more than 0.5" in out and "links are unlimited" in out
+    assert cli.main([*base, "--devices", "1..2"]) == 0
+    assert "no knee up to 2 devices" in capsys.readouterr().out
+    # Without --n-microbatches the rows are for other batches.
+    assert "knee" not in answer(capsys, *base[:2], "--best", "--devices", "1..2")
+    assert "knee" not in answer(capsys, *base[:-1], "--devices", "1..2")
+    for share in ("0", "1", "nan"):
+        assert cli.main([*base, "--devices", "1..2", "--knee", share]) == 2
+        assert f"--knee {share}: give a share between 0 and 1" in capsys.readouterr().err
+
+
+def test_a_best_plan_says_how_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One microbatch of two heavy nodes: the first device computes its weight gradients last, and the other is idle."""
+    chain([10, 10], 3.0, parameter_bytes=10**9).save(tmp_path / "profile.json")
+    (tmp_path / "machine.toml").write_text(
+        'bytes_per_s = "1GB/s"\n[[devices]]\nname = "d"\ncount = 2\nmemory_bytes = "5GB"\n'
+    )
+    base = ["plan", str(tmp_path / "profile.json"), "--machine", str(tmp_path / "machine.toml"), "--best"]
+    assert cli.main([*base, "--n-microbatches", "2"]) == 0
+    out = capsys.readouterr().out
+    found = answer(capsys, *base, "--n-microbatches", "2")
+    busy = sum(2 * stage["load"] for stage in found["stages"])
+    assert (
+        f"idle for {100 * (1 - busy / (2 * found['step_ms'])):.0f} % of the step; the fullest has 3.7 GiB of 4.7 GiB"
+        in out
+    )
+    assert "order of work: as ZB-H1" in out
+
+
+def test_a_plan_that_is_slower_than_one_device_says_so_first(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    base = ["plan", profile, "--devices", "2", "--n-microbatches", "2"]
+    assert cli.main([*base, "--bandwidth", "1e3", "--use-all-devices"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("slower than one device: a step takes ") and "24.000 ms" in first
+    assert cli.main([*base, "--bandwidth", "1e9"]) == 0
+    assert "slower than one device" not in capsys.readouterr().out
 
 
 def test_a_best_plan_is_simulated_as_it_was_planned(

@@ -87,7 +87,7 @@ INNER: dict[str, list[set[str]]] = {
         {"other_shapes"},
     ],
     "report": [
-        {"drawing", "graph", "perfetto", "terminal"},
+        {"devices", "drawing", "graph", "perfetto", "terminal"},
         {"export", "pictures"},
         {"page", "picture"},
     ],

@@ -84,11 +84,12 @@ def choose_candidate(
                 # GPipe, for example, holds all microbatches at once, and 1F1B may still fit.
                 refused.append((getattr(error, "short_bytes", inf), candidate, error))
                 low = inf if isinstance(error, NoFit) and error.proven else 0.0
-                counts.append(ComparedCount(count, divide_rows(rows, count)[0], None, low))
+                counts.append(ComparedCount(count, divide_rows(rows, count)[0], None, low, inf))
                 continue
             fitting.append((candidate.predict_step_ms(final[Plan]), candidate, known))
             plan = final[Plan]
-            counts.append(ComparedCount(count, plan.rows, plan.step_ms, plan.step_lower_bound_ms or 0.0))
+            low, single_ms = plan.step_lower_bound_ms or 0.0, count * plan.single_ms
+            counts.append(ComparedCount(count, plan.rows, plan.step_ms, low, single_ms))
     for observer in dumps:
         steps = {candidate.name: step_ms for step_ms, candidate, _ in fitting}
         observer.compare_candidates(steps, {candidate.name: str(error) for _, candidate, error in refused})

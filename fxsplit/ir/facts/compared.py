@@ -29,13 +29,15 @@ class ComparedCount:
 
     `step_ms` is the step of the best plan for this number, None without one: no plan fits, or the lower bound is above
     the step of the chosen plan. `lower_bound_ms` is infinite if it is proven that no plan fits. `between`: the rows of
-    the two profiles from which the times are interpolated; empty if they were measured.
+    the two profiles from which the times are interpolated; empty if they were measured. `single_ms` is the time of the
+    whole batch on one device.
     """
 
     n_microbatches: int
     rows: int
     step_ms: float | None
     lower_bound_ms: float
+    single_ms: float
     between: tuple[int, ...] = ()
 
     def __str__(self) -> str:

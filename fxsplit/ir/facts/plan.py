@@ -214,6 +214,16 @@ class Plan(Shown, Fact):
         return self.single_ms / self.steady_ms if self.steady_ms else inf
 
     @property
+    def single_step_ms(self) -> float:
+        """The time of the batch on one device, with the best of the compared numbers of microbatches, in ms."""
+        return min((count.single_ms for count in self.compared_counts), default=self.n_microbatches * self.single_ms)
+
+    @property
+    def step_speedup(self) -> float | None:
+        """The speed of a step, relative to one device that runs the same batch; None if the step is unknown."""
+        return self.single_step_ms / self.step_ms if self.step_ms else None
+
+    @property
     def gap(self) -> float:
         """The relative distance of the bottleneck above the lower bound; infinite if the bound is zero."""
         if self.lower_bound_ms > 0:
@@ -449,6 +459,11 @@ class Plan(Shown, Fact):
 
     def show(self) -> Parts:
         """Return a table of times and bytes of the stages, one of their nodes, and lines about the bottleneck."""
+        if self.step_speedup is not None and self.step_speedup < 1 - PROVEN:
+            yield (
+                f"slower than one device: a step takes {self.step_ms:.3f} ms, and one device with room for the model "
+                f"runs this batch in {self.single_step_ms:.3f} ms"
+            )
         yield Table(*self._list_figures())
         yield Table(
             ("stage", ">nodes", "first .. last in graph order"),
@@ -498,9 +513,9 @@ class Plan(Shown, Fact):
 
     def _describe_speedup(self) -> str:
         """Return the speed-up over one device: of a step if that was minimised, else of a pipeline in steady state."""
-        if self.minimised == "bottleneck" or not self.step_ms:
+        if self.minimised == "bottleneck" or self.step_speedup is None:
             return f"steady-state speed-up {self.speedup:.2f} over one device"
-        return f"speed-up {self.n_microbatches * self.single_ms / self.step_ms:.2f} over one device for this batch"
+        return f"speed-up {self.step_speedup:.2f} over one device for this batch"
 
     def _describe_counts(self) -> Parts:
         """Yield lines on the other numbers of microbatches, and on times that were not measured."""

@@ -33,10 +33,10 @@ def check_one_model(profiles: Sequence[Costs], names: Sequence[str]) -> None:
                 f"{name!r} is not a profile of the model in {names[0]!r}: {different}; give profiles of one model, "
                 "measured at several microbatch sizes"
             )
-        here, there = ([c.device_kind, c.environment.get("device")] for c in (costs, first))
+        here, there = _name_device(costs), _name_device(first)
         if here != there:
             raise ProfileError(
-                f"{name!r} was measured on {show(here)}, and {names[0]!r} on {show(there)}: measure both on one device"
+                f"{name!r} is of device {here}, and {names[0]!r} of device {there}: measure both on one device"
             )
         if costs.inference != first.inference:
             raise ProfileError(
@@ -49,6 +49,13 @@ def check_one_model(profiles: Sequence[Costs], names: Sequence[str]) -> None:
                 f"{sizes[costs.rows]!r} and {name!r} are both of microbatches of {costs.rows} rows: give one of them"
             )
         sizes[costs.rows] = name
+
+
+def _name_device(costs: Costs) -> str:
+    """Return the device of the times, and that they are estimated if they are."""
+    if costs.estimated:
+        return f"{costs.estimated.device} (estimated for {costs.estimated.dtype})"
+    return costs.environment.get("device", costs.device_kind)
 
 
 def _find_difference(first: Costs, other: Costs) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fxsplit.errors import ProfileError
 from fxsplit.ir.facts.costs.costs import Costs, InputCost, NodeCost
+from fxsplit.ir.facts.costs.estimated import Estimated
 from fxsplit.ir.facts.costs.interpolate import check_one_model, interpolate_costs
 from fxsplit.ir.facts.costs.loss import LossCost
 from tests.support.graphs import node, profiles, try_examples
@@ -76,6 +77,10 @@ REFUSED: list[tuple[Costs, str]] = [
     (replace(at(8), nodes=at(8).nodes[:1], outputs=("b",)), "there are 2 nodes there and 1 here"),
     (replace(at(8), outputs=("a",)), "the outputs are"),
     (replace(at(8), device_kind="cuda"), "measure both on one device"),
+    (
+        replace(at(8), estimated=Estimated("h100", "1", "float32")),
+        r"'other' is of device h100 \(estimated for float32\), and 'first' of device cpu: measure both on one device",
+    ),
     (replace(at(8), inference=True), "measure both for training"),
     (at(2), "'first' and 'other' are both of microbatches of 2 rows: give one of them"),
     (replace(at(8), rows=0), "'other' does not say how many rows its microbatch has"),
