@@ -44,6 +44,8 @@ class Partition(Options):
     def __call__(self, ir: IR) -> IR:
         """Learn Plan from States, and the Workload of a plan that states the order of its work.
 
+        If that plan has two stages on each device, learn its Machine too: it has a device for each stage.
+
         Raises PlanError if no plan fits, with the stage that lacks memory and by how much.
 
         If the graph cannot be cut into enough stages, some stages have no nodes and only pass values on.
@@ -63,10 +65,12 @@ class Partition(Options):
         clock = SearchClock.limited(self.time_limit)
 
         def learn_plan(task: Task) -> IR:
-            plan, facts = plan_stages(task, chains, ir[States], enumerate_again, clock), list[Workload]()
+            plan, facts = plan_stages(task, chains, ir[States], enumerate_again, clock), list[Workload | Machine]()
             if plan.schedule_csv:  # a plan with the shortest step states the order of its work
                 plan, workload, _ = schedule_plan(plan, costs, task.machine, task.workload)
                 facts.append(workload)
+                if plan.machine is not None and plan.machine.homes:  # its devices have two stages each
+                    facts.append(plan.machine)
             figures = {"stages": len(plan.stages), "states": plan.n_states, "proof": plan.proof or "none"}
             return ir.learn(*facts, plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
 

@@ -452,6 +452,29 @@ def draw_picture(arguments: argparse.Namespace, plans: Sequence[tuple[int | None
     save_devices_picture([(count or 0, plan) for count, plan in plans], arguments.picture, dark=arguments.dark)
 
 
+def _vary(question: PlanArguments, count: int | None, plan: Plan) -> Table:
+    """Return a row for each class of operators of an estimate: what its error would change in the plan."""
+    costs = question.profile.costs
+    machine, workload = question.lay_out(count)
+    split = [(stage.nodes, stage.devices, stage.recompute) for stage in plan.stages]
+    rows = []
+    with show_progress():
+        for kind, share in track(list(list_shares(costs).items()), "plans for other times"):
+            cells = []
+            for factor in FACTORS:
+                changed = _scale(costs, kind, factor)
+                planner = replace(question.planner, costs=changed, seconds={"states": 0.0, "solve": 0.0}, _known={})
+                other = question.plan(count, planner)
+                kept = price_split(changed, machine, workload, split, plan.model)
+                lost = max(stage.load_ms for stage in kept) / (other.bottleneck_ms or 1.0) - 1.0
+                moved = (other.step_ms or 0.0) / plan.step_ms - 1.0 if plan.step_ms else 0.0
+                # Other cuts may be as good.
+                cuts = "cuts stay" if lost < PROVEN else f"other cuts are {100 * lost:.1f} % better"
+                cells.append(f"step {100 * moved:+.0f} %, {cuts}")
+            rows.append((kind, f"{100 * share:.0f} %", *cells))
+    return Table(("operators", ">of the time", *(f"{factor:g} times" for factor in FACTORS)), rows)
+
+
 def _scale(costs: Costs, kind: str, factor: float) -> Costs:
     """Return costs in which the operators of a class take `factor` times as long."""
 

@@ -29,7 +29,9 @@ def tabulate_steps(plans: Plans) -> Table:
     for count, plan in plans:
         batch = f"{'~' * bool(plan.interpolated_between)}{plan.n_microbatches} x {plan.rows}"
         figures = f"{plan.step_ms or 0.0:.4f}", f"{plan.step_speedup or inf:.2f}", plan.standing.removeprefix("gap ")
-        used = sum(len(stage.devices) for stage in plan.stages)
+        # With two stages on a device the plan's machine has each device twice.
+        homes = plan.machine.homes if plan.machine is not None else ()
+        used = len({d for home in homes or (stage.devices for stage in plan.stages) for d in home})
         rows.append((count, *figures, len(plan.stages), used, *[batch] * chosen, *describe_run(plan)))
     heads = (">devices", ">step ms", ">speed-up", ">gap", ">stages", ">in use", *[">batch"] * chosen)
     return Table((*heads, ">idle", ">memory", "order"), rows)

@@ -27,6 +27,7 @@ from fxsplit.schedule.generators.synchronous import (
     run_forwards,
     schedule_replicas,
 )
+from fxsplit.schedule.homes import deal_in_turn, go_there_and_back
 from fxsplit.schedule.schedule import Homes, Schedule
 from fxsplit.schedule.simulation.memory import Footprint
 from fxsplit.schedule.simulation.simulate import Times
@@ -51,7 +52,8 @@ def build_schedule(
         schedule = parse_csv(plan.schedule_csv, plan.schedule)
         if schedule.n_stages != len(plan.stages):
             raise ScheduleError(f"{plan.schedule} has {schedule.n_stages} stages, and the plan {len(plan.stages)}")
-        if schedule.homes != (find_replicas(plan) or scheduler.homes(len(plan.stages))):
+        several = _has_two_stages(schedule)
+        if not several and schedule.homes != (find_replicas(plan) or scheduler.homes(len(plan.stages))):
             raise ScheduleError(f"{plan.schedule}: its stages are on other devices than those of the plan")
         return schedule
     if plan.schedule == scheduler.name == SEARCH and not plan.schedule_csv:
@@ -75,6 +77,12 @@ def build_schedule(
         while most[s] > 1 and _count_most(stage, most[s], splits=name in SPLITTING) > room:
             most[s] -= 1
     return replace(schedule_replicas(name, homes, n_microbatches, most), name=scheduler.name)
+
+
+def _has_two_stages(schedule: Schedule) -> bool:
+    """Return whether a searched schedule has two stages on each device: its name does not say so."""
+    count = schedule.n_devices
+    return schedule.name == SEARCH and schedule.homes in (go_there_and_back(count), deal_in_turn(count, 2))
 
 
 def _count_most(stage: StagePlan, in_flight: int, *, splits: bool) -> float:

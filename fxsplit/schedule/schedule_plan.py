@@ -22,7 +22,7 @@ from fxsplit.schedule.moments import list_moments
 from fxsplit.schedule.of_plan import build_schedule, find_replicas, read_times, restore_schedule
 from fxsplit.schedule.schedule import Schedule
 from fxsplit.schedule.simulation.simulate import simulate
-from fxsplit.schedule.solver.search import SearchResult, search
+from fxsplit.schedule.solver.search import Placement, SearchResult, place_stages, search
 from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import show
 
@@ -47,7 +47,7 @@ def schedule_plan(
     - Under "search" the schedule is searched.
     - Under a schedule of FROM_TIMES it is generated from the plan's times. It is used if it fits in memory and is
       faster than the schedule for equal times.
-    - A plan that states the actions of its schedule keeps them.
+    - A plan that states the actions of its schedule keeps them. Its machine is unrolled if devices have several stages.
     - Other plans are returned unchanged.
 
     `memory`, `time_limit_s`, `seed` and the errors are those of `search_for_plan`.
@@ -55,8 +55,8 @@ def schedule_plan(
     if plan.schedule_csv and workload.schedule_csv == plan.schedule_csv:
         return plan, workload, None
     if plan.schedule_csv:
-        stated = parse_csv(plan.schedule_csv, plan.schedule)
-        return *take_schedule(plan, Scheduler.of(stated), costs, machine, workload), None
+        scheduler = Scheduler.of(parse_csv(plan.schedule_csv, plan.schedule))
+        return *take_schedule(plan, scheduler, costs, unroll_for(scheduler, machine), workload), None
     limits = list_limits(plan, machine)
     if plan.schedule == SEARCH:
         found = search_for_plan(plan, limits, memory=memory, time_limit_s=time_limit_s, seed=seed)
@@ -65,6 +65,13 @@ def schedule_plan(
     if made is None:
         return plan, workload, None
     return *take_schedule(plan, Scheduler.of(made), costs, machine, workload), None
+
+
+def unroll_for(scheduler: Scheduler, machine: Machine) -> Machine:
+    """Return the machine for a schedule that is stated: unrolled if it places several stages on a device."""
+    fixed = scheduler.fixed
+    several = fixed is not None and fixed.n_stages > fixed.n_devices
+    return machine.rolled().unrolled(scheduler.homes()) if several else machine
 
 
 def list_limits(plan: Plan, machine: Machine) -> list[float]:
@@ -103,15 +110,18 @@ def search_for_plan(
     n_microbatches: int | None = None,
     time_limit_s: float | None = None,
     seed: int = 0,
+    placement: Placement | None = None,
 ) -> SearchResult:
     """Return the schedule with the shortest step for a plan's stages.
 
     - `limits`: the memory of each stage's device in bytes (default: unlimited)
     - `memory`: how many microbatches each device may hold at most (default: as many as fit in `limits`)
+    - `placement`: where the second stages go, for a plan with two stages on each device (default: one stage)
     - the other arguments are those of `search`
 
-    Plans are made for 1F1B. If no searched schedule is sure to fit and as fast as 1F1B, return 1F1B, with a bound of 0.
-    Raises ScheduleError for a plan with replicas, and for numbers out of range.
+    Plans with one stage a device are made for 1F1B. If no searched schedule is sure to fit and as fast as 1F1B, return
+    1F1B, with a bound of 0. Raises ScheduleError for a plan with replicas, for numbers out of range, and if no schedule
+    is sure to fit with `memory`, or with two stages a device.
     """
     if find_replicas(plan) is not None:
         raise ScheduleError(f"{SEARCH}: a plan with replicated stages has no searched schedule: give schedule='1F1B'")
@@ -119,21 +129,25 @@ def search_for_plan(
         raise ScheduleError(
             f"{SEARCH}: memory={show(memory)}: a device must hold one microbatch at least: give 1 or more"
         )
-    count = n_microbatches or plan.n_microbatches
+    count, each = n_microbatches or plan.n_microbatches, 1 if placement is None else 2
     base = one_f_one_b(len(plan.stages), count)
     times = read_times(plan, base)
     bytes_ = limits or [inf] * len(plan.stages)
     rooms = [limit - stage.held_bytes for limit, stage in zip(bytes_, plan.stages, strict=True)]
-    planned = simulate(base, times).step_ms
+    planned = simulate(base, times).step_ms if each == 1 else inf
     for attempt in range(ATTEMPTS):
         held = [_count_room(stage, room) - attempt for stage, room in zip(plan.stages, rooms, strict=True)]
+        # The stages of a device have equal memory, so the stage with less room limits both.
+        held = held if placement is None else [min(held[s] for s in own) for own in _list_own(placement, len(held))]
         most = [room if memory is None else min(memory, room) for room in held]
         if min(most) < 1:
             break
         made = search(
             times,
-            n_devices=len(plan.stages),
+            n_devices=len(most),
             n_microbatches=count,
+            stages_per_device=each,
+            placement=placement or "v",
             memory=most,
             kept_for_weights=[_find_kept(stage) for stage in plan.stages],
             time_limit_s=time_limit_s,
@@ -141,8 +155,9 @@ def search_for_plan(
         )
         if (memory is not None or made.step_ms <= planned) and fits(plan, made.schedule, bytes_):
             return made
-    if memory is not None:
-        raise ScheduleError(f"{SEARCH}: no schedule with memory={show(memory)} is sure to fit the devices: give less")
+    if memory is not None or placement is not None:
+        stated = "" if memory is None else f" with memory={show(memory)}"
+        raise ScheduleError(f"{SEARCH}: no schedule{stated} is sure to fit the devices: give less")
     return SearchResult(replace(base, name=SEARCH), planned, 0.0)
 
 
@@ -194,6 +209,12 @@ def state_step(plan: Plan) -> Plan:
 def simulate_step(plan: Plan, schedule: Schedule) -> float:
     """Return the time of a plan's step under a schedule, in ms."""
     return simulate(schedule, read_times(plan, schedule)).step_ms
+
+
+def _list_own(placement: Placement, n_stages: int) -> list[list[int]]:
+    """Return the stages of each device, which has two."""
+    homes = place_stages(n_stages // 2, 2, placement)
+    return [[s for s, (home,) in enumerate(homes) if home == d] for d in range(n_stages // 2)]
 
 
 def _count_room(stage: StagePlan, room: float) -> float:

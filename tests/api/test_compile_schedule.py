@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fxsplit import Machine
 from fxsplit.api.toolkit.parse_ir import parse_ir
 from fxsplit.errors import InputError, PlanError, ScheduleError
 from fxsplit.formats.plan_json import read_plan, save_plan
+from fxsplit.ir.facts.costs.costs import Costs
 from fxsplit.ir.facts.plan import Plan
 from fxsplit.ir.graph import IR
 from fxsplit.passes import Emit, Profile
@@ -36,7 +38,8 @@ def train(schedule: Any, **options: Any) -> tuple[Any, nn.Module]:
     """Train for three steps, the last on fewer rows; return the pipeline and its model."""
     model = make_model()
     given = {"passes": FAST, "n_microbatches": 6, "example_inputs": torch.zeros(12, 16).double(), **options}
-    pipe = fxsplit.compile(model, ["cpu"] * 3, schedule=schedule, loss_fn=F.mse_loss, **given)
+    devices = given.pop("devices", ["cpu"] * 3)
+    pipe = fxsplit.compile(model, devices, schedule=schedule, loss_fn=F.mse_loss, **given)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x in batches():
         optimizer.zero_grad()
@@ -236,6 +239,51 @@ def test_the_best_plan_trains_as_the_model_on_batches_of_any_size() -> None:
     # The passes plan as fxsplit.plan does.
     planned = fxsplit.plan(pipe.costs, pipe.compiler.options.machine, n_microbatches=6, best=True)
     assert (planned.step_ms, planned.stages) == (plan.step_ms, plan.stages)
+
+
+def state_times(costs: Costs) -> Costs:
+    """Return the costs with equal times for all nodes with weights, and none for the others."""
+    nodes = []
+    for n in costs.nodes:
+        ms = float(n.parameter_bytes > 0)
+        bare = replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0)
+        nodes.append(replace(bare, forward_ms=ms, backward_ms=2 * ms, weight_ms=ms))
+    return replace(costs, nodes=tuple(nodes))
+
+
+def test_the_best_plan_may_have_two_stages_on_each_device(tmp_path: Path) -> None:
+    costs = state_times(fxsplit.profile(make_model(), torch.zeros(12, 16).double(), n_microbatches=6, device="cpu"))
+    # Replicas would send many more bytes than stages do.
+    machine = Machine.of(["cpu"] * 3, bytes_per_s=6e6)
+    given: dict[str, Any] = {"costs": costs, "devices": machine}
+    pipe, model = train(None, best=True, **given)
+    assert_trained(model)
+    plan = pipe.plan
+    assert plan.machine.homes == ((0,), (1,), (2,), (2,), (1,), (0,)) and plan.schedule == "search" and plan.optimal
+    # The line of three devices has two layers a stage. Its bubble is twice as long.
+    line = fxsplit.plan(pipe.costs, machine, n_microbatches=6, schedule="ZB-H1", objective="step")
+    assert plan.step_ms < line.step_ms
+    # Evaluation has the same stages, and so has a batch with fewer rows than microbatches.
+    x = batches()[0]
+    with torch.no_grad(), pytest.warns(UserWarning, match="cut into 5 microbatches"):
+        torch.testing.assert_close(pipe.eval()(x[:5]), model(x[:5]), rtol=1e-10, atol=1e-12)
+    pipe.train()
+    pipe.step(x[:4], target=x[:4])
+    assert pipe.plan.machine.homes == plan.machine.homes
+    # A saved plan brings its schedule, for its own number of microbatches and for others.
+    save_plan(plan, tmp_path / "plan.json")
+    again, model = train(None, plan=tmp_path / "plan.json", n_microbatches=None, **given)
+    assert_trained(model)
+    assert (again.plan.schedule_csv, again.plan.proof) == (plan.schedule_csv, plan.proof)
+    with pytest.warns(UserWarning, match="states the order of work of search with 6 microbatches"):
+        other, model = train(None, plan=plan, n_microbatches=3, **given)
+    assert_trained(model)
+    assert other.plan.n_microbatches == 3 and other.plan.proof is None
+    # The passes plan as fxsplit.plan does, and the IR has the machine of the plan.
+    planned = fxsplit.plan(pipe.costs, machine, n_microbatches=6, best=True)
+    assert (planned.step_ms, planned.stages) == (plan.step_ms, plan.stages)
+    text = str(pipe.ir.after("partition"))
+    assert parse_ir(text, "pipe.ir")[Machine].homes == plan.machine.homes
 
 
 def test_the_best_plan_chooses_the_number_of_microbatches() -> None:

@@ -103,7 +103,6 @@ INNER: dict[str, list[set[str]]] = {
         {"step"},
         {"batch", "planner"},
     ],
-    "planner.step": [{"kernels"}, {"bound", "prices"}, {"search"}, {"step"}],
     "passes.profile": [
         {"clock", "thread"},
         {"weigh"},
@@ -111,6 +110,14 @@ INNER: dict[str, list[set[str]]] = {
         {"time_alone"},
         {"estimate"},
         {"profile"},
+    ],
+    "planner.step": [
+        {"kernels"},
+        {"bound", "prices"},
+        {"search", "two_stages"},
+        {"chain_search", "plans"},
+        {"usual"},
+        {"step"},
     ],
     "runtime": [
         {"stage"},

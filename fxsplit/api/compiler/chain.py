@@ -67,6 +67,10 @@ def find_schedule_of(
     if not isinstance(made, Plan) or made.schedule == INFERENCE:
         return None, None, None
     named = made.schedule in (*SCHEDULES, SEARCHED) or not made.schedule_csv
+    if made.schedule == SEARCHED and made.schedule_csv:
+        # The name does not say that devices have two stages.
+        stated = parse_csv(made.schedule_csv, made.schedule)
+        named = stated.n_stages <= stated.n_devices
     actions = None if named else parse_csv(made.schedule_csv, made.schedule)
     return made.schedule, actions, made.n_microbatches if made.schedule_csv else None
 

@@ -110,11 +110,12 @@ class SharedPlan:
     def parse(cls, data: dict[str, Any]) -> SharedPlan:
         """Return the plan and costs from the JSON of the first rank."""
         costs = data["costs"]
+        plan = parse_plan(data["plan"], "the first rank's plan")
         return cls(
             shared=data["shared"],
-            candidate=Candidate(Scheduler(*data["scheduler"]), data["n_microbatches"]),
+            candidate=Candidate(Scheduler(*data["scheduler"]), data["n_microbatches"]).follow(plan),
             costs=None if costs is None else Costs.parse(json.loads(costs), "the first rank's profile"),
-            plan=parse_plan(data["plan"], "the first rank's plan"),
+            plan=plan,
             moves_weights=data["moves_weights"],
         )
 

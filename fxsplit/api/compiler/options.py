@@ -43,6 +43,7 @@ from fxsplit.schedule import RUNNABLE, Schedule, find_schedule
 from fxsplit.schedule.generators.catalogue import FROM_TIMES, INFERENCE, SEARCH, Scheduler
 from fxsplit.schedule.of_plan import build_schedule
 from fxsplit.schedule.schedule_plan import simulate_step
+from fxsplit.schedule.torch_csv import parse_csv
 from fxsplit.system.figures import check_flag, format_count, is_count, show
 from fxsplit.torch_internals.torch_compile.stage_backends import RECORDING, records_cuda_graphs
 
@@ -61,6 +62,10 @@ class Candidate:
 
     def follow(self, plan: Plan) -> Candidate:
         """Return the candidate with the schedule that was chosen for a plan, or itself if none was chosen."""
+        if plan.schedule == SEARCH and plan.schedule_csv:
+            # A searched order says itself where the second stages of devices are.
+            stated = Scheduler.of(parse_csv(plan.schedule_csv, plan.schedule))
+            return replace(self, scheduler=stated) if len(stated.homes()) > stated.n_devices else self
         if not plan.compared or plan.schedule == self.scheduler.name:
             return self
         return replace(self, scheduler=Scheduler(plan.schedule, self.scheduler.n_devices))
@@ -304,7 +309,8 @@ class CompileOptions:
 
 def check_fixed(schedule: Schedule, n_devices: int, stages_per_device: int | None) -> None:
     """Raise InputError for a schedule that is for other devices, or that does not train as the model itself does."""
-    if schedule.n_devices != n_devices:
+    # A searched order leaves devices idle that do not help.
+    if schedule.n_devices > n_devices or (schedule.n_devices < n_devices and schedule.name != SEARCH):
         raise InputError(
             f"schedule {schedule.name!r} is for {schedule.n_devices} devices, and there are {n_devices}: give "
             "devices= as many, or another schedule"

@@ -30,6 +30,7 @@ from fxsplit.ir.facts.stages import Detached, Stages
 from fxsplit.ir.graph import IR, Pass, Step, name_pass
 from fxsplit.ir.manager import verify_ir
 from fxsplit.runtime.loss.loss import LossFn
+from fxsplit.schedule.generators.catalogue import SEARCH as SEARCHED
 from fxsplit.system.figures import show
 from fxsplit.system.progress_bar import show_progress
 from fxsplit.torch_internals.thread_modes import enable_gradients
@@ -61,7 +62,7 @@ def compile_ir(ir: IR, loss_fn: LossFn | None, *, check_rewrites: bool) -> Compi
     with enable_gradients(), show_progress():
         verify_ir(ir)
         ir = _check_edits(ir, passed, runs=check_rewrites)
-    candidate = options.list_candidates(options.stated_count or 1)[0]
+    candidate = options.list_candidates(options.stated_count or 1)[0].follow(ir[Plan])
     keep = KeepCosts()
     for before, after in pairwise(passed):
         if len(after.steps) > len(before.steps):
@@ -124,7 +125,9 @@ def _state_options(ir: IR, chain: Chain, loss_fn: LossFn | None, *, check_rewrit
     """Return the options with which compile() would make an IR like this one."""
     machine, workload = ir[Machine], ir[Workload]
     apart = Counter(home[0] for home in machine.homes)
-    several = None if workload.replicated or not machine.homes else max(apart.values())
+    # A searched order says itself where second stages are.
+    stated = workload.replicated or workload.schedule == SEARCHED
+    several = None if stated or not machine.homes else max(apart.values())
     return CompileOptions(
         machine=machine.rolled(),
         chain=chain,

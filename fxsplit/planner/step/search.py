@@ -63,7 +63,7 @@ class LineSearch:
         self._room = Order(np.zeros((self.devices, 3 * self.m, 2), np.int64), np.zeros(self.devices, np.int64))
 
     @property
-    def _least_prices(self) -> Prices:
+    def least_prices(self) -> Prices:
         """The least that stages take: with "always", each runs its forward again before its input gradient."""
         again = self.prices.forward if self.recompute == "always" else 0.0
         return self.prices._replace(input=self.prices.input + again)
@@ -91,7 +91,7 @@ class LineSearch:
         full = self.prices.forward.size - 1
         for replicas in range(1, self.most_replicas + 1):
             self.add((Stage(0, full, replicas, self.recompute == "always"),))
-        self.bound = bound_by_work(self._least_prices, self.devices, self.m)
+        self.bound = bound_by_work(self.least_prices, self.devices, self.m)
         if self.best == NEVER:
             self._add_usual(usual)
         if whole and not self.is_close():
@@ -114,9 +114,9 @@ class LineSearch:
 
     def _find_bound(self) -> None:
         """Find the bound, and add the lines that it meets."""
-        prices: Prices | Levels = self._least_prices
+        prices: Prices | Levels = self.least_prices
         if self.prices.nested.size == 0:
-            prices = sort_into_levels(self._least_prices, LEVELS)
+            prices = sort_into_levels(self.least_prices, LEVELS)
         lists = (LEVEL_LABELS, LEVEL_SAMPLES) if isinstance(prices, Levels) else ()
         self._bound = LineBound(prices, self.devices, self.m, self.most_replicas, *lists)
         self.bound, met = self._bound.bisect(self.bound, self.best)

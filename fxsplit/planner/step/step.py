@@ -8,34 +8,34 @@ is simulated: the search's own figures decide nothing. Lines without replicas al
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
+from operator import itemgetter
 
-from fxsplit.errors import NoFit, PlanError
+from fxsplit.errors import NoFit, PlanError, ScheduleError
 from fxsplit.ir.facts.lattice.antichains import Antichains
 from fxsplit.ir.facts.lattice.states import States
 from fxsplit.ir.facts.plan import PROVEN, Plan
-from fxsplit.ir.facts.price import price_split
 from fxsplit.planner.clock import SearchClock
-from fxsplit.planner.solve import Task, bound_by_work, search, split_nodes
-from fxsplit.planner.step.bound import Line, Stage
+from fxsplit.planner.solve import Task
+from fxsplit.planner.step.bound import Line
+from fxsplit.planner.step.chain_search import ChainSearch
 from fxsplit.planner.step.kernels import compile_kernels
-from fxsplit.planner.step.kernels.search import NEVER, F, I, W
-from fxsplit.planner.step.prices import price_ideals
-from fxsplit.planner.step.search import CLOSE, LineSearch, list_neighbours
-from fxsplit.schedule.action import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from fxsplit.planner.step.kernels.arrays import Levels, Prices
+from fxsplit.planner.step.kernels.search import NEVER
+from fxsplit.planner.step.plans import price_chain_plan, price_plan, state_order, write_schedule
+from fxsplit.planner.step.prices import price_ideals, sort_into_levels
+from fxsplit.planner.step.search import CLOSE, LEVELS, LineSearch, list_neighbours
+from fxsplit.planner.step.two_stages import PLACEMENTS, Chain, ChainBound
+from fxsplit.planner.step.usual import list_usual_chains, list_usual_lines
 from fxsplit.schedule.generators.catalogue import SEARCH, Scheduler
-from fxsplit.schedule.generators.synchronous import (
-    REPLICABLE,
-    append_sums,
-    count_in_flight,
-    schedule_replicas,
-)
+from fxsplit.schedule.generators.synchronous import REPLICABLE, count_in_flight, schedule_replicas
 from fxsplit.schedule.of_plan import build_schedule
-from fxsplit.schedule.schedule import Homes, Schedule
-from fxsplit.schedule.schedule_plan import fits, list_limits, list_short, search_for_plan, simulate_step, take_schedule
+from fxsplit.schedule.schedule_plan import fits, list_limits, list_short, search_for_plan, simulate_step
+from fxsplit.schedule.solver.search import warm_up
 
 SIMULATED = 12
 """How many of the best lines are simulated: under a schedule that is stated, or if memory is limited."""
@@ -44,11 +44,14 @@ ATTEMPTS = 6
 SIMPLE = ("1F1B", "ZB-H1", "GPipe")
 """Schedules that are taken instead of a searched order, if they are as fast."""
 BY_STEP, BY_BOUND, SHORT_S = 8, 8, 0.15
-"""For how many lines an order is searched: the best by their steps and by their bounds; and for how many seconds."""
+"""For how many lines and chains an order is searched: the best by their steps and by their bounds; and for how many
+seconds."""
 SAME = 1e-9
 """Steps that differ by this share are the same: they are sums in another order."""
-TWICE, LONG_S = 2, 1.0
-"""How many of these lines are searched again, and for how many seconds."""
+TWICE = 2
+"""How many of these are searched again, for the time that is left."""
+FIRST_S, WHOLE_S = 1.2, 2.2
+"""After so many seconds the first searches for orders end, and the longer ones. Compiling kernels does not count."""
 SCHEDULES = (SEARCH, *REPLICABLE)
 """The schedules that this search plans for: a free order of work, and the named schedules that replicas can run."""
 MODELS = ("forwarded", "replicated")
@@ -56,24 +59,28 @@ MODELS = ("forwarded", "replicated")
 
 
 def plan_step(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan:
-    """Return the plan with the shortest step among lines of stages, and a lower bound over all of them.
+    """Return the plan with the shortest step, and a lower bound over all of them.
 
-    The number of microbatches and the schedule are the workload's: "search" leaves the order of work free. Stages have
-    replicas if the cost model is `replicated`. Each stage stays within its device's memory at every moment. Raises
+    The number of microbatches and the schedule are the workload's: "search" leaves the order of work free, and whether
+    devices have one stage or two. If they have two, the plan's machine is unrolled. With one stage a device, stages
+    have replicas if the cost model is `replicated`. Each stage stays within its device's memory at every moment. Raises
     NoFit if no plan that does was found, and PlanError for a task that this search cannot solve.
     """
+    # A model that is planned again may have an unrolled machine.
+    task = replace(task, machine=task.machine.rolled())
     _check(task)
     compile_kernels()
     if isfinite(task.machine.devices[0].memory_bytes):
         # Often memory is ample. A search that looks at memory takes several times as long, so first try without.
-        plan = _plan_lines(replace(task, machine=task.machine.lift_memory_limits()), chains, states, clock)
-        if not list_short(plan, task.machine):
-            return plan.attach(task.costs, task.machine)
-    return _plan_lines(task, chains, states, clock)
+        plan = _plan(replace(task, machine=task.machine.lift_memory_limits()), chains, states, clock)
+        machine = task.machine.unrolled(plan.machine.homes) if plan.machine and plan.machine.homes else task.machine
+        if not list_short(plan, machine):
+            return plan.attach(task.costs, machine)
+    return _plan(task, chains, states, clock)
 
 
-def _plan_lines(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan:
-    """Return the plan with the shortest step among lines of stages, within the memory of the task's machine."""
+def _plan(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Plan:
+    """Return the plan with the shortest step within the memory of the task's machine."""
     machine, m = task.machine, task.workload.n_microbatches
     prices = price_ideals(task.costs, chains, machine, task.options.costs)
     most_replicas = len(machine) if task.options.model == "replicated" else 1
@@ -81,15 +88,21 @@ def _plan_lines(task: Task, chains: Antichains, states: States, clock: SearchClo
     if isfinite(machine.devices[0].memory_bytes):
         lines.measure = partial(_measure, task, chains, lines)
     whole = chains.complete and chains.slack is None
-    lines.run(_list_usual(task, chains, states, clock), clock.deadline, whole=whole)
+    lines.run(list_usual_lines(task, chains, states, clock), clock.deadline, whole=whole)
     best = min(_list_plans(task, chains, lines), key=_read_step, default=None)
-    if task.workload.schedule == SEARCH and (best is None or _read_step(best) > lines.bound * (1 + CLOSE)):
-        best = _search_orders(task, chains, lines, best, clock)
+    if task.workload.schedule == SEARCH:
+        found, best = _search_chains(task, chains, states, lines, best, clock)
+        if best is None or _read_step(best) > min(lines.bound, found.bound.least(_read_step(best))) * (1 + CLOSE):
+            best = _search_orders(task, chains, lines, found, best, clock.deadline)
     if best is None:
+        # If two stages fit half of a device each, one stage with the nodes of both fits the device.
         raise _explain_misfit(proven=lines.bound >= NEVER)
     step = _read_step(best)
     lines.prove(step)
-    return replace(best, step_lower_bound_ms=min(lines.bound, step)).prove("bound" if lines.bound < step else "search")
+    low = min(lines.bound, step)
+    if task.workload.schedule == SEARCH:
+        low = min(low, found.bound.prove(step))
+    return replace(best, step_lower_bound_ms=low).prove("bound" if low < step else "search")
 
 
 def _measure(task: Task, chains: Antichains, lines: LineSearch, line: Line) -> float:
@@ -138,7 +151,7 @@ def _fit(task: Task, plan: Plan, line: Line, lines: LineSearch) -> list[Plan]:
         actions = lines.list_actions(line, fewer)
         if not actions:
             return []
-        found = _take(task, plan, write_schedule(line, lines.m, actions))
+        found = state_order(task, plan, write_schedule(line, lines.m, actions))
         short = list_short(found, task.machine)
         if not short:
             return [found]
@@ -164,28 +177,9 @@ def _schedule_by_name(task: Task, plan: Plan, name: str) -> list[Plan]:
     held = count_in_flight(homes)
     fewer = range(max(held)) if isfinite(memory[0]) else ()
     others = [schedule_replicas(name, homes, plan.n_microbatches, [max(1, n - less) for n in held]) for less in fewer]
-    plans = [_take(task, plan, replace(each, name=SEARCH)) for each in dict.fromkeys([made, *others])]
+    plans = [state_order(task, plan, each) for each in dict.fromkeys([made, *others])]
     fitting = [found for found in plans if not list_short(found, task.machine)]
     return [min(fitting, key=_read_step)] if fitting else []
-
-
-def _list_usual(task: Task, chains: Antichains, states: States, clock: SearchClock) -> Iterator[Line]:
-    """Yield the lines with the smallest bottleneck on all devices, on half of them, and so on: good ones to begin from.
-
-    So the plan is never slower than these, under the best order that is found for each.
-    """
-    machine, count = task.machine, len(task.machine)
-    while count > 1:
-        links, late = machine.links[: count - 1], machine.latencies_ms[: count - 1]
-        fewer = replace(machine, devices=machine.devices[:count], links=links, latencies_ms=late)
-        found = search(replace(task, machine=fewer), chains, states, clock).best
-        if found is not None:
-            ends = [0, *(end for end, _ in found.path)]
-            yield tuple(
-                Stage(begin, end, len(move.devices), move.recompute)
-                for begin, (end, move) in zip(ends, found.path, strict=False)
-            )
-        count //= 2
 
 
 def _read_step(plan: Plan | None) -> float:
@@ -193,83 +187,96 @@ def _read_step(plan: Plan | None) -> float:
     return inf if plan is None or plan.step_ms is None else plan.step_ms
 
 
-def _search_orders(
-    task: Task, chains: Antichains, lines: LineSearch, best: Plan | None, clock: SearchClock
-) -> Plan | None:
-    """Return the best plan after searching for the orders of lines without replicas.
+def _search_chains(
+    task: Task, chains: Antichains, states: States, lines: LineSearch, best: Plan | None, clock: SearchClock
+) -> tuple[ChainSearch, Plan | None]:
+    """Return what is known of chains with two stages a device, and the best plan, None if none fits.
 
-    Each search also bounds the step of its line. The lines that may still be better get a second and longer search.
+    The chains include those with the smallest bottleneck under the named schedules, so no such plan is faster.
     """
-    plain = [line for line in lines.rank() if all(stage.replicas == 1 for stage in line)]
-    by_bound = sorted(plain, key=lines.bound_line)[:BY_BOUND]
-    again = []
-    for line in dict.fromkeys([*plain[:BY_STEP], *by_bound]):
-        if lines.bound_line(line) >= _read_step(best) or clock.over:
-            continue
-        plan, bound = _search_order(task, chains, line, SHORT_S, clock)
-        again.append((bound, line))
+    prices: Prices | Levels = lines.least_prices
+    if lines.prices.nested.size == 0:
+        prices = sort_into_levels(lines.least_prices, LEVELS)
+    found = ChainSearch(ChainBound(prices, lines.devices, lines.m), lines.lattice, lines.m)
+    families = [(placement, k) for k in range(lines.devices, 1, -1) for placement in PLACEMENTS]
+    if best is not None:
+        found.bound.bound_by_sums(_read_step(best))
+        families = [*found.bound.bounds]
+    for chain, plan in list_usual_chains(task, chains, states, clock, families):
+        found.usual.append(chain)
         best = _take_faster(task, best, plan)
-    for bound, line in sorted(again)[:TWICE]:
-        if max(bound, lines.bound * (1 + CLOSE)) < _read_step(best) * (1 - PROVEN) and not clock.over:
-            best = _take_faster(task, best, _search_order(task, chains, line, LONG_S, clock)[0])
+    if best is not None:
+        if not found.bound.bounds:
+            found.bound.bound_by_sums(_read_step(best))
+        found.run(_read_step(best), clock.deadline)
+    return found, best
+
+
+def _search_orders(
+    task: Task,
+    chains: Antichains,
+    lines: LineSearch,
+    found: ChainSearch,
+    best: Plan | None,
+    deadline: float,
+) -> Plan | None:
+    """Return the best plan after searching for the orders of lines without replicas, and of chains.
+
+    Each search also bounds the step of its line or chain. Those that may still be better get a second and longer
+    search. The searches end at the `deadline`, of time.monotonic(), at the latest.
+    """
+    steps: dict[Line | Chain, float] = {}
+    steps.update((line, step) for line, step in lines.steps.items() if all(stage.replicas == 1 for stage in line))
+    steps.update(found.steps.items())
+    bounds: dict[Line | Chain, float] = {}
+    for way in steps:
+        if isinstance(way, Chain):
+            bounds[way] = max(found.bound.bound_chain(way), found.bound.bounds.get(way.family, 0.0))
+        else:
+            bounds[way] = max(lines.bound_line(way), lines.bound)
+    ranked = [way for way in sorted(steps, key=steps.__getitem__) if steps[way] < NEVER]
+    warm_up()
+    again, begin = [], time.monotonic()
+    for way in dict.fromkeys([*ranked[:BY_STEP], *sorted(ranked, key=bounds.__getitem__)[:BY_BOUND]]):
+        if bounds[way] < _read_step(best) and time.monotonic() < min(deadline, begin + FIRST_S):
+            plan, bound = _search_order(task, chains, way, SHORT_S)
+            again.append((bound, way))
+            best = _take_faster(task, best, plan)
+    for turn, (bound, way) in enumerate(sorted(again, key=itemgetter(0))[:TWICE]):
+        left = (min(deadline, begin + WHOLE_S) - time.monotonic()) / (TWICE - turn)
+        low = min(lines.bound, found.bound.least(_read_step(best)))
+        if max(bound, low * (1 + CLOSE)) < _read_step(best) * (1 - PROVEN) and left > 0:
+            best = _take_faster(task, best, _search_order(task, chains, way, left)[0])
     return best
 
 
-def _take_faster(task: Task, best: Plan | None, plan: Plan) -> Plan | None:
+def _take_faster(task: Task, best: Plan | None, plan: Plan | None) -> Plan | None:
     """Return the faster of the best plan and another one, if that fits in memory."""
-    return best if _read_step(plan) >= _read_step(best) or list_short(plan, task.machine) else plan
+    if plan is None or _read_step(plan) >= _read_step(best):
+        return best
+    return best if list_short(plan, plan.machine or task.machine) else plan
 
 
-def _search_order(task: Task, chains: Antichains, line: Line, seconds: float, clock: SearchClock) -> tuple[Plan, float]:
-    """Return the plan of a line with a searched order, and a bound of the line's step in ms."""
-    plan = price_plan(task, chains, line)
-    left = max(min(seconds, clock.deadline - time.monotonic()), 1e-3)
-    found = search_for_plan(plan, list_limits(plan, task.machine), time_limit_s=left)
-    return _take(task, plan, found.schedule), found.bound_ms
+def _search_order(task: Task, chains: Antichains, way: Line | Chain, seconds: float) -> tuple[Plan | None, float]:
+    """Return the plan of a line or chain with a searched order, and a bound of the step in ms; None if none fits."""
+    placement = way.placement if isinstance(way, Chain) else None
+    best, bound = None, inf
+    for plan in _price_ways(task, chains, way):
+        limits = list_limits(plan, plan.machine or task.machine)
+        with suppress(ScheduleError):
+            found = search_for_plan(plan, limits, time_limit_s=seconds, placement=placement)
+            best = _take_faster(task, best, state_order(task, plan, found.schedule))
+            bound = min(bound, found.bound_ms)
+    return best, bound
 
 
-def price_plan(task: Task, chains: Antichains, line: Line) -> Plan:
-    """Return the plan of a line, priced by definition on the graph; its bound is that of any bottleneck."""
-    nodes = split_nodes(task.costs, chains, [stage.end for stage in line])
-    homes = place(line)
-    split = [(names, home, stage.recompute) for names, home, stage in zip(nodes, homes, line, strict=True)]
-    stages = price_split(task.costs, task.machine, task.workload, split, task.options.costs)
-    low = bound_by_work(task.costs, task.machine)
-    return Plan.assemble(
-        stages, task.costs, task.machine, task.workload, task.options.costs, lower_bound_ms=low, n_states=len(chains)
-    )
-
-
-def _take(task: Task, plan: Plan, schedule: Schedule) -> Plan:
-    """Return a plan with a schedule that is stated action by action, and its step."""
-    return take_schedule(plan, Scheduler.of(schedule), task.costs, task.machine, task.workload)[0]
-
-
-def place(line: Line) -> Homes:
-    """Return the devices of each stage of a line, in order."""
-    homes, first = [], 0
-    for stage in line:
-        homes.append(tuple(range(first, first + stage.replicas)))
-        first += stage.replicas
-    return tuple(homes)
-
-
-def write_schedule(line: Line, m: int, actions: Sequence[Sequence[tuple[int, int]]]) -> Schedule:
-    """Return the schedule of a line from the actions of each device: F, I or W by number, and microbatch.
-
-    An I without a W is a whole backward.
-    """
-    homes, ops = place(line), {F: FORWARD, I: INPUT_GRADIENT, W: WEIGHT_GRADIENT}
-    rows = []
-    for s, home in enumerate(homes):
-        for replica, device in enumerate(home):
-            divided = {i for action, i in actions[device] if action == W}
-            done = (
-                (BACKWARD if action == I and microbatch not in divided else ops[action], microbatch)
-                for action, microbatch in actions[device]
-            )
-            rows.append(tuple(Action(s, op, microbatch, replica) for op, microbatch in done))
-    return Schedule(SEARCH, m, homes, append_sums(tuple(rows), homes))
+def _price_ways(task: Task, chains: Antichains, way: Line | Chain) -> list[Plan]:
+    """Return the plan of a line, or the plans of a chain: with all stages recomputing too, if memory is limited."""
+    if not isinstance(way, Chain):
+        return [price_plan(task, chains, way)]
+    limited = isfinite(task.machine.devices[0].memory_bytes)
+    tried = {"never": [False], "always": [True], "auto": [False, True] if limited else [False]}[task.recompute]
+    return [price_chain_plan(task, chains, way, [again] * len(way.ends)) for again in tried]
 
 
 def _check(task: Task) -> None:

@@ -20,12 +20,14 @@ from fxsplit.schedule.generators.asynchronous import pipedream, pipedream_2bw
 from fxsplit.schedule.generators.blocks import v_half, v_min
 from fxsplit.schedule.generators.dual_pipe import dual_pipe_v
 from fxsplit.schedule.generators.synchronous import (
+    append_sums,
     chimera,
     gpipe,
     inference,
     interleaved,
     looped_bfs,
     one_f_one_b,
+    run_forwards_first,
 )
 from fxsplit.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2, zbv
 from fxsplit.schedule.moments import list_moments
@@ -198,7 +200,8 @@ def count_devices(name: str, n_stages: int, stages_per_device: int | None = None
 class Scheduler:
     """A schedule for a number of devices. Its methods raise ScheduleError for unsupported numbers.
 
-    `fixed`: the schedule itself, in place of one that is generated; it has one number of microbatches and stages.
+    `fixed`: the schedule itself, in place of one that is generated; it has one number of microbatches and stages. A
+    searched one runs other numbers of microbatches on the same devices, all forwards before all backwards.
     """
 
     name: str
@@ -214,6 +217,8 @@ class Scheduler:
     def schedule(self, n_microbatches: int, n_stages: int | None = None) -> Schedule:
         """Return the schedule for `n_stages` stages (default: all), perhaps with idle devices."""
         if self.fixed is not None:
+            if self._is_searched and n_stages in (None, self.fixed.n_stages) and n_microbatches > 0:
+                return self._run_forwards_first(self.fixed, n_microbatches)
             if (n_microbatches, n_stages or self.fixed.n_stages) != (self.fixed.n_microbatches, self.fixed.n_stages):
                 raise ScheduleError(
                     f"{self.name} is for {self.fixed.n_microbatches} microbatches in {self.fixed.n_stages} stages, not "
@@ -231,6 +236,19 @@ class Scheduler:
                 "plan use every device (partition{use_all=true})"
             )
         return generate(self.name, n_stages, n_microbatches, self.stages_per_device)
+
+    @property
+    def _is_searched(self) -> bool:
+        """Whether the schedule was searched for the times of a plan."""
+        return self.fixed is not None and self.name == SEARCH
+
+    @staticmethod
+    def _run_forwards_first(fixed: Schedule, n_microbatches: int) -> Schedule:
+        """Return a searched schedule, or one for another number of microbatches on the same devices."""
+        if n_microbatches == fixed.n_microbatches:
+            return fixed
+        rows = append_sums(run_forwards_first(fixed.homes, n_microbatches), fixed.homes)
+        return Schedule(fixed.name, n_microbatches, fixed.homes, rows)
 
     def in_flight(self, n_microbatches: int, n_stages: int) -> tuple[int, ...]:
         """Return, for each of `n_stages` stages, the most microbatches with activations at once.
@@ -284,11 +302,11 @@ class Scheduler:
         # A stream of inference batches holds more than the schedule of one batch shows; `held` includes it.
         moments = None if inference else MomentsOf(self, n_microbatches)
         workload = Workload(self.name, n_microbatches, held, may_idle, versions, replicated, inference, splits, moments)
-        return replace(workload, schedule_csv=format_csv(self.fixed)) if self.fixed else workload
+        return replace(workload, schedule_csv=format_csv(self.schedule(n_microbatches))) if self.fixed else workload
 
     def nearest(self, n_microbatches: int) -> int:
         """Return the largest supported number of microbatches up to `n_microbatches`, or else the next larger one."""
-        if self.fixed is not None:
+        if self.fixed is not None and not self._is_searched:
             return self.fixed.n_microbatches
         # Prefer fewer: a batch may not have enough rows for more.
         for count in range(n_microbatches, 0, -1):

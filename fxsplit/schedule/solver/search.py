@@ -189,6 +189,11 @@ def _place(n_devices: int, n_microbatches: int, stages_per_device: int, placemen
         raise ScheduleError(f"search: stages_per_device={show(stages_per_device)}: give 1 or 2")
     if placement not in ("loop", "v"):
         raise ScheduleError(f'search: placement={show(placement)}: give "loop" or "v"')
+    return place_stages(n_devices, stages_per_device, placement)
+
+
+def place_stages(n_devices: int, stages_per_device: int, placement: str) -> Homes:
+    """Return the device of each stage: one stage a device, or two as a "v" or a "loop"."""
     if stages_per_device == 1:
         return line(n_devices)
     return go_there_and_back(n_devices) if placement == "v" else deal_in_turn(n_devices, 2)

@@ -42,17 +42,21 @@ def list_starts(one: Instance, v_shaped: bool) -> Iterator[Ints]:
         yield from _warm_up(one)
     elif v_shaped:
         yield from _go_there_and_back(one)
-    # For how many forwards of the last chunk a list schedule keeps memory free.
-    reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
     # One microbatch after another fits any memory.
     each = [*range(0, 2 * v, 2), *reversed(range(1, 2 * v, 2))]
     yield np.tile(np.array(each, np.int64), (p, n))
-    for priority in PRIORITIES[v]:
-        for most in _list_limits(one):
-            for reserve in reserves:
-                found = _list_order(one, priority, most, reserve)
-                if found is not None:
-                    yield found
+    for rule in list_schedule_rules(one):
+        found = list_order(one, *rule)
+        if found is not None:
+            yield found
+
+
+def list_schedule_rules(one: Instance) -> Iterator[tuple[tuple[int, ...], Ints, float]]:
+    """Yield the priorities, limits and reserves of list schedules to try; see `orders.list_orders`."""
+    v = one.stages.shape[1]
+    # For how many forwards of the last chunk a list schedule keeps memory free.
+    reserves = (1.0, 2.0) if v > 1 and one.memory.min() < UNLIMITED else (1.0,)
+    return product(PRIORITIES[v], _list_limits(one), reserves)
 
 
 def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
@@ -62,7 +66,7 @@ def list_low_memory_starts(one: Instance) -> Iterator[Ints]:
         for share in np.linspace(0.5, 1.5, 11):
             # Later devices need fewer forwards ahead.
             most = np.maximum(1, np.round(share * (p - np.arange(p) / 2))).astype(np.int64)
-            found = _list_order(one, numbers, most, 1.0)
+            found = list_order(one, numbers, most, 1.0)
             if found is not None:
                 yield found
 
@@ -136,7 +140,7 @@ def _list_limits(one: Instance) -> Iterator[Ints]:
         yield np.ceil(back / max(each.max(), 1e-9)).astype(np.int64) + 1
 
 
-def _list_order(one: Instance, priority: tuple[int, ...], most: Ints, reserve: float) -> Ints | None:
+def list_order(one: Instance, priority: tuple[int, ...], most: Ints, reserve: float) -> Ints | None:
     """Return the orders of a list schedule, or None if devices cannot go on; see `orders.list_orders`."""
     p, v = one.stages.shape
     found = np.zeros((p, 2 * v * one.n_microbatches), np.int64)

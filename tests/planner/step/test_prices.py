@@ -18,8 +18,8 @@ from fxsplit.planner.planner import Planner
 from fxsplit.planner.problem.borders import compress_cuts
 from fxsplit.planner.step.bound import Stage
 from fxsplit.planner.step.kernels.search import lies_between, make_stages, price_line
+from fxsplit.planner.step.plans import place, price_plan
 from fxsplit.planner.step.prices import find_nested, pack_members, price_ideals, sort_into_levels
-from fxsplit.planner.step.step import place, price_plan
 from fxsplit.schedule.generators.catalogue import Scheduler
 from fxsplit.schedule.of_plan import read_times
 from fxsplit.schedule.schedule import Schedule

@@ -14,9 +14,9 @@ from fxsplit.ir.facts.given.machine import Machine
 from fxsplit.planner.planner import Planner
 from fxsplit.planner.step.bound import Stage
 from fxsplit.planner.step.kernels import compile_kernels, search
+from fxsplit.planner.step.plans import write_schedule
 from fxsplit.planner.step.prices import price_ideals
 from fxsplit.planner.step.search import LineSearch, list_neighbours, read_line
-from fxsplit.planner.step.step import write_schedule
 from fxsplit.schedule.simulation.simulate import Times, simulate
 from fxsplit.schedule.verify import verify
 from tests.planner.step.test_bound import machines

@@ -31,7 +31,7 @@ from fxsplit.schedule.simulation.simulate import simulate
 from fxsplit.schedule.verify import verify
 from tests.planner.step.test_bound import machines
 from tests.support.graphs import ir_of, node, profiles, sweep, try_examples
-from tests.support.steps import find_best_that_fits, find_shortest
+from tests.support.steps import find_best_that_fits, find_shortest, find_shortest_chain
 
 STEP = Options(model="replicated", use_all=False, objective="step")
 LINE = replace(STEP, model="forwarded")
@@ -56,14 +56,16 @@ def test_a_plan_is_as_good_as_every_plan_and_above_its_bound(options: Options, e
     def check(costs: Costs, machine: Machine, m: int) -> None:
         bare = tuple(replace(n, forward_launch_ms=0.0, backward_launch_ms=0.0) for n in costs.nodes)
         plan = solve(replace(costs, nodes=bare), machine, m, options)
-        best = find_shortest(costs, machine, m, replicas=options is STEP)
+        one, two = find_shortest(costs, machine, m, replicas=options is STEP), find_shortest_chain(costs, machine, m)
+        orders, named = min(one.orders, two.orders), min(one.named, two.named)
         assert plan.step_ms is not None and plan.step_lower_bound_ms is not None
-        assert plan.step_lower_bound_ms <= best.orders * (1 + 1e-9) + 1e-9
+        assert plan.step_lower_bound_ms <= orders * (1 + 1e-9) + 1e-9
         # Orders of work are searched: on graphs of this size the best is found but for rare cases.
-        assert plan.step_ms <= best.named * (1 + 1e-9) + 1e-9
-        assert plan.step_ms <= best.orders * 1.05 + 1e-9
-        if best.complete:
-            assert plan.step_ms >= best.orders * (1 - 1e-9) - 1e-9
+        assert plan.step_ms <= named * (1 + 1e-9) + 1e-9
+        assert plan.step_ms <= orders * 1.05 + 1e-9
+        # A chain may have stages without any cost, which the referee leaves out.
+        if one.complete and two.complete and all(n.forward_ms or n.backward_ms for n in costs.nodes):
+            assert plan.step_ms >= orders * (1 - 1e-9) - 1e-9
 
     check()
 
@@ -87,7 +89,7 @@ def test_a_plan_states_its_schedule_and_the_step_of_the_simulator(examples: int)
         taken, load, _ = schedule_plan(again, costs, laid_out, workload)
         assert (taken.stages, taken.step_ms, taken.step_gap) == (plan.stages, plan.step_ms, plan.step_gap)
         # And as text.
-        ir = ir_of(costs, laid_out, load, taken)
+        ir = ir_of(costs, taken.machine or laid_out, load, taken)
         taken.verify(ir)
         read = parse_ir(render(ir), "a plan")[Plan]
         assert (read.step_ms, read.step_lower_bound_ms) == (plan.step_ms, plan.step_lower_bound_ms)
@@ -170,7 +172,7 @@ def test_plans_stay_in_memory_and_are_as_good_as_every_named_schedule_that_does(
             return
         laid_out, workload = Scheduler(SEARCH, len(machine)).lay_out(machine, m)
         taken, load, _ = schedule_plan(plan, costs, laid_out, workload)
-        taken.verify(ir_of(costs, laid_out, load, taken))
+        taken.verify(ir_of(costs, taken.machine or laid_out, load, taken))
         assert all(stage.memory_bytes <= memory_bytes for stage in taken.stages)
         assert plan.step_ms is not None and plan.step_lower_bound_ms is not None
         assert plan.step_lower_bound_ms <= plan.step_ms

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxsplit
+from fxsplit.planner import Options
 from fxsplit.schedule import Schedule, generate
 from tests.runtime.ranks.compared import compare
 from tests.support.models import FAST
@@ -21,14 +22,20 @@ def make_model() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())))
 
 
-def make_options(schedule: Any) -> dict[str, Any]:
+def make_options(schedule: Any, n: int = 2) -> dict[str, Any]:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
     best = schedule == "best"
+    if schedule == "two stages":
+        # Without replicas a V is the best plan.
+        options = Options(model="forwarded", use_all=False)
+        plan = fxsplit.plan(make_model(), n, example_inputs=x, n_microbatches=4, best=True, options=options)
+        assert plan.machine is not None and len(plan.machine.homes) == 2 * n
+        return {"loss_fn": F.mse_loss, "example_inputs": x, "plan": plan}
     return {"loss_fn": F.mse_loss, "example_inputs": x, "schedule": None if best else schedule, "best": best}
 
 
 def run_schedule(rank: int, n: int, schedule: Any) -> tuple[int, str]:
-    options = make_options(schedule)
+    options = make_options(schedule, n)
     x = options["example_inputs"]
     schedules = []
 
@@ -43,9 +50,9 @@ def run_schedule(rank: int, n: int, schedule: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["search", "stated", "chosen", "best"])
+@pytest.mark.parametrize("name", ["search", "stated", "chosen", "best", "two stages"])
 def test_ranks_run_one_schedule(name: str, n: int) -> None:
-    stated = {"search": "search", "stated": generate("ZB-H2", n, 4), "chosen": None, "best": "best"}[name]
+    stated = {"search": "search", "stated": generate("ZB-H2", n, 4), "chosen": None}.get(name, name)
     found = ranks(n, run_schedule, stated)
     # A rank with a replica of a stage holds its weights too.
     assert sum(count for count, _ in found) >= 3 * 12

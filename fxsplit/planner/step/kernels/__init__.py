@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from fxsplit.planner.step.kernels import bound, search
+from fxsplit.planner.step.kernels import bound, search, sums
 from fxsplit.system.kernels import compile_kernel
 
 
 @cache
 def compile_kernels() -> None:
     """Make machine code of all kernels, when each is first called; numba's cache keeps it for other processes."""
-    for module in (bound, search):
+    for module in (bound, search, sums):
         for kernel in module.KERNELS:
             # Kernels find each other in their module.
             setattr(module, kernel.__name__, compile_kernel(kernel))

@@ -57,3 +57,21 @@ class Levels(NamedTuple):
     most: Floats
     value: Floats
     gradient: Floats
+
+
+class Between(NamedTuple):
+    """The least that a stage between any two ideals, or levels of ideals, takes; in ms for a microbatch.
+
+    - `forward`, `input`, `weight`: [ideals, ideals], F, I and W of the nodes between them
+    - `value`, `gradient`: [ideals], how long a value, and a gradient, that crosses a cut there keeps a device busy
+    - `nested`: bool [ideals, ideals], whether the first is a subset of the second, or the same one
+    - `allowed`: bool [ideals, ideals], whether a stage may lie between them
+    """
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+    value: Floats
+    gradient: Floats
+    nested: Bools
+    allowed: Bools

@@ -1,6 +1,7 @@
-"""Test whether a step can be as short as a threshold, with one stage a device; see step/bound.py for the proof.
+"""Test whether a step can be as short as a threshold, with one stage a device or two.
 
-The label of a boundary is an array: Y, then Z of each sample, then Q of each sample.
+Proofs are in step/bound.py for one stage a device, and in step/two_stages.py for two. With one stage a device the label
+of a boundary is an array: Y, then Z of each sample, then Q of each sample.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxsplit.planner.step.kernels.arrays import Floats, Ints, Levels, Prices
+from fxsplit.planner.step.kernels.arrays import Between, Floats, Ints, Levels, Prices
 
 TINY = 1e-13
 """Times that differ by this share of the threshold count as equal: they are sums in another order."""
@@ -22,6 +23,20 @@ class Labels(NamedTuple):
     - `counts`: [devices + 1, ideals], how many are in use
     - `origins`: [devices + 1, ideals, list, 4]: ideal, devices and place in the list of the label before the stage, and
       the replicas of the stage
+    """
+
+    figures: Floats
+    counts: Ints
+    origins: Ints
+
+
+class PairLabels(NamedTuple):
+    """The labels of plans with two stages a device, by the ideals before the first and before or after the second one.
+
+    - `figures`: [2, ideals, ideals, list, figures], of a device and of the next one in turn
+    - `counts`: [2, ideals, ideals], how many are in use
+    - `origins`: [devices, ideals, ideals, list, 4]: both ideals and the place in the list of the label before; the last
+      entry is not used
     """
 
     figures: Floats
@@ -325,4 +340,251 @@ def test_levels(
     return bool(labels.counts[:, full].max() > 0)
 
 
-KERNELS = [add_label, bound_device, pass_stage, extend_labels, test_line, test_levels]
+def test_v(threshold: float, k: int, m: int, between: Between, samples: Ints, labels: PairLabels) -> bool:
+    """Return whether a chain of 2 k stages down k devices and back passes all tests at a threshold, in ms.
+
+    The label of the ideals around the stages that are left has two sums, and then for each sample Q, Z, L and B; see
+    step/two_stages.py.
+    """
+    n, q = between.value.size, samples.size
+    full = n - 1
+    forward, input_, weight = between.forward, between.input, between.weight
+    value, gradient = between.value, between.gradient
+    allowed, nested = between.allowed, between.nested
+    labels.counts[:] = 0
+    labels.figures[0, 0, full, 0, :] = 0.0
+    labels.counts[0, 0, full] = 1
+    # The labels have room for those of a loop.
+    after, origin = np.zeros(labels.figures.shape[4]), np.zeros(4, np.int64)
+    room = Room(np.zeros((4, q)), np.zeros((4, q)), np.zeros(4), np.zeros(4))
+    iq, iz, il, ip = 2, 2 + q, 2 + 2 * q, 2 + 3 * q
+    for d in range(k):
+        now, then = d % 2, (d + 1) % 2
+        labels.counts[then] = 0
+        last, left, some = d == k - 1, k - d - 1, False
+        # Nothing is sent between the two stages of the last device.
+        inside = 0.0 if last else 1.0
+        for lo in range(n):
+            for hi in range(lo, n):
+                count = labels.counts[now, lo, hi]
+                if count == 0:
+                    continue
+                soonest = np.inf
+                for at in range(count):
+                    soonest = min(soonest, labels.figures[now, lo, hi, at, iq])
+                for a in range(lo + 1, hi):
+                    if not allowed[lo, a] or not nested[a, hi]:
+                        continue
+                    fa = forward[lo, a] + value[lo] + inside * value[a]
+                    ia = input_[lo, a] + gradient[lo] + inside * gradient[a]
+                    wa = weight[lo, a]
+                    if soonest + m * (fa + ia + wa) > threshold:
+                        continue
+                    for b in range(a if last else a + 1, a + 1 if last else hi):
+                        if not nested[a, b] or not allowed[b, hi]:
+                            continue
+                        fb = forward[b, hi] + inside * value[b] + value[hi]
+                        ib = input_[b, hi] + inside * gradient[b] + gradient[hi]
+                        wb = weight[b, hi]
+                        work = m * (fa + ia + wa + fb + ib + wb)
+                        if soonest + work > threshold:
+                            continue
+                        rest_f = rest_i = rest = 0.0
+                        if not last:
+                            rest_f = forward[a, b] + value[a] + value[b]
+                            rest_i = input_[a, b] + gradient[a] + gradient[b]
+                            rest = m * (rest_f + rest_i + weight[a, b]) / left
+                        late = m * (ia + wa + ib + wb)
+                        most = max(max(fa, fb), max(ia, ib))
+                        for at in range(count):
+                            u = labels.figures[now, lo, hi, at]
+                            head, tail, back = u[iq], u[iz + q - 1], u[ip]
+                            if head + work > threshold or head + m * (fa + fb + ia + ib) + tail > threshold:
+                                continue
+                            begun = head + fa
+                            if begun + rest > threshold:
+                                continue
+                            down = max(u[0] + fa + fb, begun + m * fb + late, begun + fb + back + late)
+                            down = max(
+                                down, begun + m * (fb + ib + ia) + tail, begun + fb + back + m * (ia + ib) + tail
+                            )
+                            if down + rest_f > threshold:
+                                continue
+                            out = begun + fb + back + ib
+                            way = max(u[1] + fa + ia + fb + ib, out + m * (ia + wa), out + m * ia + tail)
+                            way = max(way, out + ia + max(tail, wa) + (m - 1) * most)
+                            if way + rest_f + rest_i > threshold:
+                                continue
+                            for x in range(q):
+                                room.heads[0, x] = u[iq + x]
+                                room.heads[1, x] = u[iq + x] + fa + rest_f
+                                room.heads[2, x] = max(room.heads[1, x] + fb + back, room.heads[1, 0] + fb + u[ip + x])
+                                room.heads[3, x] = room.heads[2, x] + ib + rest_i
+                                room.tails[3, x] = u[iz + x]
+                                room.tails[2, x] = rest_i + ia + u[iz + x]
+                                room.tails[1, x] = max(u[il + x], back + ib + room.tails[2, x])
+                                room.tails[0, x] = rest_f + fb + room.tails[1, x]
+                            room.each[0], room.each[1], room.each[2], room.each[3] = fa, fb, ib, ia
+                            room.late[2], room.late[3] = wb, wa
+                            if bound_device(room, samples, m, 1, 0.0, threshold) > threshold:
+                                continue
+                            after[0], after[1] = down, way
+                            for x in range(q):
+                                crossed = returned = 0.0
+                                for y in range(x + 1):
+                                    more = samples[x] - samples[y] + 1
+                                    crossed = max(crossed, u[iq + y] + more * fa)
+                                    returned = max(returned, fb + u[ip + y] + more * ib)
+                                end, leave = (m - samples[x]) * (ia + wa), (m - samples[x]) * (fb + ib + wb + ia + wa)
+                                for y in range(x, q):
+                                    more = samples[y] - samples[x] + 1
+                                    end = max(end, more * ia + u[iz + y])
+                                    leave = max(leave, more * fb + room.tails[1, y])
+                                after[iq + x], after[iz + x], after[il + x] = crossed, end, leave
+                                after[ip + x] = max(returned, (samples[x] + 1) * (fb + ib))
+                            origin[0], origin[1], origin[2] = lo, hi, at
+                            labels.counts[then, a, b] = add_label(
+                                labels.figures[then, a, b],
+                                labels.origins[d, a, b],
+                                labels.counts[then, a, b],
+                                after,
+                                origin,
+                                TINY * threshold,
+                            )
+                            some = True
+        if not some:
+            return False
+    return True
+
+
+def test_loop(
+    threshold: float, k: int, m: int, middle: int, between: Between, samples: Ints, labels: PairLabels
+) -> bool:
+    """Return whether a chain of 2 k stages twice down k devices passes all tests at a threshold, in ms.
+
+    The first k stages end at the ideal `middle`. A label has three sums, the F and the I of second stages so far, and
+    then for each sample Q, Z, and Q and Z of the second stage's boundary; see step/two_stages.py.
+    """
+    n, q = between.value.size, samples.size
+    full = n - 1
+    forward, input_, weight = between.forward, between.input, between.weight
+    value, gradient = between.value, between.gradient
+    allowed, nested = between.allowed, between.nested
+    iq, iz, ip, iy = 5, 5 + q, 5 + 2 * q, 5 + 3 * q
+    labels.counts[:] = 0
+    labels.figures[0, 0, middle, 0, :] = 0.0
+    labels.figures[0, 0, middle, 0, ip : ip + q] = forward[0, middle]
+    labels.figures[0, 0, middle, 0, iy : iy + q] = input_[0, middle]
+    labels.counts[0, 0, middle] = 1
+    after, origin = np.zeros(5 + 4 * q), np.zeros(4, np.int64)
+    room = Room(np.zeros((4, q)), np.zeros((4, q)), np.zeros(4), np.zeros(4))
+    for d in range(k):
+        now, then = d % 2, (d + 1) % 2
+        labels.counts[then] = 0
+        last, left, some = d == k - 1, k - d - 1, False
+        for lo in range(middle):
+            for hi in range(middle, full):
+                count = labels.counts[now, lo, hi]
+                if count == 0:
+                    continue
+                soonest = np.inf
+                for at in range(count):
+                    soonest = min(soonest, labels.figures[now, lo, hi, at, iq])
+                for a in range(lo + 1, middle + 1):
+                    if (a == middle) != last or not allowed[lo, a] or not nested[a, middle]:
+                        continue
+                    fa = forward[lo, a] + value[lo] + value[a]
+                    ia = input_[lo, a] + gradient[lo] + gradient[a]
+                    wa = weight[lo, a]
+                    if soonest + m * (fa + ia + wa) > threshold:
+                        continue
+                    for b in range(hi + 1, n):
+                        if (b == full) != last or not allowed[hi, b]:
+                            continue
+                        fb = forward[hi, b] + value[hi] + value[b]
+                        ib = input_[hi, b] + gradient[hi] + gradient[b]
+                        wb = weight[hi, b]
+                        work = m * (fa + ia + wa + fb + ib + wb)
+                        if soonest + work > threshold:
+                            continue
+                        one_f = one_i = two_f = two_i = rest = 0.0
+                        if not last:
+                            one_f = forward[a, middle] + value[a] + value[middle]
+                            one_i = input_[a, middle] + gradient[a] + gradient[middle]
+                            two_f = forward[b, full] + value[b]
+                            two_i = input_[b, full] + gradient[b]
+                            rest = m * (one_f + one_i + two_f + two_i + weight[a, middle] + weight[b, full]) / left
+                        late = m * (ia + wa + ib + wb)
+                        most = max(max(fa, fb), max(ia, ib))
+                        for at in range(count):
+                            u = labels.figures[now, lo, hi, at]
+                            head, tail, second_f, second_i = u[iq], u[iz + q - 1], u[3], u[4]
+                            if head + work > threshold or head + m * (fa + fb + ia + ib) + tail > threshold:
+                                continue
+                            begun = head + fa
+                            if begun + rest > threshold:
+                                continue
+                            reached = begun + second_f
+                            down = max(u[0] + fa, reached + m * fb + late, reached + m * (fb + ia + ib) + tail)
+                            if down + one_f > threshold:
+                                continue
+                            turn = max(u[1] + fa + fb + ib, reached + fb + late, reached + fb + m * (ia + ib) + tail)
+                            if turn + one_f + two_f + two_i > threshold:
+                                continue
+                            out = reached + fb + ib + second_i
+                            way = max(u[2] + fa + ia + fb + ib, out + m * (ia + wa), out + m * ia + tail)
+                            way = max(way, out + ia + max(tail, wa) + (m - 1) * most)
+                            if way + one_f + one_i + two_f + two_i > threshold:
+                                continue
+                            for x in range(q):
+                                room.heads[0, x] = u[iq + x]
+                                room.heads[1, x] = max(u[ip + x], u[iq + x] + fa + one_f + second_f)
+                                room.heads[2, x] = room.heads[1, x] + fb + two_f + two_i
+                                room.heads[3, x] = room.heads[2, x] + ib + second_i + one_i
+                                room.tails[3, x] = u[iz + x]
+                                room.tails[2, x] = max(u[iy + x], second_i + one_i + ia + u[iz + x])
+                                room.tails[1, x] = two_f + two_i + ib + room.tails[2, x]
+                                room.tails[0, x] = one_f + second_f + fb + room.tails[1, x]
+                            room.each[0], room.each[1], room.each[2], room.each[3] = fa, fb, ib, ia
+                            room.late[2], room.late[3] = wb, wa
+                            if bound_device(room, samples, m, 1, 0.0, threshold) > threshold:
+                                continue
+                            after[0], after[1], after[2] = down, turn, way
+                            after[3], after[4] = second_f + fb, second_i + ib
+                            for x in range(q):
+                                crossed = again = 0.0
+                                for y in range(x + 1):
+                                    more = samples[x] - samples[y] + 1
+                                    crossed = max(crossed, u[iq + y] + more * fa)
+                                    again = max(again, room.heads[1, y] + more * fb)
+                                end, leave = (m - samples[x]) * (ia + wa), (m - samples[x]) * (ib + wb + ia + wa)
+                                for y in range(x, q):
+                                    more = samples[y] - samples[x] + 1
+                                    end = max(end, more * ia + u[iz + y])
+                                    leave = max(leave, more * ib + room.tails[2, y])
+                                after[iq + x], after[iz + x], after[ip + x], after[iy + x] = crossed, end, again, leave
+                            origin[0], origin[1], origin[2] = lo, hi, at
+                            labels.counts[then, a, b] = add_label(
+                                labels.figures[then, a, b],
+                                labels.origins[d, a, b],
+                                labels.counts[then, a, b],
+                                after,
+                                origin,
+                                TINY * threshold,
+                            )
+                            some = True
+        if not some:
+            return False
+    return True
+
+
+KERNELS = [
+    add_label,
+    bound_device,
+    pass_stage,
+    extend_labels,
+    test_line,
+    test_levels,
+    test_v,
+    test_loop,
+]
