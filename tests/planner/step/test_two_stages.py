@@ -58,7 +58,7 @@ def bound(costs: Costs, machine: Machine, m: int, goal: float) -> float:
 @sweep(8, 400)
 def test_no_chain_beats_the_bound(examples: int) -> None:
     @try_examples(examples)
-    @given(profiles(5), machines(), st.integers(1, 3))
+    @given(profiles(4), machines(), st.integers(1, 3))
     def check(costs: Costs, machine: Machine, m: int) -> None:
         best = find_shortest_chain(costs, machine, m)
         if best.orders in (0.0, inf):
