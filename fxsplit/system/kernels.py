@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache, wraps
@@ -22,9 +23,29 @@ def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     from numba import njit
 
     machine_code = njit(cache=True)(kernel)
+    _forget_unreadable(machine_code._cache)
     machine_code.compile = _lock_out_others(machine_code)  # type: ignore[method-assign]
     compiled: Callable[..., Any] = machine_code
     return compiled
+
+
+def _forget_unreadable(files: Any) -> None:
+    """Let numba's cache of a kernel begin anew if its files cannot be read.
+
+    The files name the classes of the kernel's arguments, and another version of fxsplit may have others. numba compares
+    the time of the source only after it has read these names.
+    """
+    load: Callable[..., Any] = files.load_overload
+
+    @wraps(load)
+    def load_or_forget(signature: Any, target: Any) -> Any:
+        try:
+            return load(signature, target)
+        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+            files.flush()
+            return None  # numba compiles, and writes the files again
+
+    files.load_overload = load_or_forget
 
 
 def _lock_out_others(machine_code: Any) -> Callable[..., Any]:

@@ -17,15 +17,28 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
 import numpy as np
+import own_kernels
 from own_kernels import add
 from fxsplit.system.kernels import compile_kernel
 made = compile_kernel(add)
-print(made(np.arange(3, dtype={dtype!r})), sum(made.stats.cache_misses.values()), flush=True)
+made_up = np.arange(3, dtype={dtype!r})
+print(made(getattr(own_kernels, "make", lambda x: x)(made_up)), sum(made.stats.cache_misses.values()), flush=True)
 """
 
 
-def start(folder: Path, dtype: str) -> subprocess.Popen[str]:
-    (folder / "own_kernels.py").write_text("def add(x):\n    return x.sum() + x.size\n")
+SUM = "def add(x):\n    return x.sum() + x.size\n"
+OF_CLASS = """from typing import NamedTuple
+class {name}(NamedTuple):
+    x: object
+def make(x):
+    return {name}(x)
+def add(held):
+    return held.x.sum() + held.x.size
+"""
+
+
+def start(folder: Path, dtype: str, source: str = SUM) -> subprocess.Popen[str]:
+    (folder / "own_kernels.py").write_text(source)
     program = PROGRAM.format(folder=str(folder), dtype=dtype)
     known = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=known)
@@ -39,6 +52,22 @@ def test_processes_that_start_together_compile_each_signature_once(tmp_path: Pat
     assert misses[0] + misses[2] == 1 and misses[1] + misses[3] == 1
     # Both are in the cache.
     assert [start(tmp_path, dtype).communicate()[0].split()[1] for dtype in dtypes[:2]] == ["0", "0"]
+
+
+@pytest.mark.parametrize("spoil", ["renamed", "cut off"])
+def test_a_cache_that_cannot_be_read_begins_anew(tmp_path: Path, spoil: str) -> None:
+    """An update of the package may rename the class of an argument, which the files of the cache name."""
+
+    def run(name: str) -> str:
+        process = start(tmp_path, "int64", OF_CLASS.format(name=name))
+        return process.communicate()[0]
+
+    assert run("First") == "6 1\n" and run("First") == "6 0\n"
+    if spoil == "cut off":
+        (index,) = (tmp_path / "cache").rglob("*.nbi")
+        index.write_bytes(index.read_bytes()[:40])
+    name = "Second" if spoil == "renamed" else "First"
+    assert run(name) == "6 1\n" and run(name) == "6 0\n"
 
 
 def test_a_process_that_never_releases_the_lock_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
