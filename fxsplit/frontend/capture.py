@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.check.values import run_with_gradients
 from fxsplit.frontend.choose_graph import Checked, choose_graph
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.wrong_cuts import explain_failure
-from fxsplit.frontend.restore.no_trace_left import restore_model
+from fxsplit.frontend.restore.no_trace_left import refuse_assignments, restore_model
 from fxsplit.frontend.subject import Subject
 from fxsplit.frontend.watch.caches import empty_caches
 from fxsplit.frontend.watch.changes import list_changes
@@ -31,9 +33,12 @@ from fxsplit.system.progress import phase
 from fxsplit.system.user_lines import warn_user
 from fxsplit.torch_internals.error_texts import is_out_of_memory
 from fxsplit.torch_internals.fake.without_weights import lacks_values
+from fxsplit.torch_internals.random.generators import read_generators, read_python_generators
 from fxsplit.torch_internals.scopes.log import hide_logged_warnings
 from fxsplit.torch_internals.scopes.undo import restore_after
 
+FLAGS = ("requires_grad", "is_grad_enabled", "is_leaf", "grad_fn")
+"""Names under which code looks at what requires gradients."""
 MOST_CHANGES = 5
 """At most this number of changed values is listed in a message."""
 
@@ -113,10 +118,12 @@ def capture(
     )
     # Copied before anything runs, since forward() may write to its arguments.
     sample = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in subject.take_rows(subject.rows))
-    watch = Watch(model)
     # Every attempt runs forward(), which may write to more than the model. If an operator fails, a TraceError replaces
     # torch's log by one line.
-    with restore_after(watch.put_back), hide_logged_warnings("torch"):
+    with hide_logged_warnings("torch"), ExitStack() as stack:
+        with phase(f"watching the changes that forward() of {subject.name} makes"):
+            watch = run_watched(subject) or Watch(model)
+        stack.enter_context(restore_after(watch.put_back))
         graph, effects = _choose_watched(subject, watch, grad_enabled)
         with restore_model(model), phase(f"finding how microbatches make the outputs of {subject.name}"):
             asking = replace(subject, asks_for_gradients=watch.asks_for_gradients())
@@ -132,14 +139,42 @@ def capture(
     return ir.learn(example, graph.scope, effects, state)
 
 
+def run_watched(subject: Subject) -> Watch | None:
+    """Run the model once, watched and with gradients, as a watch and a check would run it one after the other.
+
+    Returns the watch, and puts the results of the run into `subject.first`. Returns None, and leaves no trace, if watch
+    and check need runs of their own: the model fails with gradients, a call changes Python values or draws from
+    Python's or numpy's generators, a module holds an iterator, or the code may ask whether a tensor requires gradients.
+    """
+    # Only another run shows that an iterator has gone on.
+    iterates = any(isinstance(value, Iterator) for module in subject.model.modules() for value in vars(module).values())
+    if subject.from_shapes or iterates:
+        return None
+    watch, generators = Watch(subject.model), (read_generators(), read_python_generators())
+    with restore_after(watch.put_back), restore_model(subject.model), subject.make_runnable(subject.rows) as here:
+        ran = None
+        with suppress(Exception):
+            with refuse_assignments(here.model):
+                run = run_with_gradients(here, watch.note())
+            ran = run
+        looks = watch.asks_for_gradients() or watch.may_read(FLAGS)
+        moved = generators[1] != read_python_generators()
+        if ran is None or looks or moved or watch.find_changes() or watch.gradients or watch.tangents:
+            return None
+        subject.first.tensors, subject.first.ran, subject.first.generators = here.tensors, ran, generators
+    return watch
+
+
 def _choose_watched(subject: Subject, watch: Watch, grad_enabled: bool) -> Checked:
     """Return a graph that equals the model.
 
     Warns of Python values that each call of the model changes: a pipeline does not.
     watch: knows the values that forward() changes, and whether it takes gradients itself.
     """
-    with torch.set_grad_enabled(grad_enabled), phase(f"watching the changes that forward() of {subject.name} makes"):
-        changes = list_changes(subject, watch)
+    changes: list[str] = []
+    if subject.first.ran is None:
+        with torch.set_grad_enabled(grad_enabled), phase(f"watching further calls of forward() of {subject.name}"):
+            changes = list_changes(subject, watch)
     apart = bool(changes or watch.gradients or watch.tangents)
     subject = replace(subject, asks_for_gradients=watch.asks_for_gradients(), apart=apart)
     try:

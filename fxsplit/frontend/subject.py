@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxsplit.errors import TraceError, suggest
@@ -24,7 +25,52 @@ from fxsplit.torch_internals.fake.runnable import make_runnable, make_up_weights
 from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.torch_transformers import ask_no_values, take_masks_as_given
+from fxsplit.torch_internals.random.generators import read_generators, read_python_generators
 from fxsplit.torch_internals.thread_modes import enter_function_mode
+
+
+class RunOfModel(NamedTuple):
+    """The results of a run of the model.
+
+    - `outputs`: its outputs
+    - `buffers`: the values that it leaves in its buffers
+    - `arguments`: the tensors of the call after the run, since forward() may write to them
+    - `rewritten`: the names of arguments, other than tensors, that it changes
+    - `gradients`: the gradients of parameters, then of inputs, None for one that no output depends on; or None if this
+      run has not taken any
+    """
+
+    outputs: Any
+    buffers: list[Tensor]
+    arguments: Sequence[Tensor]
+    rewritten: list[str]
+    gradients: Sequence[Tensor | None] | None
+
+
+@dataclass(eq=False)
+class FirstRun:
+    """The first run of a model, kept so that a check and a trial on the same tensors need no run of their own.
+
+    - `tensors`: the tensors of the call before the run
+    - `ran`: the results, with gradients; None if there is no such run, or no longer
+    - `generators`: the states of all random generators before the run
+    """
+
+    tensors: Sequence[Tensor] = ()
+    ran: RunOfModel | None = None
+    generators: object = None
+
+    def find(self, tensors: Sequence[Tensor]) -> RunOfModel | None:
+        """Return the run if it is of these tensors; None if it is not, or if anything has drawn since."""
+        # If tracing has drawn a number, another run of the model draws another one, and the graph has it as a constant.
+        if self.ran is None or self.generators != (read_generators(), read_python_generators()):
+            return None
+        pairs = [*zip(self.tensors, tensors, strict=True)]
+        return self.ran if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs) else None
+
+    def forget(self) -> None:
+        """Free the memory of the run."""
+        self.tensors, self.ran = (), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +88,7 @@ class Subject:
     - `apart`: outputs and gradients of the model and of its graph are compared in separate runs. This is so if each
       call of the model changes a Python value that other code may read, or if forward() takes gradients by itself
     - `empty_caches`: undoes changes that calls of the model have made outside of it, for example to a cache
+    - `first`: the first run of the model on `rows` rows, which checks and trials use in place of another run
     """
 
     model: nn.Module
@@ -57,6 +104,7 @@ class Subject:
     made_up: bool = False
     apart: bool = False
     empty_caches: Callable[[], None] = lambda: None
+    first: FirstRun = field(default_factory=FirstRun)
 
     @property
     def name(self) -> str:
@@ -106,9 +154,8 @@ class Subject:
         given = self.take_rows(rows)
         ready = make_up_weights(modules, given) if self.made_up else make_runnable(modules, given, self.from_shapes)
         with ready as (here, tensors):
-            yield Runnable(
-                self.name, here, self.inputs, tensors, rows, self.asks_for_gradients, self.apart, self.outputs
-            )
+            asks, first = self.asks_for_gradients, self.first
+            yield Runnable(self.name, here, self.inputs, tensors, rows, asks, self.apart, self.outputs, first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +178,7 @@ class Runnable:
     asks_for_gradients: bool = False
     apart: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
+    first: FirstRun = field(default_factory=FirstRun)
 
     @property
     def model(self) -> nn.Module:

@@ -24,6 +24,7 @@ from fxsplit.torch_internals.autograd.leaves import hide_gradients
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.copies import copy_module
+from fxsplit.torch_internals.random.generators import read_generators, read_python_generators
 
 RUNS = 3
 """How many more runs must repeat a model's outputs before verify() believes that it draws no random numbers."""
@@ -146,12 +147,12 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
 
     finite: whether to refuse the dtype if outputs are NaN or infinite.
     Raises RefusedDtype. Raises InputError for a model without a floating-point output, and if the model or its loss
-    draws random numbers.
+    draws random numbers from a default generator of torch, Python or numpy. `refuse_draws` also finds other draws.
     """
     refused: RefusedDtype | None = None
-    first = None
+    first, draws = None, False
     try:
-        first = _run_without_trace(model, call, finite=finite)
+        first, draws = _run_without_trace(model, call, finite=finite)
         if asked.target is not None:
             _compute_loss(model, asked, first)
     except RefusedDtype as error:
@@ -159,16 +160,13 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
     # Ranks have different batches, and must all use one dtype.
     if ranks.any(refused is not None):
         raise refused or RefusedDtype
-    if not all(_are_equal(first, _run_without_trace(model, call, finite=finite)) for _ in range(RUNS)):
-        raise InputError(
-            f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
-            "with such rates at 0, or in evaluation, pipe.eval()"
-        )
+    if ranks.any(draws):
+        refuse_draws(model, call, first, ranks)
     if not any(t.is_floating_point() for t in list_tensors(first)):
         raise InputError(f"{type(model).__name__} returns no floating-point tensor, so it has no gradients to compare")
     if asked.target is not None:
         loss = _compute_loss(model, asked, first)
-        if not all(_are_equal(loss, _compute_loss(model, asked, first)) for _ in range(RUNS)):
+        if not all(are_equal(loss, _compute_loss(model, asked, first)) for _ in range(RUNS)):
             raise InputError(
                 f"loss_fn {name_loss(asked.loss_fn)} draws random numbers, so no two losses of one batch are equal: "
                 "verify with one that draws none, or leave target= out"
@@ -179,8 +177,17 @@ def choose_objective(model: nn.Module, call: Call, asked: TrainingRequest, ranks
     return Objective(None if own else sum_squares, (OWN if own else SQUARES) + missed, first)
 
 
-def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
-    """Return the model's outputs, and leave the model as it was.
+def refuse_draws(model: nn.Module, call: Call, outputs: Any, ranks: Ranks) -> None:
+    """Raise InputError if further runs of a model return other outputs than `outputs`. All ranks call this."""
+    if ranks.any(not all(are_equal(outputs, _run_without_trace(model, call)[0]) for _ in range(RUNS))):
+        raise InputError(
+            f"{type(model).__name__} draws random numbers besides dropout, so no two runs of it are equal: verify it "
+            "with such rates at 0, or in evaluation, pipe.eval()"
+        )
+
+
+def _run_without_trace(model: nn.Module, call: Call, *, finite: bool = False) -> tuple[Any, bool]:
+    """Return the model's outputs, and whether it has drawn from a generator. Leaves the model as it was.
 
     Raises RefusedDtype if the model fails, so that the caller tries another dtype. If `finite`, NaN or infinity in the
     outputs counts as a failure.
@@ -190,14 +197,16 @@ def _run_without_trace(model: nn.Module, call: Call, *, finite: bool) -> Any:
             # A new seed each time, or random draws would be equal in all runs. preserve() restores the generator.
             torch.manual_seed(torch.seed())
             own, named = pytree.tree_map_only(Tensor, torch.clone, call)
+            before = read_generators(), read_python_generators()
             outputs = model(*own, **named)
+            draws = before != (read_generators(), read_python_generators())
     except Exception as error:
         raise RefusedDtype from error
     numbers = all(bool(t.isfinite().all()) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
     # Constants made for float32, such as a mask of its smallest number, may give NaN in float64.
     if finite and not numbers:
         raise RefusedDtype
-    return outputs
+    return outputs, draws
 
 
 def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any:
@@ -213,7 +222,7 @@ def _compute_loss(model: nn.Module, asked: TrainingRequest, outputs: Any) -> Any
         raise RefusedDtype from error
 
 
-def _are_equal(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     """Return whether all tensors in two outputs are equal. NaN equals NaN."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs if isinstance(x, Tensor))

@@ -6,7 +6,7 @@ batch, and `by_shaken` on microbatches with rounded weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ class Tally:
 
     def __init__(self, trial: Trial, split: Pipeline, tolerance: float) -> None:
         self.coarse = 0.0
+        self._is_measured = False
         self._trial = trial
         self._split = split
         self._tolerance = tolerance
@@ -42,30 +43,42 @@ class Tally:
         """Copy the unsplit model before a step, to find out later which differences have a reason in the model."""
         self._neutral = Neutral(self._trial, model, 1e3 * self._tolerance)
 
-    def measure_rounding(self, by_shaken: Outcome, by_pieces: Outcome, coarse: float) -> None:
-        """Note how much rounding changes every tensor: compare the model with itself after its weights were rounded.
-
-        by_shaken: the outcome with rounded weights. by_pieces: the model's own outcome on microbatches.
-        coarse: the rounding of the coarsest dtype in the model.
-        """
-        self.coarse = max(self.coarse, *self._trial.ranks.merge({("rounding", "coarse"): coarse}).values())
-        _keep_largest(
-            self._rounding, {(d.kind, d.name): d for d in list_differences(by_shaken, by_pieces, self.coarse)}
-        )
-
-    def compare(self, by_pipeline: Outcome, by_pieces: Outcome, by_whole: Outcome) -> None:
+    def compare(
+        self, by_pipeline: Outcome, by_pieces: Outcome, by_whole: Outcome, shake: Callable[[], tuple[Outcome, float]]
+    ) -> None:
         """Note how much a step of the pipeline differs from the same step of the model.
 
         Most tensors are compared with the model on microbatches (`by_pieces`). A tensor that microbatches should not
         change, but do, is compared with the model on the whole batch (`by_whole`), which runs without fxsplit.
+        shake: runs the step after the weights were rounded, and returns the outcome, and the rounding of the coarsest
+            dtype in the model. After the first step it is called only if rounding may have to excuse a difference.
         """
+        is_first = not self._is_measured
+        if is_first or self.coarse:
+            self._measure_rounding(*shake(), by_pieces)
         apart = self._neutral.find_apart(by_pieces, by_whole, self._rounding, self.coarse)
         wrong = {key for key, why in apart.items() if why == "wrong"}
         pieces, whole = self._compare(by_pipeline, by_pieces), self._compare(by_pipeline, by_whole)
         _keep_largest(self._found, {k: d for k, d in pieces.items() if k not in wrong})
         _keep_largest(self._found, {k: d for k, d in whole.items() if k in wrong})
         self._natural |= dict.fromkeys((key for key, why in apart.items() if why == "nature"), 1.0)
+        exceeds = not all(value <= self._tolerance for value in self._found.values())
+        # Ranks run the step together, even if one of them finds no difference in its own stages.
+        if not (is_first or self.coarse) and self._trial.ranks.any(exceeds):
+            self._measure_rounding(*shake(), by_pieces)
         self._find_broken(by_pipeline, by_pieces)
+
+    def _measure_rounding(self, by_shaken: Outcome, coarse: float, by_pieces: Outcome) -> None:
+        """Note how much rounding changes every tensor: compare the model with itself after its weights were rounded.
+
+        by_shaken: the outcome with rounded weights. by_pieces: the model's own outcome on microbatches.
+        coarse: the rounding of the coarsest dtype in the model.
+        """
+        self._is_measured = True
+        self.coarse = max(self.coarse, *self._trial.ranks.merge({("rounding", "coarse"): coarse}).values())
+        _keep_largest(
+            self._rounding, {(d.kind, d.name): d for d in list_differences(by_shaken, by_pieces, self.coarse)}
+        )
 
     def _compare(self, by_pipeline: Outcome, by_model: Outcome) -> dict[Key, Difference]:
         """Return the difference of every tensor that the pipeline has on this rank."""

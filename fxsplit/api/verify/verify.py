@@ -26,8 +26,16 @@ from fxsplit.api.compiler.compile_group import GradientHook
 from fxsplit.api.compiler.compiler import get_mode
 from fxsplit.api.pipeline.pipeline import Pipeline
 from fxsplit.api.verify.approximations import Compression, HookEffect, measure_compression, measure_hook
-from fxsplit.api.verify.compare import limit_difference
-from fxsplit.api.verify.loss import RefusedDtype, TrainingRequest, choose_objective, refuse_gradients
+from fxsplit.api.verify.compare import Outcome, limit_difference
+from fxsplit.api.verify.loss import (
+    RefusedDtype,
+    TrainingRequest,
+    are_equal,
+    choose_objective,
+    list_tensors,
+    refuse_draws,
+    refuse_gradients,
+)
 from fxsplit.api.verify.ranks import Ranks
 from fxsplit.api.verify.tally import Tally
 from fxsplit.api.verify.trials import Trial
@@ -220,11 +228,8 @@ def _train_copies(
     dtype: the finest dtype of model and call. Raises InputError for a model without a float output, or one that draws
     random numbers besides dropout.
     """
-    # Both copies run unsplit. The weights of `shaken` are off by rounding, to measure its effect.
-    unsplit, shaken = copy_module(model), copy_module(model)
-    _shake_weights(shaken)
     # In float64, constants that were made for float32, such as the smallest number in a mask, may give NaN.
-    objective = choose_objective(unsplit, call, asked, ranks, finite=dtype is torch.float64)
+    objective = choose_objective(copy_module(model), call, asked, ranks, finite=dtype is torch.float64)
     ways = _Ways(pipe, objective.loss_fn, ranks.take_common_rows(model, call, pipe.compiler.options.chunks))
     mine = copy_module(model)
     with ways.compile(mine) as split, ExitStack() as stack:
@@ -233,22 +238,8 @@ def _train_copies(
         trial = Trial.of(call, batch, split, objective, ranks)
         effects = ways.measure(model, trial)
         tally = Tally(trial, split, TOLERANCE[dtype])
-        # Without gradients a second step would be the first one again.
-        for _ in range(STEPS if trial.trains else 1):
-            tally.begin_step(unsplit)
-            whole = copy_module(unsplit)
-            by_pieces, by_pipeline = trial.run(unsplit, batch.rows), trial.run_pipeline(split)
-            by_whole = trial.run(whole, [sum(batch.rows)])
-            with shake_coarse_parts(dtype) as shaking:
-                by_shaken = trial.run(shaken, batch.rows)
-            tally.measure_rounding(by_shaken, by_pieces, shaking.eps)
-            tally.compare(by_pipeline, by_pieces, by_whole)
-            # All start the next step from the same weights and buffers, those of the unsplit model on microbatches.
-            if trial.trains:
-                _take_step(unsplit)
-                _take_step(shaken)
-                _load(mine, unsplit)
-        return Verification(
+        repeats = _train_steps(model, mine, split, trial, tally, dtype)
+        found = Verification(
             tally.list_differences(),
             tally.list_natural(),
             dtype,
@@ -263,6 +254,43 @@ def _train_copies(
             batch.program.detached or "",
             effects.passes,
         )
+    # No generator shows that a model draws from one of its own, but then it returns other outputs.
+    if ranks.any(not (repeats and found.equal)):
+        refuse_draws(model, call, objective.outputs, ranks)
+    return found
+
+
+def _train_steps(
+    model: nn.Module, mine: nn.Module, split: Pipeline, trial: Trial, tally: Tally, dtype: torch.dtype
+) -> bool:
+    """Train copies of `model`, and the pipeline `split` of its copy `mine`, and note in `tally` how they differ.
+
+    Returns whether the first step repeats the outputs that the objective was chosen from.
+    """
+    # Both copies run unsplit. The weights of `shaken` are off by rounding, to measure its effect.
+    unsplit, shaken = copy_module(model), copy_module(model)
+    _shake_weights(shaken)
+    rows, repeats = trial.batch.rows, True
+
+    def shake() -> tuple[Outcome, float]:
+        with shake_coarse_parts(dtype) as shaking:
+            return trial.run(shaken, rows), shaking.eps
+
+    # Without gradients a second step would be the first one again.
+    for step in range(STEPS if trial.trains else 1):
+        tally.begin_step(unsplit)
+        whole = copy_module(unsplit)
+        by_pieces, by_pipeline = trial.run(unsplit, rows), trial.run_pipeline(split)
+        by_whole = trial.run(whole, [sum(rows)])
+        if step == 0:
+            repeats = are_equal(list_tensors(trial.objective.outputs), [*by_whole.outputs.values()])
+        tally.compare(by_pipeline, by_pieces, by_whole, shake)
+        # All start the next step from the same weights and buffers, those of the unsplit model on microbatches.
+        if trial.trains:
+            _take_step(unsplit)
+            _take_step(shaken)
+            _load(mine, unsplit)
+    return repeats
 
 
 class _Effects(NamedTuple):

@@ -1,7 +1,8 @@
 """Check the gradients of a graph: it may compute the right outputs and still have lost a backward.
 
-Model and graph compute the gradients of the sum of squares of all outputs, with respect to parameters and inputs. If a
-gradient differs, the graph has lost a backward, for example that of an autograd.Function that was traced through.
+Model and graph compute the gradients of a weighted sum of squares of all outputs, with respect to parameters and
+inputs. If a gradient differs, the graph has lost a backward, for example that of an autograd.Function that was traced
+through.
 """
 
 from __future__ import annotations
@@ -258,14 +259,25 @@ def _compute_gradients(
 
 
 def differentiate(outputs: Any, parameters: Sequence[Tensor], leaves: Sequence[Tensor]) -> Gradients:
-    """Return the gradients of the sum of squares of all outputs, with respect to parameters and inputs."""
-    trained = [o for o in pytree.tree_leaves(outputs) if _is_trained(o)]
-    if not trained:
+    """Return the gradients of the sum of `square_rows` of all outputs, with respect to parameters and inputs."""
+    squares: list[Any] = [square_rows(o) for o in pytree.tree_leaves(outputs) if _is_trained(o)]
+    if not squares:
         return [None] * (len(parameters) + len(leaves))
-    # With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero.
     ends = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
-    found = iter(torch.autograd.grad(sum(o.square().sum() for o in trained), ends, allow_unused=True))
+    found = iter(torch.autograd.grad(sum(squares), ends, allow_unused=True))
     return [*(next(found) for _ in parameters), *(next(found) if leaf.requires_grad else None for leaf in leaves)]
+
+
+def square_rows(output: Tensor) -> Tensor:
+    """Return a weighted sum of the squares of an output. All entries of its first dimension have the same weights.
+
+    With a plain sum every output would have the gradient 1, and softmax would pass on a gradient of zero. Without
+    weights, the squares of a normalised row would add up to the same number for any row.
+    """
+    if output.ndim == 0 or output.layout is not torch.strided:
+        return output.square().sum()
+    places = output.unsqueeze(-1).flatten(1)
+    return (places.square() * torch.linspace(0.5, 1.5, places.shape[1], dtype=output.dtype, device=output.device)).sum()
 
 
 def _is_trained(value: Any) -> bool:

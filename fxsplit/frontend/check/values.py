@@ -14,7 +14,7 @@ A graph runs in two ways: node by node, so that errors name the node, and as the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -41,7 +41,7 @@ from fxsplit.frontend.check.run import Runner, describe, make_noting, run_code
 from fxsplit.frontend.graph import list_fetched
 from fxsplit.frontend.restore.no_trace_left import refuse_assignments
 from fxsplit.frontend.stop_point import find_stopped
-from fxsplit.frontend.subject import Runnable, Subject
+from fxsplit.frontend.subject import Runnable, RunOfModel, Subject
 from fxsplit.ir.facts.capture.effects import CallEffects
 from fxsplit.ir.facts.capture.scope import Scope
 from fxsplit.system.user_lines import warn_user
@@ -111,6 +111,8 @@ def _compare(here: Runnable, gm: fx.GraphModule, by: By) -> CallEffects:
         # Any fault is found again, and named, by the separate runs.
         with suppress(Exception), refuse_assignments(here.model):
             return _compare_runs(here, gm, by, at_once=True)
+        # The separate runs look for the fault by themselves, and may need its memory.
+        here.first.forget()
     return _compare_runs(here, gm, by, at_once=False)
 
 
@@ -122,7 +124,7 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     parameters = find_parameters(here)
     # Model and graph get their own inputs, since forward() may write to its arguments.
     leaves = [make_leaves(here, of_inputs=at_once) for _ in range(2)]
-    given, copies = ([leaf.clone() for leaf in each] for each in leaves)
+    copies = [leaf.clone() for leaf in leaves[1]]
     versions = [t._version for t in copies]
     # If the model looks at the grad mode, its graph is for the caller's mode.
     records = at_once or (here.asks_for_gradients and torch.is_grad_enabled())
@@ -130,23 +132,17 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     trained = [*parameters.values()] if derives else None
     by_code = by == "code" or (by == "both" and derives)
 
-    def run_again() -> dict[str, Tensor]:
-        ends = make_leaves(here, of_inputs=at_once)
-        tensors = [end.clone() for end in ends]
-        return _name_values(here, _run_model(here, tensors, partial(_derive, trained, ends)), tensors)
-
-    noise = Noise(run_again)
+    noise = Noise(lambda: _name_values(here, _run_model(here, make_leaves(here, of_inputs=at_once), trained)))
     with torch.set_grad_enabled(records), require_gradients(here) if at_once else nullcontext():
-        ran = _run_model(here, given, partial(_derive, trained, leaves[0]))
-        graph = _run_graph(
-            here, _choose_run(here, gm, by, by_code=by_code), copies, partial(_derive, trained, leaves[1])
-        )
+        ran = (here.first.find(here.tensors) if derives else None) or _run_model(here, leaves[0], trained)
+        run = _choose_run(here, gm, by, by_code=by_code)
+        graph = _run_graph(here, run, copies, partial(_derive, trained, leaves[1]))
         for (name, _), value, found in zip(here.model.named_buffers(), ran.buffers, graph.buffers, strict=True):
             _compare_values(here, _name_buffer(name), value, found, noise)
         expected, dropped = drop_foreign_fields(ran.outputs)
         # Differences in values come first, since they explain differences in gradients.
         wanted = _compare_outputs(here, expected, graph.outputs, noise)
-        for spec, a, b in zip(here.inputs.specs, given, copies, strict=True):
+        for spec, a, b in zip(here.inputs.specs, ran.arguments, copies, strict=True):
             _compare_values(here, _name_argument(spec.name), a, b, noise)
         if ran.gradients is not None and graph.gradients is not None:
             compare_gradients(here, list(parameters), ran.gradients, graph.gradients, noise)
@@ -168,21 +164,6 @@ def _compare_runs(here: Runnable, gm: fx.GraphModule, by: By, *, at_once: bool) 
     )
 
 
-class _RunOfModel(NamedTuple):
-    """The results of a run of the model.
-
-    - `outputs`: its outputs
-    - `buffers`: the values that it leaves in its buffers
-    - `rewritten`: the names of arguments, other than tensors, that it changes
-    - `gradients`: its gradients (None: not computed in this run)
-    """
-
-    outputs: Any
-    buffers: list[Tensor]
-    rewritten: list[str]
-    gradients: Gradients | None
-
-
 class _RunOfGraph(NamedTuple):
     """The results of a run of the graph.
 
@@ -202,12 +183,12 @@ class _RunOfGraph(NamedTuple):
     saved: tuple[str, ...]
 
 
-def _name_values(here: Runnable, ran: _RunOfModel, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+def _name_values(here: Runnable, ran: RunOfModel) -> dict[str, Tensor]:
     """Return all values of a run of the model, by the names that errors use."""
     named = {_name_buffer(name): b for (name, _), b in zip(here.model.named_buffers(), ran.buffers, strict=True)}
     outputs = pytree.tree_leaves(to_plain_outputs(drop_foreign_fields(ran.outputs)[0]))
     named |= {_name_output(i): value for i, value in enumerate(outputs) if isinstance(value, Tensor)}
-    named |= {_name_argument(spec.name): t for spec, t in zip(here.inputs.specs, arguments, strict=True)}
+    named |= {_name_argument(spec.name): t for spec, t in zip(here.inputs.specs, ran.arguments, strict=True)}
     return named | name_gradients(here, list(find_parameters(here)), ran.gradients or ())
 
 
@@ -278,19 +259,38 @@ def _warn_of_output(here: Runnable, rewritten: Sequence[str], dropped: Sequence[
         )
 
 
-def _run_model(here: Runnable, tensors: Sequence[Tensor], derive: Callable[[Any], Gradients | None]) -> _RunOfModel:
-    """Run the model on `tensors`, and take gradients of its outputs. Afterwards its buffers are as before.
+def run_with_gradients(here: Runnable, around: AbstractContextManager[object]) -> RunOfModel:
+    """Run the model as a check runs it: on all rows, with gradients of all floating-point parameters and inputs.
 
+    around: the block to call forward() in. Raises what `_run_model` raises.
+    """
+    with torch.enable_grad(), require_gradients(here):
+        return _run_model(here, make_leaves(here, of_inputs=True), [*find_parameters(here).values()], around)
+
+
+def _run_model(
+    here: Runnable,
+    leaves: Sequence[Tensor],
+    parameters: Sequence[Tensor] | None,
+    around: AbstractContextManager[object] | None = None,
+) -> RunOfModel:
+    """Run the model on copies of `leaves`, and take gradients of its outputs. Afterwards its buffers are as before.
+
+    parameters: gradients are taken with respect to these and to `leaves`; None: no gradients are taken.
+    around: the block to call forward() in.
     Raises TraceError, with the parameter's name, if forward() has written to a parameter, and InputError for a buffer
     that it has resized.
     """
     shapes = {path: tuple(b.shape) for path, b in here.model.named_buffers()}
+    # A copy of each leaf: forward() may write to its arguments, and autograd forbids that on a leaf.
+    tensors = [leaf.clone() for leaf in leaves]
     # Parameters too, since preserve() only restores buffers.
     with keep_values(here.model.parameters()) as weights, preserve(here.modules):
         try:
             call = here.inputs.make_call(tensors)
-            returned = here.run_call(call)
-            gradients = derive(returned)
+            with around or nullcontext():
+                returned = here.run_call(call)
+            gradients = _derive(parameters, leaves, returned)
         except Exception as error:
             if not torch.is_grad_enabled() and is_refusal_to_differentiate(error):
                 raise TraceError(TAKES_GRADIENTS.format(here.name)) from error
@@ -305,7 +305,7 @@ def _run_model(here: Runnable, tensors: Sequence[Tensor], derive: Callable[[Any]
             f"forward() of {here.name} writes to parameter {written[0]!r}, which a training step must not: write to it "
             "outside of forward(), for example after optimizer.step() (Embedding: leave max_norm= out)"
         )
-    return _RunOfModel(returned, buffers, here.inputs.find_rewritten(call, tensors), gradients)
+    return RunOfModel(returned, buffers, tensors, here.inputs.find_rewritten(call, tensors), gradients)
 
 
 def _refuse_resized(here: Runnable, shapes: Mapping[str, tuple[int, ...]]) -> None:

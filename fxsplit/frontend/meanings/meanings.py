@@ -320,6 +320,7 @@ class _Trial:
             with suppress(Exception):
                 run, self._early = run_early(here, rows, self._guess_count)
                 return run
+        here.first.forget()  # its memory is needed
         return run_pieces(here, take_batch(here, sum(rows), from_shapes=shapes), rows, from_shapes=shapes)
 
     @cached_property

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxsplit.frontend.check.gradients import split_parameters
+from fxsplit.frontend.check.gradients import find_parameters, split_parameters, square_rows
 from fxsplit.frontend.meanings.rows import cut_pieces
-from fxsplit.frontend.meanings.trial import TrialRun, join_runs, list_outputs, take_batch, try_out
+from fxsplit.frontend.meanings.trial import TrialRun, join_runs, list_outputs, name_outputs, take_batch, try_out
 from fxsplit.frontend.subject import Runnable
 from fxsplit.ir.facts.capture.agreement import is_close
 from fxsplit.ir.facts.capture.counts import Count
 from fxsplit.ir.facts.capture.output_kinds import MEAN, ROWS, OutputKind
 from fxsplit.torch_internals.error_texts import is_out_of_memory
+from fxsplit.torch_internals.nn.containers import to_plain_outputs
 
 Meanings = Mapping[str, OutputKind]
 """The kinds of outputs, by their names."""
@@ -59,6 +60,18 @@ def _describe(meaning: OutputKind) -> tuple[object, ...]:
     return meaning.kind, meaning.dim, count and (count.compute, count.by_rows)
 
 
+class _EarlyRun(NamedTuple):
+    """A run on some rows: the outputs, the guessed kinds of those with gradients, and the gradients of the weights.
+
+    usual: whether any other run of the model on these rows gives the same, since nothing draws or normalises a batch.
+    """
+
+    outputs: dict[str, Any]
+    guess: Meanings
+    gradients: list[Tensor]
+    usual: bool
+
+
 def run_early(
     here: Runnable, rows: tuple[int, ...], find_count: Callable[[int], Count | None]
 ) -> tuple[TrialRun, EarlyGradients | None]:
@@ -69,24 +82,69 @@ def run_early(
     errors.
     """
     batch, trained = take_batch(here, sum(rows)), _list_trained(here)
-    outputs: list[dict[str, Any]] = []
-    guesses: list[Meanings] = []
-    gradients: list[list[Tensor]] = []
-    for tensors in (batch, *cut_pieces(here.inputs, batch, rows)):
-        count = here.inputs.count_rows(tensors)
-        with torch.enable_grad(), try_out(here):
-            made = list_outputs(here, tensors)
-            guesses.append(_guess(made, count, find_count))
-            if guesses[-1] and trained:
-                gradients.append(_differentiate(made, guesses[-1], tensors, count, list(trained.values())))
-        outputs.append({name: v.detach() if isinstance(v, Tensor) else v for name, v in made.items()})
-        del made  # frees the memory of autograd for the next run
-        if len(gradients) > 2:
-            gradients[1:] = [_add(gradients[1], gradients[2])]
-    run = join_runs(here, outputs[0], outputs[1:], rows)
-    if len(gradients) != 2 or any(guess != guesses[0] for guess in guesses):
+    pieces = cut_pieces(here.inputs, batch, rows)
+    # Copied before other runs, since a user's own backward may reuse the memory of its gradients.
+    first = _take_first_run(here, pieces[0], trained)
+    whole = _run_once(here, batch, trained, find_count)
+    if first is not None and _is_like(first, whole, rows[0]):
+        first = first._replace(guess=whole.guess)
+    else:
+        first = _run_once(here, pieces[0], trained, find_count)
+    outputs, joined, alike = [first.outputs], first.gradients, first.guess == whole.guess
+    for tensors in pieces[1:]:
+        made = _run_once(here, tensors, trained, find_count)
+        outputs.append(made.outputs)
+        alike = alike and made.guess == whole.guess
+        if alike:
+            joined = _add(joined, made.gradients)
+    run = join_runs(here, whole.outputs, outputs, rows)
+    if not whole.gradients or not alike:
         return run, None
-    return run, EarlyGradients(guesses[0], dict(zip(trained, gradients[0], strict=True)), gradients[1])
+    return run, EarlyGradients(whole.guess, dict(zip(trained, whole.gradients, strict=True)), joined)
+
+
+def _run_once(
+    here: Runnable, tensors: Sequence[Tensor], trained: Mapping[str, Tensor], find_count: Callable[[int], Count | None]
+) -> _EarlyRun:
+    """Run the model on some rows. Returns no gradients if some output fits no guess, or if no weight is trained."""
+    count = here.inputs.count_rows(tensors)
+    gradients: list[Tensor] = []
+    with torch.enable_grad(), try_out(here) as met:
+        made = list_outputs(here, tensors)
+        guess = _guess(made, count, find_count)
+        if guess and trained:
+            gradients = _differentiate(made, guess, tensors, count, list(trained.values()))
+    return _EarlyRun(_detach(made), guess, gradients, not met())
+
+
+def _take_first_run(here: Runnable, tensors: Sequence[Tensor], trained: Mapping[str, Tensor]) -> _EarlyRun | None:
+    """Return the model's first run, with copies of its gradients, if it was on these rows. It has no guess yet."""
+    ran = here.first.find(tensors)
+    # Its memory is needed, whether it was on these rows or not.
+    here.first.forget()
+    if ran is None or ran.gradients is None:
+        return None
+    # The gradients of inputs follow those of parameters.
+    known = dict(zip(find_parameters(here), ran.gradients, strict=False))
+    if not trained.keys() <= known.keys():
+        return None
+    gradients = [_copy_gradient(w, known[name]) for name, w in trained.items()]
+    return _EarlyRun(_detach(name_outputs(to_plain_outputs(ran.outputs))), {}, gradients, usual=True)
+
+
+def _detach(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same outputs without the memory of autograd, which the next run needs."""
+    return {name: v.detach() if isinstance(v, Tensor) else v for name, v in outputs.items()}
+
+
+def _is_like(first: _EarlyRun, whole: _EarlyRun, rows: int) -> bool:
+    """Return whether the first run of the model, on `rows` rows, can be that of a piece of the run `whole`.
+
+    Its gradients are of `square_rows` of all outputs, as those of a piece are if each of these outputs has `rows` rows.
+    """
+    if not whole.usual or list(first.outputs) != list(whole.outputs):
+        return False
+    return all(guess == ROWS and first.outputs[name].shape[:1] == (rows,) for name, guess in whole.guess.items())
 
 
 def find_unjoined_gradient(here: Runnable, rows: tuple[int, ...], meanings: Meanings) -> str | None:
@@ -183,9 +241,15 @@ def _differentiate(
     if not ends:
         return [torch.zeros_like(w) for w in weights]
     found = torch.autograd.grad(torch.stack(ends).sum(), list(weights), allow_unused=True)
-    made = (torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True))
-    # Clones, since a user's own backward may reuse its memory in the next run.
-    return [g.to_dense() if g.is_sparse else g.clone() for g in made]
+    return [_copy_gradient(w, g) for w, g in zip(weights, found, strict=True)]
+
+
+def _copy_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a dense copy of a weight's gradient; zeros if it has none."""
+    if gradient is None:
+        return torch.zeros_like(weight)
+    # A clone, since a user's own backward may reuse its memory in the next run.
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
 def _sum_rows(output: Tensor, meaning: OutputKind, rows: int, tensors: Sequence[Tensor]) -> Tensor | None:
@@ -203,7 +267,4 @@ def _sum_rows(output: Tensor, meaning: OutputKind, rows: int, tensors: Sequence[
         return output.sum() * (rows if meaning.kind == "mean" else 1)
     if meaning.kind != "rows":
         return None
-    # Weights, since the squares of a normalised row add up to the same number for any row.
-    places = output.movedim(meaning.dim, 0).reshape(rows, -1)
-    weights = torch.linspace(0.5, 1.5, places.shape[1], dtype=output.dtype, device=output.device)
-    return (places.square() * weights).sum()
+    return square_rows(output.movedim(meaning.dim, 0).reshape(rows, -1))

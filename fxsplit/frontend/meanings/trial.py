@@ -6,7 +6,7 @@ between a batch and its pieces is due to the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from fxsplit.torch_internals.fake.values import has_values
 from fxsplit.torch_internals.fx.interpret import preserve
 from fxsplit.torch_internals.nn.containers import to_plain_outputs
 from fxsplit.torch_internals.nn.copies import copy_module
-from fxsplit.torch_internals.nn.expectations import expect_averages, normalise_rows_alone
+from fxsplit.torch_internals.nn.expectations import Averages, RowwiseNorm, expect_averages, normalise_rows_alone
 from fxsplit.torch_internals.thread_modes import disable_compilers
 
 JITTER = 0.1
@@ -60,16 +60,19 @@ def run_model(here: Runnable, tensors: Sequence[Tensor], *, from_shapes: bool = 
 
 
 @contextmanager
-def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[None]:
-    """Let the model run inside the block so that no random draw and no batch norm makes rows depend on each other."""
+def try_out(here: Runnable, *, from_shapes: bool = False) -> Iterator[Callable[[], bool]]:
+    """Let the model run inside the block so that no random draw and no batch norm makes rows depend on each other.
+
+    Yields a function that returns whether the model has met any of these, so that its usual run differs.
+    """
+    modes: list[Averages | RowwiseNorm] = []
     with ExitStack() as around, preserve(here.modules), refuse_assignments(here.modules):
         if not from_shapes:  # fake tensors draw nothing, and have no values to average
             around.enter_context(restore_model(here.modules))
             # torch.cond compiles itself, and its cache of a call in the modes below would fail outside of them.
             around.enter_context(disable_compilers())
-            around.enter_context(expect_averages())
-            around.enter_context(normalise_rows_alone())
-        yield
+            modes += (around.enter_context(expect_averages()), around.enter_context(normalise_rows_alone()))
+        yield lambda: any(mode.met for mode in modes)
 
 
 def list_outputs(here: Runnable, tensors: Sequence[Tensor]) -> dict[str, Any]:

@@ -37,14 +37,7 @@ from fxsplit.frontend.restore.library_objects import (
 )
 from fxsplit.frontend.watch.found import CONTENTS, ITEMS, STATE, VARIABLE, Finding, Label
 from fxsplit.frontend.watch.names import Names, read_names
-from fxsplit.frontend.watch.places import (
-    CACHED,
-    OF_TORCH,
-    find_entry,
-    keep_entries,
-    list_globals,
-    list_places,
-)
+from fxsplit.frontend.watch.places import CACHED, OF_TORCH, find_entry, keep_entries, list_globals, list_places
 from fxsplit.ir.facts.capture.python_state import ABSENT, Cached, Place, PythonState, describe_change, is_plain, same
 from fxsplit.system.user_lines import FXSPLIT, TORCH, describe_line
 from fxsplit.torch_internals.contents import Contents
@@ -295,6 +288,10 @@ class Watch:
     def asks_for_gradients(self) -> bool:
         """Return whether the code reads `requires_grad` of a weight, or whether gradients are enabled."""
         return any(key.endswith((".requires_grad", "is_grad_enabled()")) for _, key in self._seen)
+
+    def may_read(self, names: Collection[str]) -> bool:
+        """Return whether code that has run may read anything under one of these names."""
+        return any(isinstance(own, Names) and any(map(own.reads, names)) for own in self._codes.values())
 
     def list_reads(self, graph: Graph) -> PythonState:
         """Return the values that a graph depends on, except those that only modules and functions called whole read."""

@@ -71,6 +71,8 @@ AVERAGES: dict[str, Callable[[Given], Any]] = {
     "poisson": lambda given: given["self"],
 }
 """The average of each random operator, computed from its arguments by name."""
+DRAWING = ("rrelu_with_noise", "native_dropout")
+"""The first parts of the names of operators that draw by themselves, and have another average."""
 
 
 @cache
@@ -78,13 +80,14 @@ def _is_random(operator: torch._ops.OpOverload) -> bool:
     """Return whether an operator may draw random numbers. Most do not, and a model calls each of them many times."""
     names = {argument.name for argument in operator._schema.arguments}
     name = operator.overloadpacket.__name__
-    return name in AVERAGES or name == "native_dropout" or name.startswith("rrelu_with_noise") or "dropout_p" in names
+    return name in AVERAGES or name.startswith(DRAWING) or "dropout_p" in names
 
 
-class _Averages(TorchDispatchMode):
-    """Replaces random draws by their averages."""
+class Averages(TorchDispatchMode):
+    """Replaces random draws by their averages. `met`: whether there was any."""
 
     supports_higher_order_operators = True
+    met = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, or return its average."""
@@ -94,11 +97,13 @@ class _Averages(TorchDispatchMode):
         if not _is_random(func):
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
+        name = func.overloadpacket.__name__
+        self.met |= name in AVERAGES or name.startswith(DRAWING)
         # Attention kernels apply dropout internally, so turn it off by their argument.
         if "dropout_p" in names:
+            self.met |= bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
             args = tuple(0.0 if name == "dropout_p" else a for name, a in zip(names, args, strict=False))
             kwargs = {name: 0.0 if name == "dropout_p" else a for name, a in kwargs.items()}
-        name = func.overloadpacket.__name__
         # In training the negative slope is random; in evaluation it is the average slope.
         if name.startswith("rrelu_with_noise") and "training" in names:
             args, kwargs = args[: names.index("training")], {**kwargs, "training": False}
@@ -114,8 +119,13 @@ class _Averages(TorchDispatchMode):
         return drawn.copy_(average) if isinstance(average, Tensor) else drawn.fill_(average)
 
 
-class _RowwiseNorm(TorchFunctionMode):
-    """Makes batch norms divide each row by its own root mean square. The statistics of the batch are not used."""
+class RowwiseNorm(TorchFunctionMode):
+    """Makes batch norms divide each row by its own root mean square. The statistics of the batch are not used.
+
+    met: whether there was any batch norm that would have used them.
+    """
+
+    met = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Given | None = None
@@ -129,6 +139,7 @@ class _RowwiseNorm(TorchFunctionMode):
         x: Any = given["input"]
         if not given["training"] and given["running_mean"] is not None:
             return func(*args, **(kwargs or {}))
+        self.met = True
         # Not layer norm, which would turn a row with a single channel and position into zeros.
         x = x * (x.square().mean(tuple(range(1, x.ndim)), keepdim=True) + given["eps"]).rsqrt()
         shape = (1, -1, *[1] * (x.ndim - 2))
@@ -138,14 +149,16 @@ class _RowwiseNorm(TorchFunctionMode):
 
 
 @contextmanager
-def expect_averages() -> Iterator[None]:
-    """Replace random draws by their averages inside the block, on this thread."""
-    with enter_dispatch_mode(_Averages()):  # type: ignore[no-untyped-call]
-        yield
+def expect_averages() -> Iterator[Averages]:
+    """Replace random draws by their averages inside the block, on this thread. Yields the mode that does."""
+    mode = Averages()  # type: ignore[no-untyped-call]
+    with enter_dispatch_mode(mode):
+        yield mode
 
 
 @contextmanager
-def normalise_rows_alone() -> Iterator[None]:
-    """Make batch norms normalise each row by itself inside the block, on this thread."""
-    with enter_function_mode(_RowwiseNorm()):
-        yield
+def normalise_rows_alone() -> Iterator[RowwiseNorm]:
+    """Make batch norms normalise each row by itself inside the block, on this thread. Yields the mode that does."""
+    mode = RowwiseNorm()
+    with enter_function_mode(mode):
+        yield mode

@@ -15,6 +15,7 @@ import fxsplit
 from fxsplit import IR
 from fxsplit.api.compile import recompile_like
 from fxsplit.api.verify.compare import Outcome
+from fxsplit.api.verify.tally import Tally
 from fxsplit.api.verify.trials import Trial
 from fxsplit.errors import CallError, InputError
 from fxsplit.passes.profile import profile
@@ -308,3 +309,47 @@ def test_a_pipeline_for_evaluation_only_is_compared_in_one_call(options: dict[st
         assert (found.compression is None) == ("compress" not in options)
         if found.compression is not None:
             assert 0 < found.compression.output < 0.02 and "gradients" not in str(found.compression)
+
+
+class Sways(nn.Module):
+    """Adds to its rows a little that comes from a generator of its own, which no other generator shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x)
+        return out + 1e-7 * torch.randn(out.shape, generator=OWN).to(out.dtype)
+
+
+OWN = torch.Generator().manual_seed(0)
+
+
+def test_draws_of_a_models_own_generator_are_refused() -> None:
+    model, options = nn.Sequential(nn.Linear(4, 4), Sways()), {**OPTIONS, "passes": f"leaf{{path=1}},{FAST}"}
+    refusal = "Sequential draws random numbers besides dropout"
+    with fxsplit.compile(model, 2, **options) as pipe, pytest.raises(InputError, match=refusal):
+        fxsplit.verify(pipe, rows())
+
+
+def test_rounding_is_measured_in_a_further_step_only_if_something_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounding makes of the second step excuses a difference in it, as that of the first step does."""
+    shaken: list[float] = []
+    measure = Tally._measure_rounding
+
+    def note(self: Tally, by_shaken: Outcome, coarse: float, by_pieces: Outcome) -> None:
+        shaken.append(coarse)
+        measure(self, by_shaken, coarse, by_pieces)
+
+    monkeypatch.setattr(Tally, "_measure_rounding", note)
+    own = Trial.run_pipeline
+
+    def run_off(self: Trial, split: Any) -> Outcome:
+        found = own(self, split)
+        return replace(found, outputs={n: None if t is None else t * (1.0 + 1e-8) for n, t in found.outputs.items()})
+
+    with fxsplit.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 2, **OPTIONS) as pipe:
+        assert fxsplit.verify(pipe, rows()).equal and len(shaken) == 1
+        monkeypatch.setattr(Trial, "run_pipeline", run_off)
+        assert {d.kind for d in fxsplit.verify(pipe, rows()).offending} == {"output"} and len(shaken) == 3

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import fxsplit
 from fxsplit.errors import InputError, TraceError
+from fxsplit.frontend.capture import run_watched
 from fxsplit.frontend.check.values import By, check_graph
 from fxsplit.frontend.graph import list_fetched
+from fxsplit.frontend.subject import Runnable
+from fxsplit.torch_internals.random.generators import keep_generators
 from tests.frontend.subjects import Scale, make_subject, trace
 from tests.support.accelerator import use_accelerator
+from tests.support.models import FAST
 
 
 def graph_of(model: nn.Module, write: Any) -> fx.GraphModule:
@@ -349,3 +355,89 @@ def test_a_buffer_without_its_size_is_refused_and_as_it_was() -> None:
     model(x)
     with fxsplit.compile(model, 2, example_inputs=x) as pipe:
         torch.testing.assert_close(pipe(x), model(x))
+
+
+def write_scaled(graph: fx.Graph, x: fx.Node, *, detached: bool = False) -> fx.Node:
+    """Write the graph of Scale, perhaps without the gradient of its parameter."""
+    scale = graph.get_attr("scale")
+    return graph.call_function(torch.mul, (x, graph.call_method("detach", (scale,)) if detached else scale))
+
+
+def write_counts(graph: fx.Graph, x: fx.Node, *, counts: bool, into: bool) -> fx.Node:
+    """Write the graph of Counts, perhaps without its writes to the buffer and to the input."""
+    seen = graph.get_attr("seen")
+    seen = graph.call_method("add_" if counts else "add", (seen, 1))
+    x = graph.call_method("mul_" if into else "mul", (x, 2.0))
+    return graph.call_function(torch.mul, (graph.call_module("norm", (x,)), seen))
+
+
+FAULTS: dict[str, tuple[Any, Any, str]] = {
+    "output": (Scale, lambda g, x: g.call_method("mul", (x, 2.001)), "computes output 0 differently"),
+    "gradient": (Scale, partial(write_scaled, detached=True), "another gradient for 'scale'"),
+    "buffer": (lambda: Counts(into=True), partial(write_counts, counts=False, into=True), "computes buffer 'seen'"),
+    "argument": (lambda: Counts(into=True), partial(write_counts, counts=True, into=False), "argument 'x', which it"),
+    "": (Scale, write_scaled, ""),
+    "none with effects": (lambda: Counts(into=True), partial(write_counts, counts=True, into=True), ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_graph_is_compared_with_the_first_run_as_with_any_other(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs is named after runs of its own, and a graph without a fault needs no other run of the model."""
+    make, write, message = FAULTS[fault]
+    runs = [0]
+    run_call = Runnable.run_call
+
+    def count(self: Runnable, call: Any) -> Any:
+        runs[0] += 1
+        return run_call(self, call)
+
+    monkeypatch.setattr(Runnable, "run_call", count)
+    effects = []
+    for is_kept in (True, False):
+        model = make()
+        subject = make_subject(model)
+        assert run_watched(subject) is not None and subject.first.ran is not None
+        if not is_kept:
+            subject.first.forget()
+        runs[0] = 0
+        if message:
+            with pytest.raises(TraceError, match=message):
+                check_graph(subject, graph_of(model, write), rows=6)
+            assert runs[0] and subject.first.ran is None, "the model has run again"
+        else:
+            found = check_graph(subject, graph_of(model, write), rows=6)
+            effects.append((found.writes_inputs, [*found.written_buffers], found.saved_buffers))
+            assert runs[0] == (0 if is_kept else 1)
+    assert not effects or effects[0] == effects[1]
+
+
+def test_the_first_run_counts_only_for_its_rows_and_its_draws() -> None:
+    """A number that tracing draws is not the one that the model drew before."""
+    model, x = nn.Dropout(0.5), torch.randn(6, 4)
+    subject = make_subject(model, x, rows=4)
+    assert run_watched(subject) is not None
+    assert subject.first.find([x[:4].clone()]) is subject.first.ran is not None
+    assert subject.first.find([x[:3]]) is None and subject.first.find([x[2:]]) is None
+    for draw in (torch.rand, lambda _: random.random(), lambda _: numpy.random.rand()):
+        with keep_generators():
+            draw(1)
+            assert subject.first.find([x[:4]]) is None
+        assert subject.first.find([x[:4]]) is not None
+
+
+def test_other_numbers_are_compared_with_another_run() -> None:
+    """The first run was with the present value of the number."""
+
+    class Powers(Scale):
+        rate = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.rate
+
+    model = Powers()
+    with fxsplit.compile(model, 2, n_microbatches=2, passes=FAST) as pipe:
+        x = torch.randn(6, 4)
+        for model.rate in (2.0, 3.0, 4.0, 5.0):
+            torch.testing.assert_close(pipe(x), model(x))
+        assert len(pipe.compiler.list_programs()) == 2, "the third is right for any number"

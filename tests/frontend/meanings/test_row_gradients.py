@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxsplit
 from fxsplit.errors import FxsplitWarning
+from fxsplit.frontend.capture import run_watched
 from fxsplit.frontend.meanings import meanings, row_gradients
 from fxsplit.frontend.meanings.meanings import find_meanings
 from fxsplit.frontend.meanings.row_gradients import find_unjoined_gradient
@@ -182,3 +183,86 @@ def test_one_run_gives_the_gradients_of_a_loss_that_counts_labels(
     assert [str(w.message).split("'")[1] for w in said] == ["model.a.weight"] * compares
     # Only a difference is looked at again, in double precision.
     assert len(compared) == compares
+
+
+class Shapes(nn.Module):
+    """Returns rows of several shapes, a row for each pair of values, and an output that only the input reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.frozen = nn.Linear(4, 6), nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        return {"rows": h.unflatten(1, (2, 3)), "flat": h[:, 0], "pairs": h.view(-1, 3), "own": self.frozen(x)}
+
+
+class Normalised(nn.Module):
+    """Returns normalised rows, whose squares add up to the same number for any row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 6), nn.LayerNorm(6, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.a(x))
+        return out
+
+
+class Mixed(Normalised):
+    """Returns rows that depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean()
+
+
+class Noisy(Normalised):
+    """Draws from a generator of its own, and draws the same in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.Generator().manual_seed(0)
+        return super().forward(x) + torch.randn(len(x), 6, generator=own)
+
+
+TRIED: dict[str, tuple[Any, int, str]] = {  # the model, the runs of the trial, and the warning
+    "rows": (Mlp, 2, ""),
+    "shapes": (Shapes, 3, ""),
+    "normalised": (Normalised, 2, ""),
+    "rows that depend on each other": (Mixed, 2, "the rows of output 0 of Mixed depend on each other"),
+    "gradients that compare rows": (Centred, 2, "the gradient of 'a.weight' of Centred is not the sum"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2)), 3, ""),
+    "draws of its own": (Noisy, 3, ""),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), 3, ""),
+    "no weight is trained": (lambda: Mlp().requires_grad_(False), 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_the_first_run_of_the_model_is_that_of_a_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kinds of outputs and the warnings are those of a trial that runs the piece itself."""
+    torch.manual_seed(0)
+    make, runs, said = TRIED[name]
+    model = make()
+    x = torch.randn(8, next(model.parameters()).shape[1])
+    ran: list[int] = []
+    run_model = Runnable.run_model
+
+    def count(self: Runnable, *tensors: Tensor) -> Any:
+        if next(self.model.parameters()).dtype is torch.float32:  # the closer look runs in double precision
+            ran.append(len(tensors[0]))
+        return run_model(self, *tensors)
+
+    monkeypatch.setattr(Runnable, "run_model", count)
+    found = []
+    for is_kept in (True, False):
+        subject = make_subject(model, x, rows=4)
+        assert run_watched(subject) is not None
+        if not is_kept:
+            subject.first.forget()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            found.append((find_meanings(subject), [str(w.message) for w in heard]))
+        assert subject.first.ran is None, "its memory is free"
+    assert found[0] == found[1]
+    assert len(found[0][1]) == bool(said) and all(text.startswith(said) for text in found[0][1])
+    assert (ran[:runs], len(ran)) == ([6, 4, 2] if runs == 3 else [6, 2], runs + 3)
