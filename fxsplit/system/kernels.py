@@ -30,7 +30,7 @@ def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_unreadable(files: Any) -> None:
-    """Let numba's cache of a kernel begin anew if its files cannot be read.
+    """Empty numba's cache of a kernel if its files cannot be read.
 
     The files name the classes of the kernel's arguments, and another version of fxsplit may have others. numba compares
     the time of the source only after it has read these names.

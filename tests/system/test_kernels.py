@@ -55,7 +55,7 @@ def test_processes_that_start_together_compile_each_signature_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("spoil", ["renamed", "cut off"])
-def test_a_cache_that_cannot_be_read_begins_anew(tmp_path: Path, spoil: str) -> None:
+def test_a_cache_that_cannot_be_read_is_emptied(tmp_path: Path, spoil: str) -> None:
     """An update of the package may rename the class of an argument, which the files of the cache name."""
 
     def run(name: str) -> str:
