@@ -68,9 +68,10 @@ class Partition(Options):
             plan, facts = plan_stages(task, chains, ir[States], enumerate_again, clock), list[Workload | Machine]()
             if plan.schedule_csv:  # a plan with the shortest step states the order of its work
                 plan, workload, _ = schedule_plan(plan, costs, task.machine, task.workload)
-                facts.append(workload)
                 if plan.machine is not None and plan.machine.homes:  # its devices have two stages each
                     facts.append(plan.machine)
+                # In a text the workload stands after the machine, since what stages hold follows from both.
+                facts.append(workload)
             figures = {"stages": len(plan.stages), "states": plan.n_states, "proof": plan.proof or "none"}
             return ir.learn(*facts, plan).note(**figures, tests=clock.work.tests, steps=clock.work.steps)
 

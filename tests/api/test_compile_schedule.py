@@ -276,7 +276,7 @@ def test_the_best_plan_may_have_two_stages_on_each_device(tmp_path: Path) -> Non
     assert_trained(model)
     assert (again.plan.schedule_csv, again.plan.proof) == (plan.schedule_csv, plan.proof)
     with pytest.warns(UserWarning, match="states the order of work of search with 6 microbatches"):
-        other, model = train(None, plan=plan, n_microbatches=3, **given)
+        other, model = train(None, plan=plan, n_microbatches=3, devices=machine)
     assert_trained(model)
     assert other.plan.n_microbatches == 3 and other.plan.proof is None
     # The passes plan as fxsplit.plan does, and the IR has the machine of the plan.

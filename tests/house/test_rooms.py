@@ -14,10 +14,7 @@ from tests.support.rooms import ROOT, find_tests
     ("changed", "found"),
     [
         (["fxsplit/planner/search/dense.py", "docs/faq.md"], ["tests/planner/search"]),
-        (
-            ["passes/profile/estimate/clock.py", "passes/profile/estimate/estimate.py"],
-            ["tests/passes/profile/estimate"],
-        ),
+        (["passes/profile/clock.py", "passes/profile/weigh.py"], ["tests/passes/profile"]),
         (["fxsplit/planner/search/dense.py", "tests/planner/search/test_dense.py"], ["tests/planner/search"]),
         (["tests/planner/test_clock.py"], ["tests/planner/test_clock.py"]),
         (["bench/fuzz/files.py"], ["tests/bench"]),

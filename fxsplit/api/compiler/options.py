@@ -291,9 +291,9 @@ class CompileOptions:
 
     def count_microbatches(self, scheduler: Scheduler, rows: int, found: int | None = None) -> int:
         """Return the number of microbatches for a batch of `rows`; `found` is the choice of an earlier search."""
-        return choose_microbatch_count(
-            len(self.machine), rows=rows, stated=self.stated_count, found=found, scheduler=scheduler
-        )
+        # A schedule that is stated action by action states their number too.
+        stated = self.stated_count if self.fixed is None else self.stated_count or self.fixed.n_microbatches
+        return choose_microbatch_count(len(self.machine), rows=rows, stated=stated, found=found, scheduler=scheduler)
 
     def list_candidates(self, rows: int) -> list[Candidate]:
         """Return every schedule with every number of microbatches that a batch of `rows` may be compiled with."""
