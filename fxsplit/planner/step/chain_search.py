@@ -24,7 +24,7 @@ from fxsplit.schedule.solver.search import RULES, warm_up
 from fxsplit.schedule.solver.starts import list_order, list_schedule_rules
 
 TESTS_S, WALK_S = 0.8, 0.3
-"""For how many seconds bounds are raised, and cuts are moved, at most."""
+"""For how many seconds of processor time bounds are raised, and cuts are moved, at most."""
 WALKS, STARTS, CHANGES, HEAT, USUAL_RULES = 12, 5, 150, 0.01, 3
 """How many annealings of cuts there are, from how many chains, of how many changes, and at which temperature, in steps;
 and by how many list schedules a changed chain is judged."""
@@ -70,12 +70,14 @@ class ChainSearch:
         seen = len(self.bound.met)
         for chain in [*known, *self.usual]:
             self.add(chain, LONGER * step)
-        end = min(deadline, time.monotonic() + TESTS_S)
-        while time.monotonic() < end and self.bound.raise_lowest(min(step, self.best)):
+        end = time.thread_time() + TESTS_S
+        while (
+            time.thread_time() < end and time.monotonic() < deadline and self.bound.raise_lowest(min(step, self.best))
+        ):
             for chain in islice(self.bound.met, seen, None):
                 self.add(chain, LONGER * step)
             seen = len(self.bound.met)
-        self._move_cuts(min(deadline, time.monotonic() + WALK_S), step)
+        self._move_cuts(deadline, step)
 
     def add(self, chain: Chain, limit: float = inf) -> None:
         """Judge a chain by list schedules, unless it is known or cannot have a step below `limit` ms."""
@@ -108,17 +110,23 @@ class ChainSearch:
         return self._known[family]
 
     def _move_cuts(self, deadline: float, goal: float) -> None:
-        """Anneal the cuts of the best chains in turn, until the deadline, of time.monotonic()."""
+        """Anneal the cuts of the best chains in turn, for WALK_S or until the deadline, of time.monotonic()."""
+        end = time.thread_time() + WALK_S
         for turn in range(WALKS):
-            if not self.steps or time.monotonic() > deadline or self.best <= self.bound.least(goal) * (1 + NEAR):
+            if not self.steps or self.best <= self.bound.least(goal) * (1 + NEAR):
+                break
+            if time.thread_time() > end or time.monotonic() > deadline:
                 break
             ranked = self.rank()
             chain = ranked[turn % min(STARTS, len(ranked))]
             rules = [number for number, _ in self._wins[chain.family].most_common(USUAL_RULES)]
-            self._anneal(chain, rules, Random(turn), deadline)
+            self._anneal(chain, rules, Random(turn), end)
 
-    def _anneal(self, chain: Chain, rules: list[int], random: Random, deadline: float) -> None:
-        """Change the cuts of a chain at random; a change to a longer step is kept with a falling probability."""
+    def _anneal(self, chain: Chain, rules: list[int], random: Random, end: float) -> None:
+        """Change the cuts of a chain at random; a change to a longer step is kept with a falling probability.
+
+        end: the time.thread_time() at which this ends.
+        """
         now, best, tried = chain, chain, dict[Chain, float]()
         step = shortest = self.steps[chain]
         for change in range(CHANGES):
@@ -134,7 +142,7 @@ class ChainSearch:
                 now, step = trial, found
                 if found < shortest:
                     best, shortest = trial, found
-            if time.monotonic() > deadline:
+            if time.thread_time() > end:
                 break
         if best is not chain:
             self.add(best)

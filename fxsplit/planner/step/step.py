@@ -51,7 +51,7 @@ SAME = 1e-9
 TWICE = 2
 """How many of these are searched again, for the time that is left."""
 FIRST_S, WHOLE_S = 1.2, 2.2
-"""After so many seconds the first searches for orders end, and the longer ones. Compiling kernels does not count."""
+"""After so many seconds of processor time the first searches for orders end, and the longer ones, without compiling."""
 SCHEDULES = (SEARCH, *REPLICABLE)
 """The schedules that this search plans for: a free order of work, and the named schedules that replicas can run."""
 MODELS = ("forwarded", "replicated")
@@ -236,14 +236,14 @@ def _search_orders(
             bounds[way] = max(lines.bound_line(way), lines.bound)
     ranked = [way for way in sorted(steps, key=steps.__getitem__) if steps[way] < NEVER]
     warm_up()
-    again, begin = [], time.monotonic()
+    again, begin = [], time.thread_time()
     for way in dict.fromkeys([*ranked[:BY_STEP], *sorted(ranked, key=bounds.__getitem__)[:BY_BOUND]]):
-        if bounds[way] < _read_step(best) and time.monotonic() < min(deadline, begin + FIRST_S):
+        if bounds[way] < _read_step(best) and time.thread_time() < begin + FIRST_S and time.monotonic() < deadline:
             plan, bound = _search_order(task, chains, way, SHORT_S)
             again.append((bound, way))
             best = _take_faster(task, best, plan)
     for turn, (bound, way) in enumerate(sorted(again, key=itemgetter(0))[:TWICE]):
-        left = (min(deadline, begin + WHOLE_S) - time.monotonic()) / (TWICE - turn)
+        left = min(deadline - time.monotonic(), begin + WHOLE_S - time.thread_time()) / (TWICE - turn)
         low = min(lines.bound, found.bound.least(_read_step(best)))
         if max(bound, low * (1 + CLOSE)) < _read_step(best) * (1 - PROVEN) and left > 0:
             best = _take_faster(task, best, _search_order(task, chains, way, left)[0])
