@@ -22,9 +22,9 @@ def compile_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     import_whole(["numba"])
     from numba import njit
 
-    machine_code = njit(cache=True)(kernel)
+    machine_code: Any = njit(cache=True)(kernel)
     _forget_unreadable(machine_code._cache)
-    machine_code.compile = _lock_out_others(machine_code)  # type: ignore[method-assign]
+    machine_code.compile = _lock_out_others(machine_code)
     compiled: Callable[..., Any] = machine_code
     return compiled
 
