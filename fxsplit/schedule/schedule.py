@@ -40,6 +40,11 @@ class Schedule:
         return len(self.homes)
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether there are more stages than devices, so that devices have several."""
+        return self.n_stages > self.n_devices
+
+    @property
     def n_devices(self) -> int:
         """The number of devices."""
         return len(self.actions)

@@ -70,8 +70,7 @@ def schedule_plan(
 def unroll_for(scheduler: Scheduler, machine: Machine) -> Machine:
     """Return the machine for a schedule that is stated: unrolled if it places several stages on a device."""
     fixed = scheduler.fixed
-    several = fixed is not None and fixed.n_stages > fixed.n_devices
-    return machine.rolled().unrolled(scheduler.homes()) if several else machine
+    return machine.rolled().unrolled(fixed.homes) if fixed is not None and fixed.shares_devices else machine
 
 
 def list_limits(plan: Plan, machine: Machine) -> list[float]:

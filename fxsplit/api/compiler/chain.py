@@ -66,12 +66,12 @@ def find_schedule_of(
     made = read_plan(plan) if isinstance(plan, (str, os.PathLike)) else plan
     if not isinstance(made, Plan) or made.schedule == INFERENCE:
         return None, None, None
-    named = made.schedule in (*SCHEDULES, SEARCHED) or not made.schedule_csv
-    if made.schedule == SEARCHED and made.schedule_csv:
-        # The name does not say that devices have two stages.
-        stated = parse_csv(made.schedule_csv, made.schedule)
-        named = stated.n_stages <= stated.n_devices
-    actions = None if named else parse_csv(made.schedule_csv, made.schedule)
+    actions = None
+    if made.schedule_csv and made.schedule not in SCHEDULES:
+        actions = parse_csv(made.schedule_csv, made.schedule)
+        # Only a searched order with two stages on a device is more than its name says.
+        if made.schedule == SEARCHED and not actions.shares_devices:
+            actions = None
     return made.schedule, actions, made.n_microbatches if made.schedule_csv else None
 
 

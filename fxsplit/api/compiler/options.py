@@ -64,8 +64,8 @@ class Candidate:
         """Return the candidate with the schedule that was chosen for a plan, or itself if none was chosen."""
         if plan.schedule == SEARCH and plan.schedule_csv:
             # A searched order says itself where the second stages of devices are.
-            stated = Scheduler.of(parse_csv(plan.schedule_csv, plan.schedule))
-            return replace(self, scheduler=stated) if len(stated.homes()) > stated.n_devices else self
+            stated = parse_csv(plan.schedule_csv, plan.schedule)
+            return replace(self, scheduler=Scheduler.of(stated)) if stated.shares_devices else self
         if not plan.compared or plan.schedule == self.scheduler.name:
             return self
         return replace(self, scheduler=Scheduler(plan.schedule, self.scheduler.n_devices))

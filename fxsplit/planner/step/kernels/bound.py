@@ -340,6 +340,14 @@ def test_levels(
     return bool(labels.counts[:, full].max() > 0)
 
 
+def add_pair_label(labels: PairLabels, d: int, a: int, b: int, label: Floats, origin: Ints, tiny: float) -> None:
+    """Add a label after the stages of device `d`, at the ideals `a` and `b`."""
+    then = (d + 1) % 2
+    labels.counts[then, a, b] = add_label(
+        labels.figures[then, a, b], labels.origins[d, a, b], labels.counts[then, a, b], label, origin, tiny
+    )
+
+
 def test_v(threshold: float, k: int, m: int, between: Between, samples: Ints, labels: PairLabels) -> bool:
     """Return whether a chain of 2 k stages down k devices and back passes all tests at a threshold, in ms.
 
@@ -443,14 +451,7 @@ def test_v(threshold: float, k: int, m: int, between: Between, samples: Ints, la
                                 after[iq + x], after[iz + x], after[il + x] = crossed, end, leave
                                 after[ip + x] = max(returned, (samples[x] + 1) * (fb + ib))
                             origin[0], origin[1], origin[2] = lo, hi, at
-                            labels.counts[then, a, b] = add_label(
-                                labels.figures[then, a, b],
-                                labels.origins[d, a, b],
-                                labels.counts[then, a, b],
-                                after,
-                                origin,
-                                TINY * threshold,
-                            )
+                            add_pair_label(labels, d, a, b, after, origin, TINY * threshold)
                             some = True
         if not some:
             return False
@@ -564,14 +565,7 @@ def test_loop(
                                     leave = max(leave, more * ib + room.tails[2, y])
                                 after[iq + x], after[iz + x], after[ip + x], after[iy + x] = crossed, end, again, leave
                             origin[0], origin[1], origin[2] = lo, hi, at
-                            labels.counts[then, a, b] = add_label(
-                                labels.figures[then, a, b],
-                                labels.origins[d, a, b],
-                                labels.counts[then, a, b],
-                                after,
-                                origin,
-                                TINY * threshold,
-                            )
+                            add_pair_label(labels, d, a, b, after, origin, TINY * threshold)
                             some = True
         if not some:
             return False
@@ -585,6 +579,7 @@ KERNELS = [
     extend_labels,
     test_line,
     test_levels,
+    add_pair_label,
     test_v,
     test_loop,
 ]
